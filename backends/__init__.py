@@ -1,0 +1,1 @@
+"""Trainer backends, each behind ``slime_like.interfaces.TrainerBackend``."""

@@ -1,0 +1,1 @@
+"""Rollout engines, each behind ``slime_like.interfaces.RolloutEngine``."""

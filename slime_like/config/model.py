@@ -1,0 +1,26 @@
+"""Which model, in which precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from slime_like.config.base import Section
+
+
+class ModelConfig(Section):
+    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+
+    path: Path = Field(description="Hugging Face checkpoint directory the policy starts from.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Precision of weights and activations, in trainer and engine alike."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the checkpoint.")
+
+
+class ReferenceConfig(Section):
+    """The reference policy of the KL term. Used only when ``algorithm.kl_coef`` is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none means `model.path`.")

@@ -1,0 +1,72 @@
+"""How rollouts are generated and rewarded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from slime_like.config.base import Section
+
+
+class RolloutConfig(Section):
+    """Inference engines and sampling."""
+
+    engine: str = Field("vllm", description="Engine name (entry-point group slime_like.engines).")
+    num_engines: int = Field(1, ge=1, description="Engines to start; requests go to the least loaded one.")
+    tensor: int = Field(1, ge=1, description="Tensor parallelism inside one engine.")
+    prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
+    samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (the group size).")
+    max_new_tokens: int = Field(256, ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(1.0, gt=0.0, description="Sampling temperature of training rollouts.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training needs 1.")
+    top_k: int = Field(-1, ge=-1, description="Top-k sampling; training needs -1 (off).")
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="Token ids that end a response; none means the model's EOS ids."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest sequence an engine serves; none means prompt limit plus response limit."
+    )
+    max_concurrent_requests: int = Field(1024, ge=1, description="Requests one engine is given at a time.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments passed to the engine as they are, refused if unknown."
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="Bound on an engine's start.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Bound on one request.")
+
+
+class RewardFunction(Section):
+    """One reward function and its weight in the sum."""
+
+    name: str = Field(description="Registered name (math_verify, format, length) or import path `package.module:name`.")
+    weight: float = Field(1.0, description="Weight in the total reward.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
+
+
+class RewardConfig(Section):
+    """Reward functions and the processes they run in."""
+
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(name="math_verify"),),
+        min_length=1,
+        description="Reward functions; the total is their weighted sum.",
+    )
+    workers: int = Field(1, ge=1, description="Reward worker processes.")
+    timeout_s: float = Field(5.0, gt=0, description="Bound on scoring one response; over it the sample gets reward 0.")
+    memory_mb: int = Field(
+        2048, ge=128, description="Address-space limit of one reward worker, beyond its start-up size."
+    )
+
+
+class SyncConfig(Section):
+    """How weights travel from trainer to engines."""
+
+    transport: str = Field("auto", description="auto | shared_memory: how bucket bytes travel.")
+    bucket_mb: float = Field(256.0, gt=0, description="Largest bucket, in MiB (a single larger tensor travels alone).")
+    verify: bool = Field(True, description="Compare hashes of every tensor, and a logprob probe, after every sync.")
+    probe_tolerance: float = Field(
+        1e-4,
+        gt=0,
+        description="Largest engine-to-trainer logprob gap of the probe in float32; 0.1 is used for bfloat16.",
+    )
+    timeout_s: float = Field(300.0, gt=0, description="Bound on one sync.")

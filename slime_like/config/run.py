@@ -1,0 +1,79 @@
+"""The whole configuration of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.base import Section
+from slime_like.config.data import DataConfig, EvaluationConfig
+from slime_like.config.model import ModelConfig, ReferenceConfig
+from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
+from slime_like.config.trainer import TrainerConfig
+
+
+class CheckpointConfig(Section):
+    """What is written to disk, and when."""
+
+    every: int = Field(0, ge=0, description="Save every so many steps; 0 means at the end only.")
+    export_hf: bool = Field(True, description="Also write a Hugging Face model at the end.")
+
+
+class LoggingConfig(Section):
+    """Where figures go. `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write a TensorBoard log.")
+    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
+    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
+    progress: Literal["auto", "live", "plain", "off"] = Field(
+        "auto", description="Progress display; auto is live on a terminal and plain lines elsewhere."
+    )
+
+
+class DebugConfig(Section):
+    """Switches for experiments on the method itself."""
+
+    shuffle_advantages: bool = Field(
+        False, description="Permute advantages over the samples of a batch: a control that must not learn."
+    )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = Field(None, description="Address of a running Ray cluster; none starts one on this machine.")
+    object_store_mb: int = Field(512, ge=80, description="Ray object store of a cluster started here, in MiB.")
+
+
+class RunConfig(Section):
+    """Root of the configuration; YAML keys and command-line flags mirror these names."""
+
+    run_dir: Path = Field(description="Directory of the run: metrics, logs, checkpoints, the resolved configuration.")
+    steps: int = Field(100, ge=1, description="Training steps.")
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
+    model: ModelConfig = Field(description="The policy.")
+    reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")
+    data: DataConfig = Field(default_factory=lambda: DataConfig(), description="Training prompts.")
+    evaluation: EvaluationConfig = Field(default_factory=lambda: EvaluationConfig(), description="Held-out evaluation.")
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(), description="Engines and sampling.")
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(), description="Rewards.")
+    sync: SyncConfig = Field(default_factory=lambda: SyncConfig(), description="Weight sync.")
+    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig(), description="The objective.")
+    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="The trainer.")
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="Checkpoints.")
+    logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig(), description="Logging.")
+    debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="Experiments on the method.")
+    cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig(), description="The Ray cluster.")
+
+    @property
+    def supervised(self) -> bool:
+        """True in supervised mode: demonstrations instead of rollouts, no engine, no reward."""
+        return self.algorithm.loss == "sft"
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and response together."""
+        return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens

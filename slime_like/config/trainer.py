@@ -1,0 +1,59 @@
+"""The trainer: layout, optimizer, memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slime_like.config.base import Section
+
+
+class ParallelConfig(Section):
+    """Size of every parallel axis. The number of trainer ranks is tensor * pipeline * context * data."""
+
+    tensor: int = Field(1, ge=1, description="Tensor-parallel size.")
+    pipeline: int = Field(1, ge=1, description="Pipeline-parallel size.")
+    context: int = Field(1, ge=1, description="Context-parallel size.")
+    data: int = Field(1, ge=1, description="Data-parallel size.")
+    expert: int = Field(1, ge=1, description="Expert-parallel size (MoE models).")
+    sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule).")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
+    eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
+    distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+
+
+class TrainerConfig(Section):
+    """Trainer ranks."""
+
+    backend: str = Field("megatron", description="Backend name (entry-point group slime_like.backends).")
+    parallel: ParallelConfig = Field(default_factory=lambda: ParallelConfig(), description="Parallel layout.")
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="Optimizer.")
+    target_tokens_per_batch: int = Field(
+        8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
+    )
+    attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = Field(
+        "auto", description="Attention implementation; auto picks the best that is installed."
+    )
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
+    head_chunk_tokens: int = Field(1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Bound on the start of all ranks.")
+    step_timeout_s: float = Field(3600.0, gt=0, description="Bound on one call of a rank, collectives included.")
+    cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")

@@ -1,0 +1,39 @@
+"""Errors meant for people: one sentence that names what, where, and the remedy. The CLI prints them without traceback."""
+
+from __future__ import annotations
+
+
+class SlimeLikeError(Exception):
+    """Base of every error whose message alone tells a user what to do."""
+
+
+class ConfigError(SlimeLikeError):
+    """The configuration is refused. ``problems`` lists every fault found, each with field, value and remedy."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(SlimeLikeError):
+    """A data file or row is unusable; the message begins with ``file:line:``."""
+
+
+class CheckpointError(SlimeLikeError):
+    """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class EngineError(SlimeLikeError):
+    """A rollout engine did not start, died, or refused a request."""
+
+
+class TrainerError(SlimeLikeError):
+    """A trainer rank failed: the message names rank and phase."""
+
+
+class WeightSyncError(SlimeLikeError):
+    """Weights did not arrive as sent; the message names the tensor and the engine."""
+
+
+class RewardError(SlimeLikeError):
+    """The reward workers cannot go on (a single bad answer costs only its own sample and is no error)."""

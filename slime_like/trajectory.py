@@ -1,0 +1,222 @@
+"""The data that crosses the system: one dataclass per stage of a sample's life.
+
+An ``UnscoredTrajectory`` leaves an engine, a ``ScoredTrajectory`` waits in the replay buffer, a ``PackedTrajectory``
+reaches a trainer. Lengths are always data: nothing is ever inferred from a token's value (a pad id may equal EOS, and 0
+is an ordinary token).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class UnscoredTrajectory:
+    """One sampled sequence, as an engine returned it. Tensors live on the CPU and are never padded.
+
+    Attributes:
+        prompt_tokens: (prompt_len,) int64.
+        response_tokens: (response_len,) int64, exactly the ids that were sampled, EOS included.
+        prompt_len: number of prompt tokens, at least 1.
+        response_len: number of response tokens, at least 1.
+        logprobs: (response_len,) float32, the behaviour policy's log-softmax of the temperature-scaled logits over the
+            whole vocabulary; ``None`` for supervised demonstrations, which no policy sampled.
+        answer: ground truth answer.
+        sequence_id: unique over the run.
+        policy_version: weight version of the first response token.
+        group_id: unique over the run; samples of one prompt share it.
+        loss_mask: (response_len,) bool, False on tool output and observations.
+        weight_versions: (response_len,) int64, the version that sampled each token; ``None`` for demonstrations.
+        temperature: sampling temperature, the one every logprob of this sequence is scored with.
+        finish_reason: "stop", "length" or "abort".
+    """
+
+    prompt_tokens: Tensor
+    response_tokens: Tensor
+    prompt_len: int
+    response_len: int
+    logprobs: Tensor | None
+    answer: str
+    sequence_id: str
+    policy_version: int
+    group_id: int
+    loss_mask: Tensor
+    weight_versions: Tensor | None = None
+    temperature: float = 1.0
+    finish_reason: str = "stop"
+
+    @property
+    def total_len(self) -> int:
+        return self.prompt_len + self.response_len
+
+
+@dataclass(slots=True)
+class GroupedUnscoredTrajectories:
+    """All samples of one prompt: the unit that rewards and group advantages are computed on.
+
+    Attributes:
+        trajectories: the group's samples.
+        group_id: unique over the run.
+        total_tokens: sum of ``prompt_len + response_len``.
+    """
+
+    trajectories: list[UnscoredTrajectory]
+    group_id: int
+    total_tokens: int
+
+
+@dataclass(slots=True)
+class ScoredTrajectory:
+    """One sequence with everything the loss needs, unpacked, on the CPU.
+
+    Fields of ``UnscoredTrajectory`` mean the same here. In addition:
+
+    Attributes:
+        ref_logprobs: (response_len,) float32 under the reference model; ``None`` when no reference is in use.
+        old_logprobs: (response_len,) float32 under the trainer's weights at the start of the step; ``None`` until the
+            trainer has scored the batch.
+        rewards: (num_funcs,) float32, one entry per reward function, unweighted.
+        successes: (num_funcs,) float32, 1 where the function counts the sample as solved.
+        advantages: scalar float32 of this sequence.
+        token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``);
+            the sum is divided once per optimizer step by one denominator.
+        reward_metadata: ``{"func_names": [...], ...}``.
+    """
+
+    prompt_tokens: Tensor
+    response_tokens: Tensor
+    prompt_len: int
+    response_len: int
+    logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    rewards: Tensor
+    advantages: Tensor
+    successes: Tensor
+    answer: str
+    sequence_id: str
+    group_id: int
+    reward_metadata: dict[str, Any]
+    policy_version: int
+    loss_mask: Tensor
+    old_logprobs: Tensor | None = None
+    token_weight: float = 1.0
+    weight_versions: Tensor | None = None
+    temperature: float = 1.0
+    finish_reason: str = "stop"
+
+    @property
+    def total_len(self) -> int:
+        return self.prompt_len + self.response_len
+
+
+@dataclass(slots=True)
+class PackedTrajectory:
+    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a segment of its own.
+
+    T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
+    ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe the real sequences only. Trailing padding has
+    ``sequence_mask == -1``, position ids from 0, and attends only to itself.
+
+    Attributes:
+        tokens: (T,) int64, ``[P1, R1, P2, R2, ..., PAD...]``.
+        position_ids: (T,) int64, from 0 in every sequence and in the padding.
+        response_mask: (T,) bool, True where the token *is a response position*.
+        sequence_mask: (T,) int64, index of the sequence, -1 in the padding.
+        cu_seqlens: (S+1,) int32, true boundaries of the real sequences.
+        max_seqlen: longest real sequence.
+        prompt_lens, response_lens: (S,) int64.
+        sequence_map: (S, 2) int64, ``[start, end)`` in ``tokens``.
+        packed_seq_len: T.
+        actual_total_tokens: T without padding.
+        targets: (R,) int64, the response tokens, aligned with the logits at ``[start+prompt_len-1, end-1)`` of each
+            sequence; ``ignore_index`` where ``loss_mask`` is False.
+        loss_mask: (R,) bool, True where the token *carries loss*.
+        token_weights: (R,) float32, 0 where ``loss_mask`` is False.
+        temperatures: (S,) float32.
+        logprobs, old_logprobs, ref_logprobs: (R,) float32 under the behaviour policy, the trainer at the start of the
+            step, and the reference; ``None`` where the sequences have none.
+        advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
+        weight_versions: (R,) int64 or ``None``.
+        rewards, successes: (S, num_funcs) float32 or ``None``.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    sequence_mask: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    prompt_lens: Tensor
+    response_lens: Tensor
+    sequence_map: Tensor
+    packed_seq_len: int
+    actual_total_tokens: int
+    targets: Tensor
+    loss_mask: Tensor
+    token_weights: Tensor
+    temperatures: Tensor
+    sequence_ids: list[str]
+    group_ids: list[int]
+    policy_versions: list[int]
+    answers: list[str]
+    finish_reasons: list[str]
+    logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    weight_versions: Tensor | None = None
+    rewards: Tensor | None = None
+    successes: Tensor | None = None
+    reward_metadata: list[dict[str, Any]] | None = None
+    ignore_index: int = -100
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_ids)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Dense block-diagonal causal mask (T, T), bool, True where attention is allowed. O(T^2): display and tests."""
+        position = torch.arange(self.packed_seq_len, device=self.tokens.device)
+        same_sequence = self.sequence_mask[:, None] == self.sequence_mask[None, :]
+        return same_sequence & (position[:, None] >= position[None, :])
+
+
+@dataclass(slots=True)
+class GRPOStats:
+    """Figures of one optimizer step, summed over every rank and divided by the step's own denominators.
+
+    Attributes:
+        loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
+        policy_loss: the policy-gradient part of ``loss``.
+        kl_loss: the KL part, before its coefficient.
+        ratios: mean over loss-carrying tokens of pi_current / pi_old.
+        clipfrac: fraction of loss-carrying tokens whose ratio was clipped.
+        approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without reference.
+        entropy: mean entropy of the policy at loss-carrying tokens, nats.
+        old_gap_max: largest |current - old| logprob, the first micro-step's proof that both mean the same.
+        engine_gap_mean, engine_gap_max: |behaviour - old| logprob over loss-carrying tokens.
+        grad_norm: global gradient norm before clipping.
+        learning_rate: the rate this step used.
+        num_tokens: loss-carrying tokens of the step.
+        metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
+    """
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor
+    ratios: Tensor
+    clipfrac: Tensor
+    approx_policy_kls: Tensor
+    entropy: Tensor
+    old_gap_max: Tensor
+    engine_gap_mean: Tensor
+    engine_gap_max: Tensor
+    grad_norm: Tensor
+    learning_rate: Tensor
+    num_tokens: Tensor
+    metadata: dict[str, Any] | None = field(default=None)
