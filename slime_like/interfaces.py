@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from slime_like.config.entry_points import BACKEND_GROUP as BACKEND_GROUP
+from slime_like.config.entry_points import ENGINE_GROUP as ENGINE_GROUP
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
-
-BACKEND_GROUP = "slime_like.backends"
-ENGINE_GROUP = "slime_like.engines"
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

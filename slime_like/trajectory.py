@@ -142,6 +142,8 @@ class PackedTrajectory:
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
         weight_versions: (R,) int64 or ``None``.
         rewards, successes: (S, num_funcs) float32 or ``None``.
+        sequence_weights, sequence_temperatures: one Python float per sequence, exactly as they came in: float32 tensors
+            and masked tokens cannot give them back.
     """
 
     tokens: Tensor
@@ -173,6 +175,8 @@ class PackedTrajectory:
     successes: Tensor | None = None
     reward_metadata: list[dict[str, Any]] | None = None
     ignore_index: int = -100
+    sequence_weights: list[float] = field(default_factory=list)
+    sequence_temperatures: list[float] = field(default_factory=list)
 
     @property
     def num_sequences(self) -> int:
@@ -203,6 +207,8 @@ class GRPOStats:
         grad_norm: global gradient norm before clipping.
         learning_rate: the rate this step used.
         num_tokens: loss-carrying tokens of the step.
+        importance_weight: mean engine-to-trainer importance weight over loss-carrying tokens; 0 without correction.
+        importance_clipfrac: fraction of loss-carrying tokens whose importance weight was truncated or masked.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 
@@ -219,4 +225,6 @@ class GRPOStats:
     grad_norm: Tensor
     learning_rate: Tensor
     num_tokens: Tensor
+    importance_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)

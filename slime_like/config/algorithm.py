@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_like.config.base import Section
 
@@ -18,22 +18,61 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "grpo", description="Advantage estimator: grpo, grpo_mean_only, dr_grpo, rloo, ... or import path."
     )
-    reduction: Literal["tokens", "samples", "groups"] = Field(
+    reduction: Literal["tokens", "samples", "groups", "constant"] = Field(
         "tokens",
         description="What the loss is a mean of, over the whole optimizer step: all tokens; per-sample means; "
-        "per-group token means.",
+        "per-group token means; per-sample sums over constant_length (Dr. GRPO).",
     )
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    constant_length: int | None = Field(
+        None, ge=1, description="Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."
+    )
+    clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1 is no lower bound.")
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none is off.")
     kl_coef: float = Field(
         0.0, ge=0, description="Coefficient of the KL term against the reference; 0 loads no reference."
     )
-    kl_estimator: Literal["k2", "k3"] = Field(
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is biased.",
+        description="Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is "
+        "biased; k1 has no gradient at all unless kl_importance_weighted.",
+    )
+    kl_importance_weighted: bool = Field(
+        False, description="Multiply the KL term by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    importance_correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="Correct for engine and trainer differing: truncated (TIS) or masked (MIS) importance weights.",
+    )
+    importance_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="Ratio of the correction: per token, product over the sequence, or its geometric mean."
+    )
+    importance_low: float = Field(0.5, ge=0, description="Ratios below it are masked (`mask` only).")
+    importance_high: float = Field(2.0, gt=0, description="Ratios above it are truncated or masked.")
+    off_policy_mask: float | None = Field(
+        None,
+        ge=0,
+        description="Drop sequences of negative advantage whose sampling policy is further than this from the current "
+        "one, in nats per token; none is off.",
+    )
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     advantage_eps: float = Field(1e-6, ge=0, description="Groups whose reward spread is at most this have advantage 0.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AlgorithmConfig:
+        if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
+            raise ValueError(
+                "kl_estimator=k1 has zero expected gradient as a loss; use k2, k3, or set kl_importance_weighted: true"
+            )
+        if (self.reduction == "constant") != (self.constant_length is not None):
+            raise ValueError(
+                f"reduction={self.reduction} and constant_length={self.constant_length} do not go together; "
+                "constant_length is the divisor of reduction `constant`, and of no other"
+            )
+        if self.importance_low > self.importance_high:
+            raise ValueError(
+                f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"
+            )
+        return self

@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+_WORDS = {"true": True, "false": False}
+
+
+def split_optional(annotation: Any) -> tuple[Any, bool]:
+    """The annotation without ``None``, and whether ``None`` was allowed."""
+    if get_origin(annotation) not in (Union, UnionType):
+        return annotation, False
+    rest = [part for part in get_args(annotation) if part is not type(None)]
+    return (rest[0] if len(rest) == 1 else annotation), len(rest) < len(get_args(annotation))
 
 
 class Section(BaseModel):
-    """A section refuses keys it does not know, converts nothing silently, and cannot be changed after validation."""
+    """A section refuses keys it does not know, converts nothing silently, and cannot be changed after validation.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True, protected_namespaces=())
+    The two conversions it makes are spelled the same in YAML and in a flag: ``none`` for a field that may be empty, and
+    ``true`` or ``false`` for a switch. A switch is no number and a number is no switch.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=False,
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _words(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation, optional = split_optional(cls.model_fields[info.field_name or ""].annotation)
+        if optional and isinstance(value, str) and value.lower() == "none":
+            return None
+        if annotation is bool:
+            if not isinstance(value, bool) and value not in _WORDS:
+                raise ValueError("is neither true nor false; use one of these two")
+            return value if isinstance(value, bool) else _WORDS[value]
+        if isinstance(value, bool) and annotation in (int, float):
+            raise ValueError("is no number; give one")
+        return value

@@ -130,7 +130,8 @@ def _features(raw: dict[str, Any], family: str) -> dict[str, Any]:
     }
     if family == "qwen3_moe":
         features |= {
-            "num_experts": raw["num_experts"],
+            # transformers 5 writes num_local_experts, earlier ones num_experts.
+            "num_experts": raw.get("num_local_experts") or raw["num_experts"],
             "moe_top_k": raw["num_experts_per_tok"],
             "moe_ffn_hidden_size": raw["moe_intermediate_size"],
             "moe_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),

@@ -1,0 +1,265 @@
+"""Every adaptation of Megatron-core to machines without CUDA, in one place, and active only there.
+
+Megatron-core computes on any device, but reaches for CUDA in fixed spots: the current device, streams, the random-number
+tracker, and literal ``device="cuda"``. ``megatron_runtime`` redirects those spots to the CPU for the length of a
+``with`` block and puts the originals back afterwards. Where CUDA is available it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from slime_like.errors import TrainerError
+
+PINNED_MEGATRON = "0.16.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Replace ``owner.name`` by ``value``. ``adds`` marks a name that the pinned version fails to define itself."""
+
+    owner: Any
+    name: str
+    value: Any
+    adds: bool = False
+
+    def check(self) -> None:
+        """Raises TrainerError when the pinned Megatron-core no longer has the symbol."""
+        if not self.adds and not hasattr(self.owner, self.name):
+            owner = getattr(self.owner, "__name__", repr(self.owner))
+            raise TrainerError(
+                f"cpu_runtime: {owner}.{self.name} does not exist in megatron-core {version('megatron-core')} "
+                f"(the adaptation was written for {PINNED_MEGATRON}); install megatron-core=={PINNED_MEGATRON}"
+            )
+
+
+class megatron_runtime:  # a context manager, named like a function
+    """Context in which Megatron-core builds, steps and checkpoints on this machine. Re-enterable, per thread.
+
+    Wrap model construction, every step and every checkpoint in it: the function mode that turns literal CUDA devices
+    into CPU ones is bound to the thread that entered it.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> megatron_runtime:
+        stack = contextlib.ExitStack()
+        if not torch.cuda.is_available():
+            for patch in _patches():
+                stack.enter_context(_applied(patch))
+            stack.enter_context(CudaToCpu())
+        self._stack.append(stack)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.pop().close()
+
+
+@contextlib.contextmanager
+def _applied(patch: Patch) -> Iterator[None]:
+    patch.check()
+    missing = object()
+    original = getattr(patch.owner, patch.name, missing)
+    setattr(patch.owner, patch.name, patch.value)
+    try:
+        yield
+    finally:
+        if original is missing:
+            delattr(patch.owner, patch.name)
+        else:
+            setattr(patch.owner, patch.name, original)
+
+
+def _patches() -> list[Patch]:
+    return [*_device_patches(), *_random_patches(), *_expert_patches(), *_optimizer_patches()]
+
+
+# -------------------------------------------------------------------------------------------------- device and streams
+class CpuStream:
+    """A stream whose work is already done: the CPU runs operations in program order."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else CpuEvent()
+
+    def query(self) -> bool:
+        return True
+
+
+class CpuEvent:
+    """An event that has always happened."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _same_stream(device: Any = None) -> CpuStream:
+    return CpuStream()
+
+
+def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _device_patches() -> list[Patch]:
+    cuda = torch.cuda
+    return [
+        Patch(cuda, "current_device", torch.cpu.current_device),
+        Patch(cuda, "synchronize", torch.cpu.synchronize),
+        Patch(cuda, "Stream", CpuStream),
+        Patch(cuda, "Event", CpuEvent),
+        Patch(cuda, "current_stream", _same_stream),
+        Patch(cuda, "default_stream", _same_stream),
+        Patch(cuda, "stream", _stream_context),
+    ]
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Turns literal CUDA devices, ``Tensor.cuda()`` and pinned memory into their CPU equivalents."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _IDENTITY_ON_CPU:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(_cpu_device(value) for value in args)
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor").
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs:
+            if "device" in kwargs:
+                kwargs["device"] = _cpu_device(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+_IDENTITY_ON_CPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream})
+
+
+def _cpu_device(value: Any) -> Any:
+    if isinstance(value, str | torch.device) and torch.device(value).type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------ random numbers
+def _random_patches() -> list[Patch]:
+    random = _module("megatron.core.tensor_parallel.random")
+    return [
+        Patch(random, "CudaRNGStatesTracker", _cpu_tracker(random)),
+        Patch(random, "_get_cuda_rng_state", _get_rng_state),
+        Patch(random, "_set_cuda_rng_state", _set_rng_state),
+    ]
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _cpu_tracker(random: ModuleType) -> type:
+    """Megatron's tracker of named random states, kept on the CPU generator."""
+    default_name = random._MODEL_PARALLEL_RNG_TRACKER_NAME
+
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc, name-defined]
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise TrainerError(f"cpu_runtime: random state {name!r} or seed {seed} is added twice")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.states_[name] = torch.get_rng_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = default_name) -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    return CpuRngStatesTracker
+
+
+# ------------------------------------------------------------------------------------------------- mixture of experts
+def _expert_patches() -> list[Patch]:
+    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
+    return [
+        # Read by the router, but bound only where Transformer Engine imports.
+        Patch(moe_utils, "te_general_gemm", None, adds=True),
+        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+    ]
+
+
+def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+# --------------------------------------------------------------------------------------------------------- optimizer
+def _optimizer_patches() -> list[Patch]:
+    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    return [Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states)]
+
+
+def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's tensors into torch's AdamW, whose per-parameter state also holds a ``step`` they lack."""
+    group_index, group_order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group_index]["params"][group_order]
+    with torch.no_grad():
+        for name, target in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                target.copy_(tensors[name])
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TrainerError(
+            f"cpu_runtime: cannot import {name} ({error}); install megatron-core=={PINNED_MEGATRON}"
+        ) from error

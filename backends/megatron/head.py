@@ -1,0 +1,79 @@
+"""Megatron's GPT model whose last stage ends in response logprobs instead of logits: [T, V] never exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from backends.megatron.attention import PackedLayout
+from slime_like.algorithms.head import fused_logprobs
+
+
+class LogprobModel(GPTModel):
+    """GPTModel whose forward returns, on the last pipeline stage, (2, r): logprobs and entropies (nats).
+
+    r is the number of response tokens that this context-parallel rank scores; the rows come with the micro-batch
+    (``PackedLayout.responses``). Stages before the last return hidden states as usual.
+    """
+
+    true_vocab_size: int
+    chunk_tokens: int
+    entropy_gradient: bool
+
+    def set_head(self, true_vocab_size: int, chunk_tokens: int, entropy_gradient: bool) -> None:
+        """Fix the vocabulary without padding, how many tokens' logits exist at once, and if the loss has entropy."""
+        self.true_vocab_size = true_vocab_size
+        self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
+
+    def _postprocess(
+        self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
+    ) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if packed_seq_params is None or packed_seq_params.responses is None:
+            raise ValueError("LogprobModel needs the micro-batch's response rows in packed_seq_params.responses")
+        responses = packed_seq_params.responses
+        if self.config.sequence_parallel:
+            # The head returns the whole gradient of its input on every rank: each takes back its own part.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        selected = hidden_states.squeeze(1).index_select(0, responses.index)
+        weight = self._output_weight()
+        group = self.pg_collection.tp
+        logprobs, entropy = fused_logprobs(
+            selected,
+            weight,
+            responses.targets,
+            responses.temperatures,
+            vocab_start=group.rank() * weight.shape[0],
+            vocab_size=self.true_vocab_size,
+            all_reduce_max=_GroupReduce(group, dist.ReduceOp.MAX),
+            all_reduce_sum=_GroupReduce(group, dist.ReduceOp.SUM),
+            chunk_tokens=self.chunk_tokens,
+        )
+        # An entropy that only is reported must not cost a gradient of its own.
+        return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
+
+    def _output_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class _GroupReduce:
+    """In-place reduction over one process group; nothing to do in a group of one."""
+
+    def __init__(self, group: dist.ProcessGroup, operation: Any) -> None:
+        self._group = group
+        self._operation = operation
+
+    def __call__(self, tensor: Tensor) -> None:
+        if self._group.size() > 1:
+            dist.all_reduce(tensor, op=self._operation, group=self._group)

@@ -1,0 +1,94 @@
+"""From a pack to what one rank feeds its model: its context shard, boundaries, angles and response rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron.attention import PackedLayout, ResponseRows
+from backends.megatron.kernels import Segments
+from backends.megatron.ring import RingSegments
+from backends.megatron.rotary import rotary_table
+from slime_like.algorithms.context import ContextShard, split_for_context_parallel
+from slime_like.algorithms.packing import response_tokens
+from slime_like.trajectory import PackedTrajectory
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One pack on this rank's device.
+
+    Attributes:
+        pack: the whole pack, the same on every context-parallel rank.
+        shard: this rank's part of it.
+        layout: what the layers read beside hidden states.
+    """
+
+    pack: PackedTrajectory
+    shard: ContextShard
+    layout: PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBuilder:
+    """Makes micro-batches for one rank.
+
+    Attributes:
+        device: where the model computes.
+        dtype: the model's dtype.
+        inv_freq: (head_dim / 2,) rotary frequencies.
+        context_group: ranks that share every pack.
+        multiple_of: local token counts are multiples of it (tensor-parallel size under sequence parallelism).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    inv_freq: Tensor
+    context_group: dist.ProcessGroup
+    multiple_of: int
+
+    def build(self, packs: Sequence[PackedTrajectory], same_length: bool = False) -> list[MicroBatch]:
+        """Cut this rank's part out of every pack; with ``same_length`` all are padded to the longest."""
+        packs = [_on_device(pack, self.device) for pack in packs]
+        shards = [self._shard(pack, self.multiple_of) for pack in packs]
+        if same_length:
+            longest = max(shard.tokens.numel() for shard in shards)
+            shards = [self._shard(pack, longest) for pack in packs]
+        return [MicroBatch(pack, shard, self._layout(pack, shard)) for pack, shard in zip(packs, shards, strict=True)]
+
+    def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
+        size, rank = self.context_group.size(), self.context_group.rank()
+        return split_for_context_parallel(pack, size, rank, layout="zigzag", multiple_of=multiple_of)
+
+    def _layout(self, pack: PackedTrajectory, shard: ContextShard) -> PackedLayout:
+        cos, sin = rotary_table(self.inv_freq, shard.position_ids, self.dtype)
+        boundaries = shard.cu_seqlens_padded
+        ring = self.context_group.size() > 1
+        temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
+        return PackedLayout(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=shard.max_seqlen_padded,
+            max_seqlen_kv=shard.max_seqlen_padded,
+            cos=cos,
+            sin=sin,
+            segments=None if ring else Segments.of(boundaries),
+            ring=RingSegments.of(boundaries, self.context_group.size()) if ring else None,
+            responses=ResponseRows(
+                index=shard.response_index,
+                targets=response_tokens(pack)[shard.response_slot],
+                temperatures=temperatures[shard.response_slot],
+            ),
+        )
+
+
+def _on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:
+    tensors = {f.name: value for f in fields(pack) if isinstance(value := getattr(pack, f.name), Tensor)}
+    if all(tensor.device == device for tensor in tensors.values()):
+        return pack
+    return replace(pack, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})

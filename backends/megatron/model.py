@@ -1,0 +1,164 @@
+"""From a checkpoint's dimensions to this rank's Megatron model chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from backends.megatron.head import LogprobModel
+from backends.megatron.parallel import expert_tensor_size
+from backends.megatron.specs import local_block_spec
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this times the tensor-parallel size, as Megatron's own tools do."""
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """Rows of the whole embedding, padding included."""
+    multiple = VOCAB_MULTIPLE * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
+    """Megatron's configuration of this model under the run's parallel layout."""
+    dtype = getattr(torch, config.model.dtype)
+    return TransformerConfig(
+        **_architecture(dimensions),
+        **_experts(config, dimensions),
+        **_parallelism(config, dtype),
+        **_recompute(config),
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights come from the checkpoint; what it does not fill (vocabulary padding) is zeroed after construction.
+        # Megatron marks tensor-parallel weights only where it initialises them, and clipping relies on those marks.
+        perform_initialization=True,
+        init_method=_unset,
+        output_layer_init_method=_unset,
+        embedding_init_method=_unset,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # The loss is a weighted sum; its gradient is neither averaged over micro-batches nor over ranks.
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _unset(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
+    return {
+        "num_layers": dimensions.num_layers,
+        "hidden_size": dimensions.hidden_size,
+        "num_attention_heads": dimensions.num_heads,
+        "num_query_groups": dimensions.num_kv_heads,
+        "kv_channels": dimensions.head_dim,
+        "ffn_hidden_size": dimensions.ffn_hidden_size,
+        "layernorm_epsilon": dimensions.norm_eps,
+        "qk_layernorm": dimensions.qk_norm,
+        "add_qkv_bias": dimensions.qkv_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
+    if dimensions.num_experts == 0:
+        # Pipelines of variable lengths ask for this dispatcher even of dense models.
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {
+        "num_moe_experts": dimensions.num_experts,
+        "moe_router_topk": dimensions.moe_top_k,
+        "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
+        # Normalised top-k probabilities are a softmax over the chosen experts only.
+        "moe_router_pre_softmax": not dimensions.moe_norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": config.trainer.parallel.expert,
+        "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
+    }
+
+
+def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    parallel = config.trainer.parallel
+    interleaved = parallel.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_dtype": dtype,
+        # Between two stages an interleaved schedule sends both ways at once, and batched messages would be confused:
+        # it sends them one by one, and its micro-batches are padded to one length.
+        "variable_seq_lengths": not interleaved,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _recompute(config: RunConfig) -> dict[str, Any]:
+    if config.trainer.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.trainer.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
+    """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
+    transformer = transformer_config(config, dimensions)
+    virtual = config.trainer.parallel.virtual_pipeline
+    stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
+    return [_build_chunk(config, dimensions, transformer, stage) for stage in stages]
+
+
+def _build_chunk(
+    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, vp_stage: int | None
+) -> LogprobModel:
+    ignore_virtual = vp_stage is None
+    model = LogprobModel(
+        config=transformer,
+        transformer_layer_spec=local_block_spec(transformer, vp_stage),
+        vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
+        max_sequence_length=dimensions.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=dimensions.tied_embeddings,
+        # Attention rotates by the positions that come with the micro-batch; the model keeps no table of its own.
+        position_embedding_type="none",
+        vp_stage=vp_stage,
+    )
+    model.set_head(
+        true_vocab_size=dimensions.vocab_size,
+        chunk_tokens=config.trainer.head_chunk_tokens,
+        entropy_gradient=config.algorithm.entropy_coef > 0,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "word_embeddings" in name or "output_layer" in name:
+                parameter.zero_()
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    return model

@@ -1,0 +1,57 @@
+"""RMSNorm for Megatron's layer specs: computes in fp32, keeps the model's dtype, and knows sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """y = x / rms(x) * weight over the last axis, with the statistics and products in fp32 (or wider)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, rstd)
+        normed = wide * rstd
+        if normed.dtype == weight.dtype:
+            return normed.mul_(weight)
+        # Hugging Face rounds before it multiplies by the weight; the same rounding keeps both models alike in bf16.
+        return normed.to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight, rstd = ctx.saved_tensors
+        grad = grad.to(rstd.dtype)
+        normed = x.to(rstd.dtype) * rstd
+        product = grad * normed
+        weight_grad = product.view(-1, x.shape[-1]).sum(0)
+        wide_weight = weight.to(rstd.dtype)
+        projection = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
+        x_grad = torch.mul(grad, wide_weight, out=product).addcmul_(normed, projection, value=-1).mul_(rstd)
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square normalisation (https://arxiv.org/abs/1910.07467, eq. 4) over the last axis.
+
+    Megatron reduces the gradient of a weight marked ``sequence_parallel`` over the tensor-parallel group.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) to the same shape and dtype."""
+        return _RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+

@@ -1,0 +1,119 @@
+"""AdamW on Megatron's optimizers, its schedule, and a step that refuses to update on a bad gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+
+from backends.megatron.head import LogprobModel
+from slime_like.config import RunConfig
+
+
+def total_updates(config: RunConfig) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def schedule_problems(config: RunConfig) -> list[str]:
+    """Why the learning-rate schedule cannot be followed, with the remedy."""
+    settings = config.trainer.optimizer
+    problems = []
+    if settings.decay != "constant" and settings.warmup_steps >= total_updates(config):
+        problems.append(
+            f"trainer.optimizer.warmup_steps={settings.warmup_steps} leaves nothing of the run's "
+            f"{total_updates(config)} optimizer steps for the {settings.decay} decay; use a smaller value"
+        )
+    if settings.min_lr > settings.lr:
+        problems.append(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}; lower it")
+    return problems
+
+
+def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
+    """Megatron's DDP around every chunk: gradients gather in fp32 buffers, and are summed over data and context ranks.
+
+    Nothing is reduced during backward: a step may consist of several windows, and only its end is known to be last.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.trainer.optimizer.distributed,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    return [
+        DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+class Optimizer:
+    """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
+
+    Attributes:
+        megatron: Megatron's optimizer.
+        scheduler: Megatron's schedule; step n (from 1) of the warm-up runs at n / warmup_steps of the peak rate.
+    """
+
+    def __init__(self, config: RunConfig, chunks: list[DistributedDataParallel]) -> None:
+        settings = config.trainer.optimizer
+        dtype = getattr(torch, config.model.dtype)
+        self._clip = settings.clip_grad
+        self.megatron: Any = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                clip_grad=settings.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=settings.distributed,
+            ),
+            chunks,
+            use_gloo_process_groups=torch.cuda.is_available(),
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=settings.warmup_steps,
+            lr_decay_steps=max(total_updates(config), settings.warmup_steps + 1),
+            lr_decay_style=settings.decay,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last step taken."""
+        rate = get_canonical_lr_for_logging(self.megatron.param_groups)
+        return 0.0 if rate is None else rate
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Move finished gradients to the main parameters and measure their global norm, before clipping."""
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    @torch.no_grad()
+    def update(self, gradient_norm: float) -> None:
+        """Clip by the measured norm and take one AdamW step at the schedule's next rate."""
+        for optimizer in self.megatron.chained_optimizers:
+            parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, self._clip, gradient_norm)
+        self.scheduler.step(1)
+        self.megatron.step_with_ready_grads()

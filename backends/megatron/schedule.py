@@ -1,0 +1,84 @@
+"""Running windows of micro-batches through Megatron's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from backends.megatron.collectives import join_context_parts
+from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from slime_like.algorithms.packing import zero_weight_pack
+from slime_like.config import ParallelConfig
+from slime_like.trajectory import PackedTrajectory
+
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""(micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of the pack's per-token losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Megatron's forward-backward function for this rank's chunks (plain, 1F1B or interleaved)."""
+
+    chunks: Sequence[DistributedDataParallel]
+    builder: BatchBuilder
+    parallel: ParallelConfig
+
+    def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction) -> None:
+        """Forward and backward of one window; ``loss`` is called on the last stage, once per micro-batch."""
+
+        def reduce(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
+            logprobs, entropy = self._whole(batch, output)
+            # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
+            return loss(batch, logprobs, entropy), torch.tensor(0, dtype=torch.int, device=output.device), None
+
+        self._run(self._filled(packs), reduce, forward_only=False)
+
+    @torch.no_grad()
+    def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
+        """(R,) logprobs and entropies of every pack on the last stage, ``None`` on the others."""
+
+        def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+            return self._whole(batch, output)
+
+        results = self._run(self._filled(packs), collect, forward_only=True)
+        return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
+
+    def _whole(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The pack's (R,) values from this context rank's part, differentiable."""
+        part = torch.stack([batch.shard.scatter(output[0]), batch.shard.scatter(output[1])])
+        logprobs, entropy = join_context_parts(part, self.builder.context_group)
+        return logprobs, entropy
+
+    def _filled(self, packs: Sequence[PackedTrajectory]) -> list[PackedTrajectory]:
+        """Interleaved schedules take multiples of the pipeline's size: fill up with packs of no weight."""
+        filled = list(packs)
+        if self.parallel.virtual_pipeline > 1:
+            filled += [zero_weight_pack(packs[0])] * (-len(packs) % self.parallel.pipeline)
+        return filled
+
+    def _run(self, packs: list[PackedTrajectory], after: Callable[..., Any], forward_only: bool) -> list[Any]:
+        batches = self.builder.build(packs, same_length=self.parallel.virtual_pipeline > 1)
+
+        def forward(batches: Any, model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+            batch: MicroBatch = next(batches)
+            tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
+            output = model(tokens, positions, None, packed_seq_params=batch.layout)
+            return output, lambda *values, **options: after(batch, *values, **options)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(batches),
+            seq_length=max(int(batch.shard.cu_seqlens_padded[-1]) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )

@@ -1,0 +1,247 @@
+"""The Megatron-core trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from backends.megatron import conversion, offload, parallel
+from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.head import LogprobModel
+from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.model import build_chunks
+from backends.megatron.optimizer import Optimizer, schedule_problems, wrap_for_data_parallel
+from backends.megatron.reference import ReferenceWeights, preserved_weights
+from backends.megatron.rotary import inverse_frequencies
+from backends.megatron.schedule import Schedule
+from backends.megatron.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from slime_like.algorithms.losses import LossInputs, build_loss
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.trajectory import GRPOStats, PackedTrajectory
+
+ATTENTION_CHOICES = ("auto", "ring")
+
+
+class MegatronTrainer:
+    """One rank of a Megatron-core trainer. See ``TrainerBackend`` for the meaning of every method.
+
+    Attributes:
+        chunks: this rank's model chunks, without their data-parallel wrapping (after ``setup``).
+        wrapped: the same chunks inside Megatron's DDP.
+        optimizer: AdamW and its schedule.
+        dimensions: the model's sizes, from its checkpoint.
+    """
+
+    chunks: list[LogprobModel]
+    wrapped: list[DistributedDataParallel]
+    optimizer: Optimizer
+    dimensions: ModelDimensions
+
+    def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
+        self.config = config
+        self.placement = placement
+        self.runtime = megatron_runtime()
+        self._loss = build_loss(config.algorithm)
+        self._reference: ReferenceWeights | None = None
+        self._step = StepSums()
+
+    @staticmethod
+    def check(config: RunConfig) -> list[str]:
+        """Problems with this configuration that need neither device nor process group, each with a remedy."""
+        problems = schedule_problems(config)
+        attention = config.trainer.attention
+        if attention not in ATTENTION_CHOICES:
+            problems.append(
+                f"trainer.attention={attention} is not offered by the megatron backend; "
+                f"use one of: {', '.join(ATTENTION_CHOICES)}"
+            )
+        try:
+            dimensions = ModelDimensions.from_checkpoint(config.model.path)
+            inverse_frequencies(dimensions)
+        except ConfigError as error:
+            return problems + error.problems
+        return problems + parallel.layout_problems(config.trainer.parallel, dimensions)
+
+    # ------------------------------------------------------------------------------------------------------------ start
+    def setup(self) -> RankCoordinates:
+        """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
+        problems = self.check(self.config)
+        if problems:
+            raise ConfigError(problems)
+        self._set_threads()
+        self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
+        with self.runtime:
+            coordinates = parallel.initialize(self.config, self.placement)
+            self.chunks = build_chunks(self.config, self.dimensions)
+            conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+            self._load_reference()
+            self.wrapped = wrap_for_data_parallel(self.config, self.chunks)
+            self.optimizer = Optimizer(self.config, self.wrapped)
+            self._schedule = Schedule(self.wrapped, self._batch_builder(), self.config.trainer.parallel)
+        return coordinates
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return next(self.chunks[0].parameters()).device
+
+    def _set_threads(self) -> None:
+        threads = self.config.trainer.cpu_threads
+        if threads is None and not torch.cuda.is_available():
+            threads = max(1, len(os.sched_getaffinity(0)) // self.placement.world_size)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def _load_reference(self) -> None:
+        if not self._loss.needs_reference:
+            return
+        path = self.config.reference.path
+        if path is None or path == self.config.model.path:
+            self._reference = ReferenceWeights(self.chunks)
+            return
+        if ModelDimensions.from_checkpoint(path) != self.dimensions:
+            raise ConfigError(
+                [f"reference.path={path}: its model has other dimensions than model.path; use one of the same sizes"]
+            )
+        with preserved_weights(self.chunks):
+            conversion.load_hf_weights(self.chunks, path, self.dimensions)
+            self._reference = ReferenceWeights(self.chunks)
+
+    def _batch_builder(self) -> BatchBuilder:
+        layout = self.config.trainer.parallel
+        return BatchBuilder(
+            device=self.device,
+            dtype=getattr(torch, self.config.model.dtype),
+            inv_freq=inverse_frequencies(self.dimensions).to(self.device),
+            context_group=parallel_state.get_context_parallel_group(),
+            multiple_of=layout.tensor if layout.sequence else 1,
+        )
+
+    # --------------------------------------------------------------------------------------------------------- training
+    def begin_step(self) -> None:
+        """Zero the gradients and the step's sums."""
+        with self.runtime:
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+            self.optimizer.megatron.zero_grad()
+        self._step = StepSums()
+
+    def accumulate(self, micro_batches: Sequence[PackedTrajectory]) -> None:
+        """Forward and backward of one window through Megatron's schedule."""
+        if not micro_batches:
+            raise TrainerError(
+                f"rank {self.placement.rank}, accumulate: the window is empty; every rank needs the same number of "
+                "micro-batches (fill up with zero-weight ones)"
+            )
+        with self.runtime:
+            self._schedule.train(micro_batches, self._micro_batch_loss)
+
+    def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        pack = batch.pack
+        output = self._loss(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=pack.old_logprobs,
+                behaviour_logprobs=pack.logprobs,
+                ref_logprobs=pack.ref_logprobs,
+                advantages=pack.advantages,
+                loss_mask=pack.loss_mask,
+                token_weights=pack.token_weights,
+                response_lens=pack.response_lens,
+            )
+        )
+        self._step.add(output.loss, output.sums)
+        return output.loss
+
+    def finish_step(self, denominator: float) -> GRPOStats | None:
+        """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
+        if not denominator > 0:
+            raise TrainerError(
+                f"rank {self.placement.rank}, finish_step: denominator={denominator} is not positive; "
+                "a step needs at least one token that carries loss"
+            )
+        with self.runtime:
+            require_finite_losses(self._step, self.device)
+            self.finalize_gradients(denominator)
+            norm = self.optimizer.gradient_norm()
+            require_finite_norm(norm)
+            self.optimizer.update(norm)
+            if self._step.sums is None:
+                return None
+            return reduced_over_data(self._step.sums).to_stats(denominator, norm, self.optimizer.learning_rate)
+
+    def finalize_gradients(self, denominator: float) -> None:
+        """Sum gradients over data and context ranks, of shared weights over their groups; scale by 1/denominator."""
+        with self.runtime:
+            finalize_model_grads(self.wrapped, None)
+            for chunk in self.wrapped:
+                chunk.scale_gradients(1.0 / denominator)
+
+    # ---------------------------------------------------------------------------------------------------------- scoring
+    def score(
+        self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
+    ) -> list[ScoredLogprobs] | None:
+        """Response logprobs and entropy of every pack, by the very code that training runs, without gradient."""
+        if weights == "policy":
+            return self._score(micro_batches)
+        if self._reference is None:
+            raise TrainerError(
+                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0; "
+                "set it above 0"
+            )
+        with self._reference.in_place():
+            return self._score(micro_batches)
+
+    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
+        with self.runtime:
+            scored = self._schedule.score(micro_batches)
+        if scored is None:
+            return None
+        return [ScoredLogprobs(logprobs.float(), entropy.float()) for logprobs, entropy in scored]
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+    def export_weights(self) -> Iterator[WeightBucket]:
+        """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
+        bucket_bytes = int(self.config.sync.bucket_mb * 2**20)
+        yield from conversion.export_buckets(self.chunks, self.dimensions, bucket_bytes)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a complete Hugging Face checkpoint."""
+        conversion.save_hf(self.chunks, self.dimensions, self.config.model.path, directory)
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, scheduler and random state by Megatron's distributed checkpointing."""
+        with self.runtime:
+            from backends.megatron import checkpoint
+
+            checkpoint.save(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+
+    def load(self, directory: Path) -> None:
+        """Read what ``save`` wrote, under this layout or another."""
+        with self.runtime:
+            from backends.megatron import checkpoint
+
+            checkpoint.load(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to host memory (on a CPU they are there already)."""
+        offload.to_host(self.wrapped, self.optimizer.megatron)
+
+    def onload(self) -> None:
+        """Move them back to the device."""
+        offload.to_device(self.wrapped, self.optimizer.megatron)
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        parallel.leave()

@@ -1,0 +1,58 @@
+"""Table of the acceptance runs, with its bounds: ``python -m benchmarks.acceptance OUT_DIR RESULT.md``; exit 1 if one fails."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from slime_like.observability.metrics import read_metrics
+
+MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
+
+
+def accuracies(run_dir: Path) -> tuple[float, float]:
+    """Held-out accuracy before the first and after the last step."""
+    values = [
+        row["evaluation/accuracy"] for row in read_metrics(run_dir / "metrics.jsonl") if "evaluation/accuracy" in row
+    ]
+    return values[0], values[-1]
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    table = []
+    for directory in sorted(out.glob("seed-*")):
+        before, after = accuracies(directory / "rl")
+        held = before <= MOST_BEFORE and after >= LEAST_AFTER
+        table.append({"run": directory.name, "before": before, "after": after, "held": held})
+    before, after = accuracies(out / "control")
+    table.append({"run": "control", "before": before, "after": after, "held": after - before <= MOST_CONTROL_RISE})
+    return table
+
+
+def render(table: list[dict[str, Any]]) -> str:
+    lines = [
+        f"Quickstart, {datetime.date.today()}, {platform.processor() or platform.machine()}, CPU, `bash benchmarks/acceptance.sh`.",
+        f"Bounds: at most {MOST_BEFORE} before, at least {LEAST_AFTER} after; the control (advantages shuffled over the batch) "
+        f"rises by at most {MOST_CONTROL_RISE}.",
+        "",
+        "| run | held-out greedy accuracy before | after | bound held |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {r['run']} | {r['before']:.3f} | {r['after']:.3f} | {'yes' if r['held'] else 'NO'} |" for r in table]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    out, result = Path(sys.argv[1]), Path(sys.argv[2])
+    table = rows(out)
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text(render(table), encoding="utf-8")
+    print(render(table))
+    return 0 if all(row["held"] for row in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Child processes by id: who is new, and how they are ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import psutil  # type: ignore[import-untyped]
+
+_TRACKER = "multiprocessing.resource_tracker"
+
+
+def process_ids() -> frozenset[int]:
+    """Ids of all descendants of this process."""
+    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+
+
+def new_children(before: Collection[int]) -> list[int]:
+    """Descendants that are not in ``before``, without Python's own resource tracker, which ends with this process."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.pid not in before and not _is_tracker(child)]
+
+
+def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
+    """Wait ``grace_s`` for processes that are ending, ask the rest to, then kill."""
+    processes = [psutil.Process(pid) for pid in process_ids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        _signal(process, hard=False)
+    _, alive = psutil.wait_procs(alive, timeout=2.0)
+    for process in alive:
+        _signal(process, hard=True)
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _signal(process: psutil.Process, hard: bool) -> None:
+    try:
+        process.kill() if hard else process.terminate()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any(_TRACKER in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

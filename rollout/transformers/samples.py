@@ -1,0 +1,89 @@
+"""A response on its way: what it has so far, and how its next token is drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.interfaces import Generation, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One response and its own random stream, so that neighbours in a batch do not change what it draws."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    stream: random.Random
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt + self.token_ids
+
+    @property
+    def remaining_tokens(self) -> int:
+        return 0 if self.finish_reason else self.sampling.max_new_tokens - len(self.token_ids)
+
+    def append(self, token_id: int, logprob: float, version: int) -> None:
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token_id in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def to_generation(self, prompt_logprobs: np.ndarray | None) -> Generation:
+        assert self.finish_reason is not None
+        return Generation(
+            token_ids=np.asarray(self.token_ids, dtype=np.int64),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            weight_versions=np.asarray(self.versions, dtype=np.int64),
+            finish_reason=self.finish_reason,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
+    """One token per row of ``logits`` (B, V), and its logprob over the whole vocabulary.
+
+    The draw inverts the cumulative distribution (in float64) at one uniform number of the sample's own stream, so it
+    does not depend on who else is in the batch. Greedy rows (temperature 0) take the largest logit; their logprob is
+    that of the unscaled logits.
+    """
+    temperatures = torch.tensor([s.sampling.temperature or 1.0 for s in samples], device=logits.device)
+    logprobs = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
+    probabilities = logprobs.double().exp()
+    for row, sample in enumerate(samples):
+        _truncate(probabilities[row], sample.sampling)
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    greedy = torch.tensor([s.sampling.temperature == 0 for s in samples], device=logits.device)
+    tokens = torch.where(greedy, logits.argmax(dim=-1), drawn.clamp_max(logits.shape[-1] - 1))
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def _truncate(probabilities: Tensor, sampling: SamplingParams) -> None:
+    """Zero, in place, what top-k and then top-p leave out of one row."""
+    if 0 < sampling.top_k < probabilities.numel():
+        kept = probabilities.topk(sampling.top_k)
+        probabilities.zero_().scatter_(0, kept.indices, kept.values)
+    if sampling.top_p < 1.0:
+        ordered = probabilities.sort(descending=True)
+        before = ordered.values.cumsum(0) - ordered.values
+        outside = before >= sampling.top_p * ordered.values.sum()
+        probabilities[ordered.indices[outside]] = 0.0

@@ -1,0 +1,112 @@
+"""vLLM's engine arguments from the run's configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout.vllm.worker_names import BACKEND, WORKER_EXTENSION
+from slime_like.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from slime_like.config import RunConfig
+
+_OWNED = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor",
+    "seed": "seed",
+    "logprobs_mode": None,
+    "worker_extension_cls": None,
+    "weight_transfer_config": None,
+    "skip_tokenizer_init": None,
+    "enable_log_requests": None,
+}
+"""Arguments this adapter sets itself, and the configuration key to use instead."""
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+_CPU_BATCHED_TOKENS = 8192
+
+
+def prepare_environment(config: RunConfig) -> None:
+    """Set the variables that vLLM and torch themselves read, before they are imported; what the user has set stays.
+
+    On a CPU the OpenMP threads are left where the scheduler puts them, because engines and trainers share the cores;
+    with one rank vLLM's worker then needs no process of its own, which it would only get for the binding. Eager
+    execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
+    """
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    if on_cpu():
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if config.rollout.tensor == 1:
+            defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if config.rollout.engine_args.get("enforce_eager", True):
+            defaults |= {"TORCHDYNAMO_DISABLE": "1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
+    """Everything vLLM is started with. Call after ``prepare_environment``.
+
+    Raises:
+        EngineError: ``rollout.engine_args`` names an argument that vLLM does not have or this adapter owns.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    extra = config.rollout.engine_args
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in extra:
+        if name not in known:
+            raise EngineError(f"rollout.engine_args.{name}: vLLM has no such argument; see `vllm serve --help`")
+        if name in _OWNED:
+            instead = (
+                f"set {_OWNED[name]} instead" if _OWNED[name] else "leave it out, the adapter depends on its value"
+            )
+            raise EngineError(f"rollout.engine_args.{name} is refused: {instead}")
+    return AsyncEngineArgs(**{**_defaults(config), **extra, **_owned(config, engine_index)})
+
+
+def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+    return {
+        "model": str(config.model.path),
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "max_model_len": config.max_model_len,
+        "tensor_parallel_size": config.rollout.tensor,
+        "seed": config.seed + engine_index,
+        # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "enable_log_requests": False,
+        **({"enable_chunked_prefill": False} if on_cpu() else {}),
+    }
+
+
+def _defaults(config: RunConfig) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "max_num_seqs": min(config.rollout.max_concurrent_requests * config.rollout.samples_per_prompt, 512),
+    }
+    if on_cpu():
+        defaults |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),
+        }
+    return defaults

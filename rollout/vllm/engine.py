@@ -1,0 +1,293 @@
+"""vLLM behind ``RolloutEngine``: its AsyncLLM, with the engine core in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from rollout.processes import end_processes, new_children, process_ids
+from rollout.requests import check_request
+from rollout.weight_update import WeightUpdateState
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.interfaces import (
+    BucketMetadata,
+    EngineHealth,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+    UpdateReceipt,
+)
+from slime_like.weights.expected import expected_tensors
+from slime_like.weights.wire import metadata_to_wire
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from slime_like.config import RunConfig
+
+_STOP_TIMEOUT_S = 10.0
+_HEALTH_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One vLLM engine of ``config.rollout.tensor`` ranks.
+
+    Responses that were sampled with top-p or top-k (evaluation only) carry NaN logprobs: vLLM knows only those of the
+    truncated distribution. On a CPU there is no memory to give back, so ``sleep`` and ``wake`` are refused.
+    """
+
+    def __init__(self, config: RunConfig, engine_index: int) -> None:
+        self._config = config
+        self._index = engine_index
+        self._name = f"vLLM engine {engine_index}"
+        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._expected = expected_tensors(config.model.path)
+        self._state = WeightUpdateState(self._name, self._expected)
+        self._llm: AsyncLLM | None = None
+        self._promised: dict[str, int] = {}
+        self._process_ids: tuple[int, ...] = ()
+        self._paused = False
+        self._asleep: set[str] = set()
+        self._resume_after_update = False
+        self._abandoned = False
+
+    async def start(self) -> None:
+        """Load the model and start the engine core's process.
+
+        Raises:
+            EngineError: an engine argument is refused, the start fails, or it takes longer than
+                ``rollout.start_timeout_s``.
+        """
+        self._state = WeightUpdateState(self._name, self._expected)
+        self._paused, self._resume_after_update, self._abandoned = False, False, False
+        before = process_ids()
+        timeout = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                llm: AsyncLLM = await asyncio.to_thread(self._build)
+                self._llm = llm
+                await llm.update_weight_version("0")
+                # Asked once here, so that adding a request later never waits between its check and its registration.
+                await llm.get_supported_tasks()
+        except BaseException as error:
+            self._abandoned = True
+            self._process_ids = tuple(new_children(before))
+            await self.stop()
+            raise self._start_error(error, timeout) from error
+        self._process_ids = tuple(new_children(before))
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        check_request(request, self._dimensions, self._config.max_model_len)
+        llm = self._serving()
+        if request.request_id in self._promised:
+            raise EngineError(f"request {request.request_id} is already running on {self._name}; ids must be unique")
+        self._promised[request.request_id] = request.num_samples * request.sampling.max_new_tokens
+        timeout = self._config.rollout.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                output = await self._run(llm, request)
+        except TimeoutError as error:
+            raise EngineError(
+                f"request {request.request_id} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
+            ) from error
+        finally:
+            del self._promised[request.request_id]
+        from rollout.vllm.sampling import generations
+
+        return generations(request, output, self._state.version)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        llm = self._alive()
+        await llm.abort(list(self._promised) if request_id is None else [request_id])
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling; requests that come while paused wait for ``resume``."""
+        # The engine core's own call: AsyncLLM.pause_generation adds a fixed sleep that orders nothing we rely on.
+        core = self._alive().engine_core
+        await self._bounded(core.pause_scheduler_async(mode=mode, clear_cache=True), f"pause({mode})")
+        self._paused = True
+        self._resume_after_update = False
+
+    async def resume(self) -> None:
+        llm = self._serving()
+        await self._bounded(llm.resume_generation(), "resume")
+        self._paused = False
+
+    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
+        await self._sync_call("connect", self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments))
+
+    async def begin_update(self, version: int) -> None:
+        """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
+        llm = self._alive()
+        if self._state.is_open:
+            await self._close_failed("the next update began before it was finished")
+        if not self._paused:
+            await self.pause("keep")
+            self._resume_after_update = True
+        self._state.begin(version)
+        await self._sync_call("begin_update", llm.start_weight_update())
+
+    async def update(self, bucket: BucketMetadata) -> None:
+        llm = self._alive()
+        try:
+            self._state.check_bucket(bucket.entries)
+        except WeightSyncError as error:
+            await self._close_failed(str(error))
+            raise
+        arguments = {"update_info": {"metadata": metadata_to_wire(bucket)}}
+        await self._sync_call("update", llm.collective_rpc("update_weights", kwargs=arguments))
+
+    async def finish_update(self, version: int) -> UpdateReceipt:
+        llm = self._alive()
+        received = await self._sync_call("finish_update", llm.collective_rpc("received_checksums"))
+        try:
+            self._state.check_complete(version, received[0])
+            if any(other != received[0] for other in received):
+                raise WeightSyncError(f"{self._name}: its tensor-parallel ranks received different bytes")
+        except WeightSyncError as error:
+            await self._close_failed(str(error))
+            raise
+        await self._sync_call("finish_update", llm.finish_weight_update(weight_version=str(version)))
+        await self._sync_call("cache flush", llm.reset_prefix_cache(reset_running_requests=True))
+        receipt = self._state.commit(received[0])
+        if self._resume_after_update:
+            self._resume_after_update = False
+            await self.resume()
+        return receipt
+
+    async def checksums(self) -> dict[str, int]:
+        return dict(self._state.checksums)
+
+    async def health(self) -> EngineHealth:
+        """Asks the engine core's process, not only this one."""
+        llm = self._llm
+        alive = llm is not None and not llm.errored
+        if alive:
+            assert llm is not None
+            try:
+                await asyncio.wait_for(llm.get_weight_version(), _HEALTH_TIMEOUT_S)
+            except Exception:  # whatever a dead or hung core answers, the answer to "alive?" is no
+                alive = False
+        return EngineHealth(
+            alive=alive,
+            weight_version=self._state.version,
+            running_requests=len(self._promised),
+            outstanding_tokens=sum(self._promised.values()),
+            process_ids=self._process_ids,
+        )
+
+    async def sleep(self) -> None:
+        """Give weights and KV cache back; needs ``rollout.engine_args.enable_sleep_mode: true``."""
+        self._require_sleep_mode()
+        await self._bounded(self._alive().sleep(level=1, mode="abort"), "sleep")
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        self._require_sleep_mode()
+        await self._bounded(self._alive().wake_up(tags=list(parts)), "wake")
+        self._asleep -= set(parts)
+
+    async def stop(self) -> None:
+        """End the engine core and its workers, by process id, within seconds. May be called twice."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # it would report the end of the core as a failure
+            await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+            del llm
+            gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
+        await asyncio.to_thread(end_processes, self._process_ids, _STOP_TIMEOUT_S)
+        self._process_ids = ()
+
+    def _build(self) -> AsyncLLM:
+        from rollout.vllm.arguments import engine_arguments, prepare_environment
+
+        prepare_environment(self._config)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
+        if self._abandoned:  # the start timed out while this thread could not be interrupted
+            llm.shutdown(_STOP_TIMEOUT_S)
+        return llm
+
+    def _start_error(self, error: BaseException, timeout: float) -> BaseException:
+        if isinstance(error, TimeoutError):
+            return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s")
+        if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
+            return error
+        return EngineError(f"{self._name} did not start: {_one_line(error)}; its own log is above")
+
+    async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
+        """The final output. vLLM's own exceptions become one sentence."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from rollout.vllm.sampling import sampling_params
+
+        prompt = tokens_input(list(request.prompt_tokens))
+        stream = llm.generate(prompt, sampling_params(request, self._dimensions), request.request_id)
+        try:
+            async for output in stream:
+                if output.finished:
+                    return output
+        except EngineDeadError as error:
+            raise EngineError(f"{self._name} died while it ran request {request.request_id}; see its log") from error
+        except (ValueError, RuntimeError) as error:
+            raise EngineError(f"request {request.request_id} failed on {self._name}: {_one_line(error)}") from error
+        raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
+
+    def _alive(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"{self._name} is not running; call start first")
+        if self._llm.errored:
+            raise EngineError(f"{self._name}: its process has died; see its log")
+        return self._llm
+
+    def _serving(self) -> AsyncLLM:
+        llm = self._alive()
+        self._state.require_serving()
+        if self._asleep:
+            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
+        return llm
+
+    def _require_sleep_mode(self) -> None:
+        if not self._config.rollout.engine_args.get("enable_sleep_mode"):
+            raise EngineError(
+                f"{self._name} cannot give memory back: vLLM does so on CUDA only, with "
+                "rollout.engine_args.enable_sleep_mode=true"
+            )
+
+    async def _bounded(self, call: Awaitable[T], phase: str) -> T:
+        timeout = self._config.rollout.request_timeout_s
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except TimeoutError as error:
+            raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
+
+    async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
+        """One step of a weight update; if it fails the update has failed."""
+        timeout = self._config.sync.timeout_s
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except Exception as error:
+            reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else _one_line(error)
+            if self._state.is_open:
+                self._state.fail(reason)
+            raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
+
+    async def _close_failed(self, reason: str) -> None:
+        """Close the worker's side of an update that this side gives up."""
+        if self._state.is_open:
+            self._state.fail(reason)
+            await self._sync_call("closing a failed update", self._alive().finish_weight_update())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

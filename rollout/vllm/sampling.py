@@ -1,0 +1,106 @@
+"""Requests into vLLM's terms, and its outputs back into ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rollout.requests import sample_seed, stop_ids, truncates
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import EngineError
+from slime_like.interfaces import Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+_FINISH_REASONS: dict[str | None, Literal["stop", "length", "abort"]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+}
+
+
+def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> SamplingParams:
+    """vLLM's parameters. One final output per request; stop ids are explicit, so that EOS is one like any other."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        n=request.num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        # vLLM adds the sample's index itself.
+        seed=None if request.seed is None else sample_seed(request.seed, 0),
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(stop_ids(sampling, dimensions)),
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if request.prompt_logprobs else None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def generations(request: GenerationRequest, output: RequestOutput, version: int) -> list[Generation]:
+    """One ``Generation`` per sample, in sample order.
+
+    Args:
+        version: the weights served now, for responses that ended before their first token.
+    """
+    prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
+    unknown = truncates(request.sampling)
+    return [_generation(request, sample, prompt_logprobs, version, unknown) for sample in output.outputs]
+
+
+def _generation(
+    request: GenerationRequest,
+    sample: CompletionOutput,
+    prompt_logprobs: np.ndarray | None,
+    version: int,
+    unknown_logprobs: bool,
+) -> Generation:
+    reason = _FINISH_REASONS.get(sample.finish_reason)
+    if reason is None:
+        raise EngineError(f"request {request.request_id}: vLLM ended it with {sample.finish_reason!r}; see its log")
+    token_ids = np.asarray(sample.token_ids, dtype=np.int64)
+    logprobs = _sampled_logprobs(sample.logprobs, len(token_ids))
+    if unknown_logprobs:
+        # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
+        logprobs = np.full(len(token_ids), np.nan, dtype=np.float32)
+    return Generation(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        weight_versions=_versions(sample, len(token_ids), version),
+        finish_reason=reason,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
+    """With ``logprobs=0`` vLLM's flat list has exactly the sampled token at every position."""
+    logprobs = np.asarray(flat.logprobs if count else (), dtype=np.float32)
+    if len(logprobs) != count:
+        raise EngineError(f"vLLM returned {len(logprobs)} logprobs for {count} tokens; its version is not supported")
+    return logprobs
+
+
+def _versions(sample: CompletionOutput, count: int, current: int) -> np.ndarray:
+    versions = np.full(count, current, dtype=np.int64)
+    for span in sample.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    return versions
+
+
+def _prompt_logprobs(output: RequestOutput) -> np.ndarray | None:
+    """Position 0 has none; vLLM's flat list says so with an empty range. ``None`` if aborted before the prompt ran."""
+    flat: Any = output.prompt_logprobs
+    if not flat:
+        return None
+    starts = flat.start_indices[1:]
+    return np.asarray([flat.logprobs[start] for start in starts], dtype=np.float32)

@@ -1,0 +1,140 @@
+"""What runs inside vLLM's worker process: receiving weights, hashing them as they arrive, loading them.
+
+vLLM imports this module in every worker because the engine names ``WorkerExtension`` as its ``worker_extension_cls``;
+that import registers the weight-transfer engine before the worker looks for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rollout.vllm.worker_names import BACKEND
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata
+from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.transports.base import Receiver
+from slime_like.weights.transports.registry import open_receiver
+from slime_like.weights.wire import metadata_from_wire
+
+
+@dataclass
+class ConnectInfo(WeightTransferInitInfo):
+    """``VllmEngine.connect``'s arguments."""
+
+    transport: str
+    rendezvous: dict[str, Any]
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket's metadata, as plain values."""
+
+    metadata: dict[str, Any]
+
+
+class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
+    """Feeds Hugging-Face-named buckets to vLLM's layerwise reload."""
+
+    init_info_cls = ConnectInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.received: dict[str, int] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._reloading = False
+        _end_with_parent()
+
+    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        previous = self._receivers.pop(init_info.transport, None)
+        if previous is not None:
+            previous.close()
+        self._receivers[init_info.transport] = open_receiver(init_info.transport, init_info.rendezvous)
+
+    def start_weight_update(self) -> None:
+        # A failed update leaves half-loaded layers behind, which would be counted into this one.
+        self._end_reload()
+        self.received = {}
+        initialize_layerwise_reload(self.model)
+        self._reloading = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base class synchronises an accelerator here, which a CPU-only torch does not have.
+
+        Nothing is lost: loading and hashing below use this thread's own stream.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        metadata = metadata_from_wire(update_info.metadata)
+        self.model.load_weights(self._fetch(metadata))
+
+    def finish_weight_update(self) -> None:
+        self._end_reload()
+
+    def shutdown(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+
+    def _fetch(self, metadata: BucketMetadata) -> list[tuple[str, Tensor]]:
+        """Copies of the bucket's tensors on this worker's device, every one verified before any is loaded.
+
+        Copies, because layerwise reload keeps a layer's tensors until the last one has come, perhaps in a later bucket.
+        """
+        receiver = self._receivers.get(metadata.transport)
+        if receiver is None:
+            raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
+        sent = {entry.name: entry.checksum for entry in metadata.entries}
+        tensors = [(name, view.to(self.device, copy=True)) for name, view in receiver.receive(metadata)]
+        for name, tensor in tensors:
+            self.received[name] = tensor_checksum(tensor)
+            if self.received[name] != sent[name]:
+                raise WeightSyncError(
+                    f"tensor {name} arrived damaged: hash {self.received[name]:#018x}, sent {sent[name]:#018x}"
+                )
+        return tensors
+
+    def _end_reload(self) -> None:
+        if self._reloading:
+            self._reloading = False
+            finalize_layerwise_reload(self.model, self.model_config)
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker, called by ``collective_rpc``."""
+
+    weight_transfer_engine: BucketTransferEngine
+
+    def received_checksums(self) -> dict[str, int]:
+        """Hashes of the open (or last) update's tensors, as this worker received them."""
+        return self.weight_transfer_engine.received
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it dies, however it dies: nothing else would."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

@@ -1,0 +1,79 @@
+"""The state of an engine's weights: which version is served, which update is open, and whether one has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.interfaces import TensorEntry, UpdateReceipt
+from slime_like.weights.expected import require_complete
+
+
+class WeightUpdateState:
+    """Bookkeeping of begin, update, finish; owns no weights.
+
+    After a failed update the weights are a mixture of two versions: nothing may be sampled until the next update is
+    finished.
+    """
+
+    def __init__(self, engine: str, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self.version = 0
+        self.checksums: dict[str, int] = {}
+        self._engine = engine
+        self._expected = expected
+        self._open_version: int | None = None
+        self._failure: str | None = None
+        self._names: set[str] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open_version is not None
+
+    def require_serving(self) -> None:
+        """Raises ``EngineError`` while the weights are a mixture that a failed update left."""
+        if self._failure is not None:
+            raise EngineError(
+                f"{self._engine} has mixed weights since {self._failure}; finish a whole weight update before sampling"
+            )
+
+    def begin(self, version: int) -> None:
+        self._open_version = version
+        self._names = set()
+        # Until it is finished, an open update is a failed one: whatever happens in between, nothing is sampled.
+        self._failure = f"the update to version {version} did not finish"
+
+    def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
+        """Refuse tensors that the model does not have, in another shape, or a second time."""
+        self._require_open("update")
+        for entry in entries:
+            shape = self._expected.get(entry.name)
+            if shape is None:
+                raise WeightSyncError(f"{self._engine}: the model has no tensor {entry.name}")
+            if shape != entry.shape:
+                raise WeightSyncError(f"{self._engine}: {entry.name} has shape {entry.shape}, the model wants {shape}")
+            if entry.name in self._names:
+                raise WeightSyncError(f"{self._engine}: {entry.name} came twice in the update to {self._open_version}")
+            self._names.add(entry.name)
+
+    def check_complete(self, version: int, received: Mapping[str, int]) -> None:
+        self._require_open("finish_update")
+        if version != self._open_version:
+            raise WeightSyncError(f"{self._engine}: version {self._open_version} is open, not {version}")
+        require_complete(received, self._expected, self._engine)
+
+    def commit(self, received: Mapping[str, int]) -> UpdateReceipt:
+        assert self._open_version is not None
+        self.version = self._open_version
+        self.checksums = dict(received)
+        self._open_version = None
+        self._failure = None
+        return UpdateReceipt(self.version, dict(received))
+
+    def fail(self, reason: str) -> None:
+        """Close the update; the engine refuses to sample from now on."""
+        self._failure = f"the update to version {self._open_version} failed ({reason})"
+        self._open_version = None
+
+    def _require_open(self, call: str) -> None:
+        if self._open_version is None:
+            raise WeightSyncError(f"{self._engine}: {call} without an open update; call begin_update first")

@@ -1,0 +1,81 @@
+# Sourced by the other scripts: creates .venv with the tested versions, or reuses it. Needs Linux x86-64 and Python 3.11 or 3.12.
+#   ensure_environment        what training needs
+#   ensure_environment dev    the same plus the test tools
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$REPO/.venv"
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+say() { printf '[slime-like] %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 with venv on PATH; install one (Debian: apt-get install python3 python3-venv)"
+}
+
+check_machine() {
+    [ "$(uname -s)-$(uname -m)" = "Linux-x86_64" ] || die "this is $(uname -s) on $(uname -m); Linux on x86-64 is needed"
+    local free_kb
+    free_kb=$(df -Pk "$REPO" | awk 'NR==2 {print $4}')
+    [ "$free_kb" -gt $((7 * 1024 * 1024)) ] || [ -x "$VENV/bin/slime-like" ] ||
+        die "the environment needs 7 GB of disk, $REPO has $((free_kb / 1024 / 1024)) GB free"
+}
+
+# A CPU build of torch, from wherever pip is configured to look if that has one, else from PyTorch's own CPU index.
+install_torch() {
+    local pin version
+    pin=$(grep '^torch==' "$REPO/constraints.txt")
+    version=$("$VENV/bin/pip" install --dry-run --quiet --no-deps --report - "$pin" 2>/dev/null |
+        "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2>/dev/null || true)
+    if [ "${version%+cpu}" != "$version" ]; then
+        "$VENV/bin/pip" install --quiet --no-deps "torch==$version"
+    else
+        say "pip offers no CPU build of $pin; taking it from $TORCH_CPU_INDEX"
+        "$VENV/bin/pip" install --quiet --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
+            die "no CPU build of $pin could be installed from $TORCH_CPU_INDEX; check the network, or install a '+cpu' wheel of it into $VENV by hand and start again"
+    fi
+    refuse_cuda_torch
+}
+
+torch_version() { "$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null; }
+
+refuse_cuda_torch() {
+    [[ "$(torch_version)" == *+cpu ]] ||
+        die "torch $(torch_version) in $VENV is no CPU build: a CUDA torch was pulled onto a CPU environment; remove $VENV and start again"
+}
+
+install_locked() { # $1: runtime | dev
+    local list
+    list=$(mktemp)
+    if [ "$1" = dev ]; then grep '# dev$' "$REPO/constraints.txt" >"$list"; else grep -v -e '# dev$' -e '^torch==' "$REPO/constraints.txt" >"$list"; fi
+    "$VENV/bin/pip" install --quiet --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
+    rm -f "$list"
+}
+
+ensure_environment() { # $1: runtime (default) | dev
+    local want="${1:-runtime}" stamp="$VENV/.slime-like-${1:-runtime}" key
+    key=$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1)
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && return 0
+    if [ "$want" = dev ]; then
+        ensure_environment runtime
+        say "installing the test tools"
+        install_locked dev
+    else
+        check_machine
+        [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }
+        say "installing the tested versions (about 800 MB, once)"
+        export PIP_DISABLE_PIP_VERSION_CHECK=1
+        [[ "$(torch_version)" == "$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)+cpu" ]] || install_torch
+        install_locked runtime
+        refuse_cuda_torch
+        "$VENV/bin/pip" install --quiet --no-deps --no-build-isolation --editable "$REPO"
+    fi
+    printf '%s' "$key" >"$stamp"
+}

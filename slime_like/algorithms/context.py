@@ -1,0 +1,204 @@
+"""Which tokens of a pack a context-parallel rank holds, and the exact way back.
+
+Two layouts. *Zigzag*: every sequence is padded to a multiple of ``2 * cp``, cut into ``2 * cp`` chunks, and rank r
+holds chunks r and ``2 * cp - 1 - r``: causal work is balanced (ring attention, Transformer Engine). *Contiguous*: the
+packed axis as a whole is cut into cp equal parts (all-gather attention); only the total is padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.packing import response_logit_index
+from slime_like.trajectory import PackedTrajectory
+
+Layout = Literal["zigzag", "contiguous"]
+
+
+@dataclass(slots=True)
+class ContextShard:
+    """One context-parallel rank's part of a pack. T_local is the same on every rank.
+
+    Attributes:
+        tokens: (T_local,) int64; 0 in padding that the layout added.
+        position_ids: (T_local,) int64, from 0 in every sequence, moved together with the tokens.
+        source: (T_local,) int64, each local token's index in the pack; -1 in padding that the layout added.
+        cu_seqlens: (S+1,) int32, true boundaries of the real sequences, global.
+        cu_seqlens_padded: int32, global boundaries of the padded sequences and, last, of the padding segment if there
+            is one. Attention and rotary embedding use these: padding follows its sequence, so causal attention over the
+            padded sequence is exact on the real tokens.
+        max_seqlen_padded: longest padded segment, global.
+        response_index: (R_local,) int64, local positions whose logits score a response token.
+        response_slot: (R_local,) int64, for each of them its place in the pack's (R,) response order.
+        num_responses: R of the whole pack.
+        layout, cp_size, cp_rank: what made this shard.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    source: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    max_seqlen_padded: int
+    response_index: Tensor
+    response_slot: Tensor
+    num_responses: int
+    layout: Layout
+    cp_size: int
+    cp_rank: int
+
+    @property
+    def cu_seqlens_local(self) -> Tensor:
+        """Boundaries of the segments inside this shard, int32, same length as ``cu_seqlens_padded``."""
+        if self.layout == "zigzag":
+            return self.cu_seqlens_padded // self.cp_size
+        length = self.tokens.numel()
+        return (self.cu_seqlens_padded - self.cp_rank * length).clamp(0, length)
+
+    def scatter(self, local_values: Tensor) -> Tensor:
+        """Put (R_local,) values at their places in (R,) zeros; the sum over all shards is the whole. Differentiable."""
+        _check_count(self, local_values)
+        whole = local_values.new_zeros((self.num_responses, *local_values.shape[1:]))
+        return whole.index_copy(0, self.response_slot, local_values)
+
+
+def split_for_context_parallel(
+    packed: PackedTrajectory, cp_size: int, cp_rank: int, layout: Layout = "zigzag", multiple_of: int = 1
+) -> ContextShard:
+    """Take one rank's part of a pack, adding whatever padding the layout needs.
+
+    Args:
+        packed: the whole pack, the same on every context-parallel rank.
+        cp_size, cp_rank: size of the context-parallel group and this rank's place in it.
+        layout: ``"zigzag"`` or ``"contiguous"``.
+        multiple_of: T_local becomes a multiple of it (tensor-parallel size under sequence parallelism). Filled in the
+            padding segment.
+
+    Returns:
+        The shard; ``merge_from_context_parallel`` over all shards is the exact inverse for per-response values.
+
+    Raises:
+        ValueError: unknown layout or a rank outside the group.
+
+    Example:
+        >>> shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
+    """
+    _check_arguments(cp_size, cp_rank, layout, multiple_of)
+    true_lengths, padded_lengths = _segment_lengths(packed, cp_size, layout, multiple_of)
+    cu_padded = torch.cat([padded_lengths.new_zeros(1), padded_lengths.cumsum(0)])
+    segment, offset = _local_coordinates(cu_padded, cp_size, cp_rank, layout)
+    true_starts = true_lengths.cumsum(0) - true_lengths
+    inside = offset < true_lengths[segment]
+    source = torch.where(inside, true_starts[segment] + offset, -1)
+    slots = torch.full((packed.packed_seq_len + 1,), -1, dtype=torch.int64, device=source.device)
+    num_responses = packed.targets.numel()
+    slots[response_logit_index(packed)] = torch.arange(num_responses, device=source.device)
+    local_slots = slots[source]  # source -1 reads the extra last entry, which is no response
+    response_index = (local_slots >= 0).nonzero().squeeze(1)
+    return ContextShard(
+        tokens=torch.where(inside, packed.tokens[source.clamp_min(0)], 0),
+        position_ids=offset,
+        source=source,
+        cu_seqlens=packed.cu_seqlens,
+        cu_seqlens_padded=cu_padded.to(torch.int32),
+        max_seqlen_padded=int(padded_lengths.max()),
+        response_index=response_index,
+        response_slot=local_slots[response_index],
+        num_responses=num_responses,
+        layout=layout,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Sequence[Tensor]) -> Tensor:
+    """Put the per-response values of every shard back into the pack's own order. Differentiable.
+
+    Args:
+        shards: the shards of all ranks of one pack, in any order.
+        local_values: for each shard (R_local,) or (R_local, ...), in the order of its ``response_index``.
+
+    Returns:
+        (R,) or (R, ...).
+
+    Raises:
+        ValueError: a shard is missing or given twice, or has another number of values than responses.
+    """
+    ranks = sorted(shard.cp_rank for shard in shards)
+    if not shards or ranks != list(range(shards[0].cp_size)):
+        raise ValueError(f"shards of ranks {ranks} are no whole pack; give one shard of every context-parallel rank")
+    for shard, values in zip(shards, local_values, strict=True):
+        _check_count(shard, values)
+    values = torch.cat(list(local_values))
+    slots = torch.cat([shard.response_slot for shard in shards])
+    return values.new_zeros(values.shape).index_copy(0, slots, values)
+
+
+def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:
+    """Tokens that a sequence of ``length`` occupies under a layout; partitioning counts these."""
+    if layout == "contiguous" or cp_size == 1:
+        return length
+    return -(-length // (2 * cp_size)) * 2 * cp_size
+
+
+def _check_arguments(cp_size: int, cp_rank: int, layout: str, multiple_of: int) -> None:
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f"unknown context-parallel layout {layout!r}; use 'zigzag' or 'contiguous'")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank={cp_rank} is not in a group of cp_size={cp_size}; use 0 to {cp_size - 1}")
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of} is no length; use 1 or more")
+
+
+def _check_count(shard: ContextShard, values: Tensor) -> None:
+    expected = shard.response_slot.numel()
+    if values.shape[0] != expected:
+        raise ValueError(
+            f"rank {shard.cp_rank} gave {values.shape[0]} values for {expected} response positions; "
+            "give one value per entry of response_index"
+        )
+
+
+def _segment_lengths(packed: PackedTrajectory, cp_size: int, layout: Layout, multiple_of: int) -> tuple[Tensor, Tensor]:
+    """True and padded length of every sequence and, last, of the padding segment if there is any."""
+    true_lengths = packed.prompt_lens + packed.response_lens
+    chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
+    padded = torch.div(true_lengths + chunks - 1, chunks, rounding_mode="floor") * chunks
+    tail = packed.packed_seq_len - packed.actual_total_tokens
+    used = int(padded.sum())
+    # Sequences are multiples of `chunks` already, so a total that is one leaves the tail a multiple too.
+    unit = math.lcm(chunks, cp_size * multiple_of)
+    padded_tail = -(-(used + tail) // unit) * unit - used
+    if padded_tail == 0:
+        return true_lengths, padded
+    return (
+        torch.cat([true_lengths, true_lengths.new_tensor([tail])]),
+        torch.cat([padded, padded.new_tensor([padded_tail])]),
+    )
+
+
+def _local_coordinates(cu_padded: Tensor, cp_size: int, cp_rank: int, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(T_local,) segment index, and offset inside the padded segment, of every local token."""
+    lengths = cu_padded.diff()
+    if layout == "contiguous":
+        total = int(cu_padded[-1]) // cp_size
+        position = torch.arange(cp_rank * total, (cp_rank + 1) * total, device=cu_padded.device)
+        segment = torch.searchsorted(cu_padded, position, right=True) - 1
+        return segment, position - cu_padded[segment]
+    local_lengths = torch.div(lengths, cp_size, rounding_mode="floor")
+    segment = torch.arange(lengths.numel(), device=cu_padded.device).repeat_interleave(local_lengths)
+    local_starts = local_lengths.cumsum(0) - local_lengths
+    local_offset = torch.arange(segment.numel(), device=cu_padded.device) - local_starts[segment]
+    if cp_size == 1:
+        return segment, local_offset
+    chunk = torch.div(local_lengths, 2, rounding_mode="floor")[segment]
+    # The first half is chunk `rank` counted from the front, the second chunk `rank` counted from the back.
+    front = cp_rank * chunk + local_offset
+    back = (2 * cp_size - 1 - cp_rank) * chunk + local_offset - chunk
+    return segment, torch.where(local_offset < chunk, front, back)

@@ -1,0 +1,203 @@
+"""The vocabulary-parallel head: from hidden states to logprobs and entropies without [N, V]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
+
+Reduce = Callable[[Tensor], object]
+
+
+def no_reduction(tensor: Tensor) -> None:
+    """The reduction of a group of one rank."""
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int,
+    all_reduce_max: Reduce = no_reduction,
+    all_reduce_sum: Reduce = no_reduction,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
+
+    The logits exist for ``chunk_tokens`` tokens at a time, in forward and again in backward; sums are kept in float32
+    (float64 for float64 input). Forward calls ``all_reduce_max`` once and ``all_reduce_sum`` once.
+
+    ``hidden`` is an input replicated over the tensor-parallel ranks. Its gradient is complete: backward sums the ranks'
+    parts itself, with one call of ``all_reduce_sum``. A gather in front of this function (sequence parallelism) must
+    therefore split in its backward, not reduce-scatter. The gradient of ``weight`` is this shard's own.
+
+    Args:
+        hidden: (N, H), already selected at the positions whose logits score a response token. N may be 0: results are
+            empty, gradients exist and are zero, and no reduction is called (N is the same on all ranks of the group).
+        weight: (V_local, H), this rank's rows of the output projection, possibly with padding rows at the end of the
+            vocabulary.
+        targets: (N,) int64, global token ids; any valid id where the token is masked.
+        temperatures: (N,), the logits are divided by them.
+        vocab_start: global id of ``weight``'s first row.
+        vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
+        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group.
+        chunk_tokens: tokens whose logits exist at once.
+
+    Returns:
+        Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
+        ``hidden`` and ``weight``.
+
+    Raises:
+        ValueError: shapes that do not fit, a target outside the vocabulary, a chunk below 1.
+    """
+    count = hidden.shape[0]
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give (N, H), (V, H)"
+        )
+    if targets.shape != (count,) or temperatures.shape != (count,):
+        raise ValueError(
+            f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
+    if count and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+        raise ValueError(
+            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
+            f"{vocab_size - 1}; give the token's own id where it is masked"
+        )
+    shard = _Shard(vocab_start, max(0, min(vocab_size - vocab_start, weight.shape[0])), chunk_tokens)
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
+
+
+class _Shard:
+    """Columns of the vocabulary that this rank holds, padding excluded, and how to walk over tokens."""
+
+    def __init__(self, start: int, columns: int, chunk_tokens: int) -> None:
+        self.start, self.columns, self.chunk_tokens = start, columns, chunk_tokens
+
+    def parts(self, count: int) -> list[slice]:
+        return [slice(i, min(i + self.chunk_tokens, count)) for i in range(0, count, self.chunk_tokens)]
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each target (clamped into the shard), and whether this rank holds it."""
+        column = targets - self.start
+        held = (column >= 0) & (column < self.columns)
+        return column.clamp(0, max(0, self.columns - 1)), held
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype) -> Tensor:
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        # The tensor cores accumulate in float32 anyway; ask for that instead of a rounded result.
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ weight.t()).to(dtype)
+    return logits.div_(temperatures.to(dtype)[:, None])
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        shard: _Shard,
+        all_reduce_max: Reduce,
+        all_reduce_sum: Reduce,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(hidden.dtype)
+        count = hidden.shape[0]
+        maximum, sums = _local_sums(hidden, weight, targets, temperatures, shard, dtype)
+        lse, entropy, logprobs = _combine(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 3
+        ctx.save_for_backward(hidden, weight, targets, temperatures, lse, entropy)
+        ctx.shard, ctx.all_reduce_sum = shard, all_reduce_sum
+        ctx.set_materialize_grads(False)
+        return logprobs.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, _, _, lse, _ = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight)
+        if d_hidden is not None and hidden.shape[0]:
+            ctx.all_reduce_sum(d_hidden)
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            *(None,) * 5,
+        )
+
+
+def _local_sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, shard: _Shard, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(N,) maxima of this rank's logits, and (3, N): sum of exp(x - max), of exp(x - max)(x - max), target logit."""
+    count = hidden.shape[0]
+    # A shard that is all padding keeps a finite, very low maximum: its sums are 0 and stay 0, never 0 * inf.
+    maximum = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=hidden.device)
+    sums = torch.zeros(3, count, dtype=dtype, device=hidden.device)
+    if shard.columns == 0:
+        return maximum, sums
+    columns = weight[: shard.columns]
+    for part in shard.parts(count):
+        x = _scaled_logits(hidden[part], columns, temperatures[part], dtype)
+        column, held = shard.local(targets[part])
+        sums[2, part] = x.gather(1, column[:, None]).squeeze(1).masked_fill_(~held, 0.0)
+        maximum[part] = x.amax(1)
+        x.sub_(maximum[part][:, None])
+        weights = x.exp()
+        sums[0, part] = weights.sum(1)
+        sums[1, part] = torch.bmm(weights[:, None, :], x[:, :, None]).view(-1)
+    return maximum, sums
+
+
+def _combine(
+    local_maximum: Tensor, sums: Tensor, all_reduce_max: Reduce, all_reduce_sum: Reduce
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, entropy and target logprob over all shards, from each shard's sums relative to its own maximum."""
+    maximum = local_maximum.clone()
+    all_reduce_max(maximum)
+    shift = local_maximum - maximum
+    scale = shift.exp()
+    sums[1] = scale * (sums[1] + shift * sums[0])
+    sums[0] *= scale
+    all_reduce_sum(sums)
+    log_total = sums[0].log()
+    return maximum + log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
+
+
+def _accumulate_gradients(
+    shard: _Shard,
+    saved: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> None:
+    hidden, weight, targets, temperatures, lse, entropy = saved
+    grad_logprobs, grad_entropy = grads
+    if shard.columns == 0 or (grad_logprobs is None and grad_entropy is None):
+        return
+    grad = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+    columns = weight[: shard.columns]
+    for part in shard.parts(hidden.shape[0]):
+        x = _scaled_logits(hidden[part], columns, temperatures[part], lse.dtype)
+        entropy_part = None if grad_entropy is None else grad_entropy[part]
+        dx = softmax_gradient(x, lse[part], entropy[part], grad[part], entropy_part)
+        column, held = shard.local(targets[part])
+        dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])
+        dx = dx.div_(temperatures[part].to(dx.dtype)[:, None]).to(hidden.dtype)
+        if d_hidden is not None:
+            d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
+        if d_weight is not None:
+            d_weight[: shard.columns] += dx.t() @ hidden[part]

@@ -1,0 +1,206 @@
+"""Log-probabilities and entropies, in chunks of tokens, recomputed in backward.
+
+Neither logits in float32 nor a softmax of the whole [T, V] is ever kept: forward saves one log-sum-exp and one entropy
+per token, backward computes each chunk's softmax again. A logprob means the same everywhere: log-softmax of the
+temperature-scaled logits over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.packing import response_logit_index, response_tokens
+from slime_like.trajectory import PackedTrajectory
+
+# Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
+_CPU_CHUNK_ELEMENTS = 1 << 18
+_DEVICE_CHUNK_ELEMENTS = 1 << 25
+
+
+def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-softmax of ``logits`` at ``targets`` without a [T, V] temporary.
+
+    Args:
+        logits: (..., V).
+        targets: (...) int64; a negative target (an ``ignore_index``) gives logprob 0 and no gradient.
+
+    Returns:
+        (...) float32, or float64 for float64 logits.
+
+    Example:
+        >>> selective_log_softmax(torch.zeros(3, 8), torch.tensor([0, 1, 2]))
+    """
+    return _select(logits, targets, None, with_entropy=False)[0]
+
+
+def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Logprob of ``targets`` and entropy (nats) of every token, in one pass over chunks; both differentiable.
+
+    Args:
+        logits: (..., V).
+        targets: (...) int64; a negative target gives logprob 0 without gradient (its entropy is still computed).
+        temperatures: (...) float32 that the logits are divided by; none means 1.
+
+    Returns:
+        Logprobs and entropies, (...) float32, or float64 for float64 logits.
+    """
+    return _select(logits, targets, temperatures, with_entropy=True)
+
+
+def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperature: float = 1.0) -> Tensor:
+    """Logprob of every response token of a pack, masked ones included.
+
+    Args:
+        logits: (T, V), the model's output for ``packed.tokens``.
+        packed: the pack.
+        temperature: the logits are divided by it. The pack's own ``temperatures`` are not used here.
+
+    Returns:
+        (R,) float32 (float64 for float64 logits): entry i belongs to response token i of the pack.
+
+    Raises:
+        ValueError: ``logits`` do not have one row per token of the pack, or the temperature is not positive.
+
+    Example:
+        >>> compute_response_logprobs(model(packed.tokens[None], packed.position_ids[None]).logits[0], packed)
+    """
+    if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)}, the pack has {packed.packed_seq_len} tokens; give (T, V)"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} cannot scale logits; give a positive one (1 for greedy samples)")
+    targets = response_tokens(packed)
+    scale = (
+        torch.full(targets.shape, temperature, dtype=torch.float64, device=logits.device)
+        if temperature != 1.0
+        else None
+    )
+    rows = response_logit_index(packed)
+    return _SelectiveLogSoftmax.apply(logits, targets, scale, rows, False)[0]
+
+
+def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
+        )
+    scale = None if temperatures is None else temperatures.expand(targets.shape).reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    logprobs, entropy = _SelectiveLogSoftmax.apply(flat, targets.reshape(-1), scale, None, with_entropy)
+    return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    elements = _CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    return max(1, elements // max(1, logits.shape[-1]))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, everything else is computed and accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    """Rows of (T, V) logits (all of them, or ``rows``) scored at (N,) targets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor | None, rows: Tensor | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(logits.dtype)
+        count = targets.numel()
+        lse, logprobs, entropy = (torch.zeros(count, dtype=dtype, device=logits.device) for _ in range(3))
+        step = _chunk_rows(logits)
+        for start in range(0, count, step):
+            part = slice(start, min(start + step, count))
+            x = _scaled_rows(logits, rows, part, temperatures, dtype, writable=with_entropy)
+            target = targets[part]
+            picked = x.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
+            lse[part], entropy[part] = _lse_and_entropy(x, with_entropy)
+            logprobs[part] = (picked - lse[part]).masked_fill_(target < 0, 0.0)
+        ctx.save_for_backward(logits, targets, temperatures, rows, lse, entropy)
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        logits, targets, temperatures, rows, lse, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grads
+        grad_logits = torch.empty_like(logits) if rows is None else torch.zeros_like(logits)
+        if grad_logprobs is None and grad_entropy is None:
+            return grad_logits.zero_(), None, None, None, None
+        ignored = targets < 0
+        weight = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.masked_fill(ignored, 0.0)
+        step = _chunk_rows(logits)
+        for start in range(0, targets.numel(), step):
+            part = slice(start, min(start + step, targets.numel()))
+            x = _scaled_rows(logits, rows, part, temperatures, lse.dtype, writable=True)
+            dx = softmax_gradient(
+                x,
+                lse[part],
+                entropy[part],
+                weight[part],
+                None if grad_entropy is None else grad_entropy[part],
+            )
+            dx.scatter_add_(1, targets[part].clamp_min(0)[:, None], weight[part][:, None])
+            if temperatures is not None:
+                dx.div_(temperatures[part].to(dx.dtype)[:, None])
+            if rows is None:
+                grad_logits[part] = dx
+            else:
+                grad_logits[rows[part]] = dx.to(grad_logits.dtype)
+        return grad_logits, None, None, None, None
+
+
+def _scaled_rows(
+    logits: Tensor,
+    rows: Tensor | None,
+    part: slice,
+    temperatures: Tensor | None,
+    dtype: torch.dtype,
+    writable: bool,
+) -> Tensor:
+    """(n, V) temperature-scaled logits in the computing precision; a copy of its own where ``writable``."""
+    x = logits[part] if rows is None else logits[rows[part]]
+    fresh = rows is not None or x.dtype != dtype
+    x = x.to(dtype)
+    if temperatures is not None:
+        scale = temperatures[part].to(dtype)[:, None]
+        return x.div_(scale) if fresh else x / scale
+    return x.clone() if writable and not fresh else x
+
+
+def _lse_and_entropy(x: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and entropy of every row; ``x`` is overwritten where the entropy is asked for."""
+    if not with_entropy:
+        lse = x.logsumexp(1)
+        return lse, torch.zeros_like(lse)
+    maximum = x.amax(1)
+    x.sub_(maximum[:, None])
+    weights = x.exp()
+    total = weights.sum(1)
+    log_total = total.log()
+    # H = log Z - E[x], both relative to the maximum. The product of a row and a column needs no [n, V] temporary.
+    expected = torch.bmm(weights[:, None, :], x[:, :, None]).view(-1) / total
+    return maximum + log_total, log_total - expected
+
+
+def softmax_gradient(
+    x: Tensor, lse: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """Gradient of logprob and entropy with respect to (n, V) scaled logits, without the target's own +1 term.
+
+    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. Overwrites ``x``.
+    """
+    x.sub_(lse[:, None])
+    if grad_entropy is None:
+        return x.exp_().mul_(-grad_logprobs[:, None])
+    probabilities = x.exp()
+    x.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None])
+    return x.mul_(probabilities)

@@ -1,0 +1,23 @@
+"""Losses: one policy term by name, and what every loss shares (importance correction, KL, entropy, figures)."""
+
+from slime_like.algorithms.losses.grpo import GRPOLoss
+from slime_like.algorithms.losses.kl import kl_estimate
+from slime_like.algorithms.losses.loss import Loss, build_loss
+from slime_like.algorithms.losses.policy import POLICY_LOSSES
+from slime_like.algorithms.losses.sums import LossSums
+from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
+from slime_like.algorithms.losses.value import ValueOutput, value_loss
+
+__all__ = [
+    "POLICY_LOSSES",
+    "GRPOLoss",
+    "Loss",
+    "LossInputs",
+    "LossOutput",
+    "LossSums",
+    "PolicyTerms",
+    "ValueOutput",
+    "build_loss",
+    "kl_estimate",
+    "value_loss",
+]

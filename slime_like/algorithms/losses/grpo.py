@@ -1,0 +1,174 @@
+"""The loss for people who have logits or logprobs at hand and want one number back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.logprobs import logprobs_and_entropy
+from slime_like.algorithms.losses.loss import build_loss
+from slime_like.algorithms.losses.types import LossInputs, LossOutput
+from slime_like.algorithms.reduction import step_denominator, token_weights
+from slime_like.config.algorithm import AlgorithmConfig
+
+
+class GRPOLoss:
+    """``build_loss(config)`` for direct use: from logprobs, or from logits in one tensor or in chunks.
+
+    Args:
+        config: the objective; ``loss``, clip bounds, KL, entropy and ``reduction`` are taken from it.
+
+    Example:
+        >>> GRPOLoss(AlgorithmConfig(kl_coef=0.1)).forward(logits, targets, ref_logprobs, advantages)[0].backward()
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.loss = build_loss(config)
+
+    def compute_loss_from_logprobs(
+        self,
+        logprobs: Tensor,
+        *,
+        advantages: Tensor | None = None,
+        old_logprobs: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
+        behaviour_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        response_lens: Tensor | None = None,
+    ) -> LossOutput:
+        """The weighted sum and its figures, undivided.
+
+        Args:
+            logprobs: (R,) with graph; every other per-token tensor is (R,) too.
+            advantages: (R,); each sequence's advantage on its tokens.
+            old_logprobs, ref_logprobs, behaviour_logprobs, entropy: where the configured loss needs them.
+            loss_mask: bool; none means that every token carries loss.
+            token_weights: none means weight 1.
+            response_lens: (S,), for losses with a ratio per sequence.
+
+        Raises:
+            ValueError: an input that the configured loss needs is missing. A ratio against a detached copy of the same
+                logprobs would be 1 by construction, so it is never made up here.
+        """
+        mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+        weights = torch.ones_like(logprobs) if token_weights is None else token_weights
+        return self.loss(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=old_logprobs,
+                behaviour_logprobs=behaviour_logprobs,
+                ref_logprobs=ref_logprobs,
+                advantages=advantages,
+                loss_mask=mask,
+                token_weights=weights,
+                response_lens=response_lens,
+            )
+        )
+
+    def forward(
+        self,
+        pi_logits: Tensor | Sequence[Tensor],
+        targets: Tensor,
+        ref_logprobs: Tensor | None,
+        advantages: Tensor,
+        padding_masks: Tensor | None = None,
+        *,
+        old_logprobs: Tensor | None = None,
+        behaviour_logprobs: Tensor | None = None,
+        response_lens: Tensor | None = None,
+        group_ids: Sequence[int] | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The mean loss of a whole batch, packed (R) or padded (B, T).
+
+        Args:
+            pi_logits: (R, V) or (B, T, V), scoring ``targets`` (already shifted); or a list of chunks along the token
+                axis, of any sizes.
+            targets: (R,) or (B, T) int64; a negative id carries no loss.
+            ref_logprobs: as ``targets``; may be none where ``kl_coef`` is 0.
+            advantages: as ``targets``, or (B,) for padded input.
+            padding_masks: as ``targets``, True where the token carries loss.
+            old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
+                then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
+            behaviour_logprobs: as ``targets``.
+            response_lens: (S,) for packed input, where the loss or the reduction is per sequence; rows of padded input
+                are sequences already.
+            group_ids: of every sequence, for the reduction "groups".
+            temperature: the logits are divided by it.
+
+        Returns:
+            loss (with graph), and detached policy_loss, kl_loss, mean ratio, clip fraction, and logprobs shaped as
+            ``targets``.
+        """
+        logprobs, entropy = _score(pi_logits, targets, temperature)
+        mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks.bool()
+        lengths = _sequence_lengths(targets, response_lens)
+        weights, denominator = self._reduce(mask.flatten(), lengths, group_ids)
+        output = self.compute_loss_from_logprobs(
+            logprobs.flatten(),
+            advantages=_broadcast(advantages, targets).flatten(),
+            old_logprobs=(logprobs.detach() if old_logprobs is None else old_logprobs).flatten(),
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs.flatten(),
+            behaviour_logprobs=None if behaviour_logprobs is None else behaviour_logprobs.flatten(),
+            entropy=entropy.flatten(),
+            loss_mask=mask.flatten(),
+            token_weights=weights.to(logprobs.dtype),
+            response_lens=lengths,
+        )
+        stats = output.sums.to_stats(denominator, 0.0, 0.0)
+        return (
+            output.loss / denominator,
+            stats.policy_loss,
+            stats.kl_loss,
+            stats.ratios,
+            stats.clipfrac,
+            logprobs.detach(),
+        )
+
+    __call__ = forward
+
+    def _reduce(self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | None) -> tuple[Tensor, float]:
+        reduction = self.config.reduction
+        sizes = [mask.numel()] if lengths is None else lengths.tolist()
+        if lengths is None and reduction != "tokens":
+            raise ValueError(f"reduction {reduction!r} is per sequence; give response_lens, or reduction 'tokens'")
+        if reduction == "groups" and group_ids is None:
+            raise ValueError("reduction 'groups' needs group_ids, one for each sequence")
+        counts = [int(part.sum()) for part in mask.split(sizes)]
+        groups = list(range(len(counts))) if group_ids is None else list(group_ids)
+        weights = token_weights(reduction, counts, groups, self.config.constant_length)
+        per_token = torch.tensor(weights, dtype=torch.float64, device=mask.device).repeat_interleave(
+            torch.tensor(sizes, device=mask.device)
+        )
+        return per_token, step_denominator(reduction, counts, groups)
+
+
+def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies; targets are cut at the chunks' own offsets, so the two cannot drift apart."""
+    chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
+    sizes = [chunk.shape[-2] for chunk in chunks]
+    if sum(sizes) != targets.shape[-1]:
+        raise ValueError(f"chunks of {sizes} tokens do not cover targets of shape {tuple(targets.shape)}")
+    scores = []
+    for chunk, part in zip(chunks, targets.split(sizes, dim=-1), strict=True):
+        scale = torch.full(part.shape, temperature, dtype=torch.float64, device=chunk.device)
+        scores.append(logprobs_and_entropy(chunk, part, scale))
+    return torch.cat([s[0] for s in scores], dim=-1), torch.cat([s[1] for s in scores], dim=-1)
+
+
+def _sequence_lengths(targets: Tensor, response_lens: Tensor | None) -> Tensor | None:
+    if targets.ndim == 1:
+        return response_lens
+    return torch.full((targets.shape[0],), targets.shape[1], dtype=torch.int64, device=targets.device)
+
+
+def _broadcast(advantages: Tensor, targets: Tensor) -> Tensor:
+    if targets.ndim == 2 and advantages.ndim == 1:
+        advantages = advantages[:, None]
+    return advantages.expand(targets.shape)

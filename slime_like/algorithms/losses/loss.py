@@ -1,0 +1,173 @@
+"""One loss out of its parts: policy term, off-policy corrections, KL, entropy bonus, and the figures of all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.importance import ImportanceWeights, importance_weights, off_policy_sequence_mask
+from slime_like.algorithms.losses.kl import kl_estimate
+from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
+from slime_like.algorithms.losses.sums import LossSums
+from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
+from slime_like.algorithms.registry import resolve
+from slime_like.config.algorithm import AlgorithmConfig
+
+
+def build_loss(config: AlgorithmConfig) -> Loss:
+    """The loss that the configuration names.
+
+    Raises:
+        ValueError: unknown name (the known ones are listed) or an import path that leads nowhere.
+    """
+    return Loss(config, resolve("loss", config.loss, POLICY_LOSSES)(config))
+
+
+class Loss:
+    """``policy + kl_coef * KL - entropy_coef * H`` per token, weighted and summed.
+
+    Attributes:
+        name: of the policy term.
+        needs_reference: ``ref_logprobs`` must be given.
+        needs_old: ``old_logprobs`` must be given.
+        needs_behaviour: ``behaviour_logprobs`` must be given.
+        needs_entropy: ``entropy`` must be given, with graph.
+    """
+
+    def __init__(self, config: AlgorithmConfig, policy: PolicyLoss) -> None:
+        self._config, self._policy = config, policy
+        corrects = config.importance_correction != "none"
+        self.name = policy.name
+        self.needs_reference = config.kl_coef > 0
+        self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl_importance_weighted)
+        self.needs_behaviour = corrects
+        self.needs_entropy = config.entropy_coef > 0
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Loss and figures of one micro-batch.
+
+        Raises:
+            ValueError: an input that this loss needs is missing.
+        """
+        self._check(inputs)
+        inputs = inputs.cut_masked()
+        terms = self._policy(inputs)
+        correction = self._correction(inputs)
+        policy = self._corrected(terms.per_token, correction, inputs)
+        kl = self._kl(inputs)
+        per_token = policy
+        if kl is not None:
+            per_token = per_token + self._config.kl_coef * kl
+        if self.needs_entropy:
+            per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
+        loss = _weighted_sum(per_token, inputs)
+        return LossOutput(loss, _figures(inputs, loss, policy, kl, terms, correction))
+
+    def _check(self, inputs: LossInputs) -> None:
+        for needed, name in (
+            (self.needs_old, "old_logprobs"),
+            (self.needs_behaviour, "behaviour_logprobs"),
+            (self.needs_reference, "ref_logprobs"),
+            (self.needs_entropy, "entropy"),
+            (self._policy.needs_advantages, "advantages"),
+        ):
+            if needed and getattr(inputs, name) is None:
+                raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none")
+
+    def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
+        config = self._config
+        if config.importance_correction == "none":
+            return None
+        return importance_weights(
+            required(inputs, "old_logprobs"),
+            required(inputs, "behaviour_logprobs"),
+            inputs.loss_mask,
+            inputs.response_lens,
+            config.importance_correction,
+            config.importance_level,
+            config.importance_low,
+            config.importance_high,
+        )
+
+    def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
+        if correction is not None:
+            per_token = per_token * correction.weights
+        threshold = self._config.off_policy_mask
+        if threshold is None:
+            return per_token
+        sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
+        if sampled is None:
+            raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
+        keep = off_policy_sequence_mask(
+            inputs.logprobs,
+            sampled,
+            required(inputs, "advantages"),
+            inputs.loss_mask,
+            required(inputs, "response_lens"),
+            threshold,
+        )
+        return torch.where(keep, per_token, 0.0)
+
+    def _kl(self, inputs: LossInputs) -> Tensor | None:
+        if not self.needs_reference:
+            return None
+        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._config.kl_estimator)
+        return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
+
+
+def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
+    """Tokens without loss count 0, whatever their weight."""
+    return (torch.where(inputs.loss_mask, per_token, 0.0) * inputs.token_weights).sum()
+
+
+@torch.no_grad()
+def _figures(
+    inputs: LossInputs,
+    loss: Tensor,
+    policy: Tensor,
+    kl: Tensor | None,
+    terms: PolicyTerms,
+    correction: ImportanceWeights | None,
+) -> LossSums:
+    sums = LossSums.zeros(loss.device)
+    sums.loss = loss.detach().double()
+    sums.policy_loss = _weighted_sum(policy, inputs).double()
+    sums.num_tokens = inputs.loss_mask.sum().double()
+    if kl is not None:
+        sums.kl_loss = _weighted_sum(kl, inputs).double()
+    if inputs.ref_logprobs is not None:
+        sums.approx_policy_kl = _token_sum(kl_estimate(inputs.logprobs, inputs.ref_logprobs, "k3"), inputs)
+    if inputs.entropy is not None:
+        sums.entropy = _token_sum(inputs.entropy, inputs)
+    if terms.ratio is not None:
+        sums.ratio = _token_sum(terms.ratio, inputs)
+    elif inputs.old_logprobs is not None:
+        sums.ratio = _token_sum(token_ratio(inputs), inputs)
+    if terms.clipped is not None:
+        sums.clipped = _token_sum(terms.clipped, inputs)
+    if correction is not None:
+        sums.importance_weight = _token_sum(correction.weights, inputs)
+        sums.importance_clipped = _token_sum(correction.changed, inputs)
+    _gaps(sums, inputs)
+    return sums
+
+
+def _gaps(sums: LossSums, inputs: LossInputs) -> None:
+    """|current - old| and |behaviour - old|; without old logprobs the current policy is taken for the old one."""
+    current = inputs.logprobs.detach()
+    old = inputs.old_logprobs if inputs.old_logprobs is not None else current
+    sums.old_gap_max = _token_max((current - old).abs(), inputs)
+    if inputs.behaviour_logprobs is not None:
+        gap = (inputs.behaviour_logprobs - old).abs()
+        sums.engine_gap = _token_sum(gap, inputs)
+        sums.engine_gap_max = _token_max(gap, inputs)
+
+
+def _token_sum(values: Tensor, inputs: LossInputs) -> Tensor:
+    return torch.where(inputs.loss_mask, values, 0).sum(dtype=torch.float64)
+
+
+def _token_max(values: Tensor, inputs: LossInputs) -> Tensor:
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    return torch.where(inputs.loss_mask, values, 0).max().double()

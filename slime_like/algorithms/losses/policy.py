@@ -1,0 +1,155 @@
+"""The policy terms, one small class each. Ratios come from recorded logprobs, never from a detached copy."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.segments import masked_segment_mean, spread_over_tokens
+from slime_like.config.algorithm import AlgorithmConfig
+
+
+class PolicyLoss(Protocol):
+    """A policy term: built from the configuration, called with the inputs of a micro-batch.
+
+    ``needs_old`` says that it cannot be computed without ``old_logprobs``, ``needs_advantages`` the same of advantages.
+    """
+
+    name: str
+    needs_old: bool
+    needs_advantages: bool
+
+    def __init__(self, config: AlgorithmConfig) -> None: ...
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms: ...
+
+
+class PPOClip:
+    """Clipped surrogate (PPO, arXiv:1707.06347 eq. 7), with clip bounds of their own (DAPO, arXiv:2503.14476 eq. 8).
+
+    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip = c`` and A < 0 at most ``-c A``
+    (arXiv:1912.09729 eq. 5).
+    """
+
+    name = "ppo_clip"
+    needs_old = True
+    needs_advantages = True
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.low, self.high, self.dual = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        ratio = token_ratio(inputs)
+        per_token, clipped = clipped_surrogate(ratio, required(inputs, "advantages"), self.low, self.high, self.dual)
+        return PolicyTerms(per_token, ratio.detach(), clipped)
+
+
+class PolicyGradient:
+    """REINFORCE: ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
+
+    name = "policy_gradient"
+    needs_old = False
+    needs_advantages = True
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        pass
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        return PolicyTerms(-required(inputs, "advantages") * inputs.logprobs)
+
+
+class GSPO:
+    """Group sequence policy optimisation (arXiv:2507.18071 eq. 5 to 7): one ratio per sequence.
+
+    ``s = exp(mean over loss-carrying tokens of (log pi - log pi_old))``, clipped as in PPO. Every token of a sequence
+    carries the sequence's loss, so that reduction "samples" gives the paper's objective. Clip bounds are far smaller
+    than PPO's (the paper: 3e-4 and 4e-4).
+    """
+
+    name = "gspo"
+    needs_old = True
+    needs_advantages = True
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.low, self.high, self.dual = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        lengths = required(inputs, "response_lens")
+        log_ratio = inputs.logprobs - required(inputs, "old_logprobs")
+        per_sequence = masked_segment_mean(log_ratio, inputs.loss_mask, lengths)
+        ratio = spread_over_tokens(per_sequence, lengths, inputs.logprobs.numel()).exp()
+        per_token, clipped = clipped_surrogate(ratio, required(inputs, "advantages"), self.low, self.high, self.dual)
+        return PolicyTerms(per_token, ratio.detach(), clipped)
+
+
+class CISPO:
+    """Clipped importance weights (MiniMax-M1, arXiv:2506.13585 eq. 4 and 5): ``-sg(clip(r)) A log pi``.
+
+    Clips the weight, never the gradient: every token keeps one. ``clip_low = 1`` leaves the weight without lower bound,
+    as the paper does.
+    """
+
+    name = "cispo"
+    needs_old = True
+    needs_advantages = True
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.low, self.high = 1 - config.clip_low, 1 + config.clip_high
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        ratio = token_ratio(inputs).detach()
+        weight = ratio.clamp(self.low, self.high)
+        per_token = -weight * required(inputs, "advantages") * inputs.logprobs
+        return PolicyTerms(per_token, ratio, weight != ratio)
+
+
+class SFT:
+    """Supervised: the negative log-likelihood, ``-log pi``."""
+
+    name = "sft"
+    needs_old = False
+    needs_advantages = False
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        pass
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        return PolicyTerms(-inputs.logprobs)
+
+
+POLICY_LOSSES = MappingProxyType({cls.name: cls for cls in (PPOClip, PolicyGradient, GSPO, CISPO, SFT)})
+
+
+def required(inputs: LossInputs, name: str) -> Tensor:
+    """An input that the loss cannot do without.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    value = getattr(inputs, name)
+    if value is None:
+        raise ValueError(f"this loss needs {name}, the micro-batch has none; see `needs_old` and `needs_reference`")
+    return value
+
+
+def token_ratio(inputs: LossInputs) -> Tensor:
+    """pi_current / pi_old per token, with graph."""
+    return (inputs.logprobs - required(inputs, "old_logprobs")).exp()
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic surrogate loss, and which tokens it clipped."""
+    plain, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual is not None:
+        ceiling = -dual * advantages
+        over = (advantages < 0) & (loss > ceiling)
+        loss, clipped = torch.where(over, ceiling, loss), clipped | over
+    return loss, clipped

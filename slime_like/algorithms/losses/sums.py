@@ -1,0 +1,94 @@
+"""The figures of a step while they are still sums, so that micro-batches and ranks can be added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from slime_like.trajectory import GRPOStats
+
+_MAXIMA = ("old_gap_max", "engine_gap_max")
+
+
+@dataclass(slots=True)
+class LossSums:
+    """Detached float64 scalars.
+
+    Attributes:
+        loss, policy_loss, kl_loss: weighted sums; over the step's denominator they are the means of ``GRPOStats``.
+        ratio, clipped, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
+            loss-carrying tokens.
+        num_tokens: loss-carrying tokens.
+        old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
+    """
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    approx_policy_kl: Tensor
+    entropy: Tensor
+    engine_gap: Tensor
+    importance_weight: Tensor
+    importance_clipped: Tensor
+    num_tokens: Tensor
+    old_gap_max: Tensor
+    engine_gap_max: Tensor
+
+    @classmethod
+    def zeros(cls, device: torch.device | str = "cpu") -> LossSums:
+        """Where adding up starts."""
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def add(self, other: LossSums) -> LossSums:
+        """The figures of both together; maxima stay maxima."""
+        sums, maxima = self.to_vectors()
+        other_sums, other_maxima = other.to_vectors()
+        return LossSums.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
+
+    def to_vectors(self) -> tuple[Tensor, Tensor]:
+        """Two float64 vectors, one to all-reduce with a sum and one with a maximum."""
+        return (
+            torch.stack([getattr(self, name) for name in _sum_names()]),
+            torch.stack([getattr(self, name) for name in _MAXIMA]),
+        )
+
+    @classmethod
+    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> LossSums:
+        """The inverse of ``to_vectors``."""
+        values = dict(zip(_sum_names(), sums.unbind(), strict=True))
+        return cls(**values, **dict(zip(_MAXIMA, maxima.unbind(), strict=True)))
+
+    def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> GRPOStats:
+        """Means: weighted sums over ``denominator``, token sums over the number of loss-carrying tokens.
+
+        Args:
+            denominator: the step's, from ``step_denominator``.
+            grad_norm: global gradient norm before clipping.
+            learning_rate: the rate this step used.
+        """
+        tokens = self.num_tokens.clamp_min(1)
+        return GRPOStats(
+            loss=self.loss / denominator,
+            policy_loss=self.policy_loss / denominator,
+            kl_loss=self.kl_loss / denominator,
+            ratios=self.ratio / tokens,
+            clipfrac=self.clipped / tokens,
+            approx_policy_kls=self.approx_policy_kl / tokens,
+            entropy=self.entropy / tokens,
+            old_gap_max=self.old_gap_max,
+            engine_gap_mean=self.engine_gap / tokens,
+            engine_gap_max=self.engine_gap_max,
+            grad_norm=torch.as_tensor(grad_norm, dtype=torch.float64),
+            learning_rate=torch.tensor(learning_rate, dtype=torch.float64),
+            num_tokens=self.num_tokens,
+            importance_weight=self.importance_weight / tokens,
+            importance_clipfrac=self.importance_clipped / tokens,
+        )
+
+
+def _sum_names() -> list[str]:
+    return [field.name for field in fields(LossSums) if field.name not in _MAXIMA]

@@ -1,0 +1,70 @@
+"""What goes into a loss and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime_like.algorithms.losses.sums import LossSums
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """Per-response-token tensors of one micro-batch, all (R,), whole sequences in pack order.
+
+    Attributes:
+        logprobs: of the current policy, with graph.
+        entropy: of the current policy, nats; needed where ``entropy_coef`` is above 0, with graph then.
+        old_logprobs: under the trainer's weights at the start of the step.
+        behaviour_logprobs: as the engine reported them while sampling.
+        ref_logprobs: under the reference model.
+        advantages: each sequence's advantage on its tokens (or per-token advantages).
+        loss_mask: bool, True where the token carries loss.
+        token_weights: weight in the loss sum.
+        response_lens: (S,) int64, for what is per sequence; none where nothing is.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    old_logprobs: Tensor | None
+    behaviour_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    advantages: Tensor | None
+    loss_mask: Tensor
+    token_weights: Tensor
+    response_lens: Tensor | None = None
+
+    def cut_masked(self) -> LossInputs:
+        """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all."""
+        names = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
+        values = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{name: torch.where(self.loss_mask, v, 0.0) for name, v in values.items() if v is not None}
+        )
+
+
+@dataclass(slots=True)
+class PolicyTerms:
+    """The policy part of a loss.
+
+    Attributes:
+        per_token: (R,) loss before weights, with graph.
+        ratio: (R,) pi_current / pi_old as this loss uses it, detached; ``None`` if it uses none.
+        clipped: (R,) bool, tokens whose gradient the clip removed or bounded; ``None`` if it clips nothing.
+    """
+
+    per_token: Tensor
+    ratio: Tensor | None = None
+    clipped: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
+
+    loss: Tensor
+    sums: LossSums

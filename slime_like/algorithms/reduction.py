@@ -1,0 +1,129 @@
+"""How per-token losses become one number: ``loss = sum(token_weight * per_token_loss) / denominator``.
+
+The weight depends on a sample and its completed group, the denominator on the whole optimizer step. No number of
+micro-batches, and no parallel layout, can show in the result.
+
+=========  =====================================  ==========================================
+reduction  token weight                           denominator
+=========  =====================================  ==========================================
+tokens     1                                      loss-carrying tokens of the step (DAPO, arXiv:2503.14476 eq. 8)
+samples    1 / loss-carrying tokens of sample     samples that carry loss (GRPO, arXiv:2402.03300 eq. 3)
+groups     1 / loss-carrying tokens of group      groups that carry loss
+constant   1 / a fixed length                     samples that carry loss (Dr. GRPO, arXiv:2503.20783)
+=========  =====================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("tokens", "samples", "groups", "constant")
+
+
+def token_weights(
+    reduction: str,
+    loss_token_counts: Sequence[int],
+    group_ids: Sequence[int],
+    constant_length: float | None = None,
+) -> list[float]:
+    """Weight of every loss-carrying token of each sample.
+
+    Args:
+        reduction: tokens, samples, groups or constant.
+        loss_token_counts: loss-carrying tokens of each sample.
+        group_ids: each sample's group; all samples of a group must be given together.
+        constant_length: the divisor of ``constant``, usually the response limit.
+
+    Returns:
+        One weight per sample; 0 for a sample without loss-carrying tokens.
+
+    Raises:
+        ValueError: unknown reduction, lists of different lengths, or ``constant`` without its length.
+    """
+    _check(reduction, loss_token_counts, group_ids)
+    if reduction == "tokens":
+        divisors: list[float] = [1.0] * len(loss_token_counts)
+    elif reduction == "samples":
+        divisors = [float(count) for count in loss_token_counts]
+    elif reduction == "groups":
+        per_group = _tokens_per_group(loss_token_counts, group_ids)
+        divisors = [float(per_group[group]) for group in group_ids]
+    else:
+        if constant_length is None or constant_length <= 0:
+            raise ValueError(
+                f"reduction 'constant' needs a positive length, not {constant_length}; give the response limit"
+            )
+        divisors = [float(constant_length)] * len(loss_token_counts)
+    return [1.0 / d if count else 0.0 for d, count in zip(divisors, loss_token_counts, strict=True)]
+
+
+def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids: Sequence[int]) -> float:
+    """What the weighted sum of one whole optimizer step is divided by.
+
+    Args:
+        reduction: tokens, samples, groups or constant.
+        loss_token_counts, group_ids: of every sample of the step, over all ranks.
+
+    Returns:
+        Tokens, samples or groups that carry loss.
+
+    Raises:
+        ValueError: nothing in the step carries loss, so that no mean exists; or as in ``token_weights``.
+    """
+    _check(reduction, loss_token_counts, group_ids)
+    if not any(loss_token_counts):
+        raise ValueError(
+            f"no token of the step's {len(loss_token_counts)} samples carries loss; skip the step or look at the masks"
+        )
+    if reduction == "tokens":
+        return float(sum(loss_token_counts))
+    if reduction == "groups":
+        return float(sum(count > 0 for count in _tokens_per_group(loss_token_counts, group_ids).values()))
+    return float(sum(count > 0 for count in loss_token_counts))
+
+
+def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
+    """Sum over samples of each sample's masked mean; a fully masked sample adds 0.
+
+    Args:
+        x: (R,) per-token values of all samples, end to end.
+        response_lengths: tokens of each sample.
+        loss_masks: (response_len,) for each sample, bool or number.
+
+    Returns:
+        Scalar, differentiable with respect to ``x``.
+
+    Raises:
+        ValueError: lengths that do not add up to R, or masks of another length.
+    """
+    lengths = list(response_lengths)
+    if sum(lengths) != x.numel() or [mask.numel() for mask in loss_masks] != lengths:
+        raise ValueError(
+            f"x has {x.numel()} values, response_lengths add up to {sum(lengths)}; every mask needs its sample's length"
+        )
+    if not lengths:
+        return x.sum()
+    mask = torch.cat(list(loss_masks)).to(x.dtype)
+    lengths_tensor = torch.tensor(lengths, device=x.device)
+    counts = torch.segment_reduce(mask, "sum", lengths=lengths_tensor)
+    # One weight per token turns the whole sum of means into one dot product, whose gradient is the weights.
+    weights = counts.clamp_min(1).reciprocal().repeat_interleave(lengths_tensor, output_size=x.numel())
+    return torch.dot(weights.mul_(mask), x)
+
+
+def _check(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
+    if len(counts) != len(group_ids):
+        raise ValueError(f"{len(counts)} token counts but {len(group_ids)} group ids; give one of each per sample")
+
+
+def _tokens_per_group(counts: Sequence[int], group_ids: Sequence[int]) -> Counter[int]:
+    totals: Counter[int] = Counter()
+    for group, count in zip(group_ids, counts, strict=True):
+        totals[group] += count
+    return totals

@@ -1,0 +1,29 @@
+"""Finding an algorithm by its registered name or by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+
+def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    """The object registered under ``name``, or the one at ``package.module:name``.
+
+    Args:
+        kind: what is looked for, for the message ("loss", "advantage estimator").
+        name: registered name or import path.
+        known: the registry.
+
+    Raises:
+        ValueError: unknown name (the known ones are listed), or an import path that leads nowhere.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}, or give `package.module:name`")
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{kind} {name!r} cannot be imported ({error}); give `package.module:name`") from error

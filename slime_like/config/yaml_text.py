@@ -1,0 +1,111 @@
+"""YAML as this project reads and writes it: safe, without YAML 1.1's surprises, and knowing where every key stands.
+
+Plain scalars follow the core schema of YAML 1.2: ``off``, ``yes`` and ``2024-01-01`` are text and ``5e-4`` is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+_PLAIN = (
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, first_characters in _PLAIN:
+        compiled = re.compile(rf"^(?:{pattern})$")
+        for character in first_characters:
+            table.setdefault("" if character == "\0" else character, []).append((tag, compiled))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class Document:
+    """A parsed YAML text.
+
+    Attributes:
+        data: plain Python values.
+        lines: line number (from 1) of every key, by dotted path.
+        problems: faults of the text itself, each beginning with ``name:line:``.
+    """
+
+    data: Any = None
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_document(text: str, name: str) -> Document:
+    """Parse one YAML document; faults are reported in ``problems``, never raised."""
+    document = Document()
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None:
+            _note_keys(node, "", name, document, set())
+            document.data = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        document.problems.append(_syntax_problem(error, name))
+    finally:
+        loader.dispose()
+    return document
+
+
+def read_value(text: str) -> Any:
+    """One value as it would stand in the YAML file. Raises ``yaml.YAMLError``."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
+def write_text(data: Any) -> str:
+    """YAML text which ``read_document`` reads back as ``data``."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen: set[int]) -> None:
+    if id(node) in seen:  # an alias: its keys are noted where the anchor stands
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _note_keys(item, f"{prefix}{index}.", name, document, seen)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path, line = f"{prefix}{key.value}", key.start_mark.line + 1
+            if path in document.lines:
+                first = document.lines[path]
+                document.problems.append(
+                    f"{name}:{line}: {path} is set a second time (first in line {first}); keep one of the two"
+                )
+            document.lines.setdefault(path, line)
+            _note_keys(value, f"{path}.", name, document, seen)
+
+
+def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    reason = getattr(error, "problem", None) or str(error)
+    where = f"{name}:{mark.line + 1}" if mark is not None else name
+    return f"{where}: not valid YAML ({reason}); correct this line"

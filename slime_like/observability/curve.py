@@ -1,0 +1,73 @@
+"""The picture of a run: reward and held-out accuracy by training step."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import DataError
+from slime_like.observability.metrics import read_metrics, series
+from slime_like.observability.names import ACCURACY, MEAN_REWARD
+
+_REWARD_COLOUR = "#0072B2"  # blue and vermilion: told apart by colour-blind readers too
+_ACCURACY_COLOUR = "#D55E00"
+
+
+def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
+    """Draw mean reward per step, its running mean, and held-out accuracy, as a PNG of 1280 x 720 pixels.
+
+    Args:
+        metrics_path: a run's ``metrics.jsonl``.
+        png_path: where to write; replaced if there.
+
+    Raises:
+        DataError: the file is missing, damaged, or holds no rewards.
+    """
+    records = read_metrics(metrics_path)
+    rewards, accuracy = series(records, MEAN_REWARD), series(records, ACCURACY)
+    if not rewards[0]:
+        raise DataError(
+            f"{metrics_path}:0: no record has {MEAN_REWARD}; only an RL run of at least one step has a curve"
+        )
+    _draw(rewards, accuracy, png_path)
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of each value and up to ``window - 1`` before it; the first ones average what there is."""
+    sums = [0.0, *accumulate(values)]
+    starts = [max(0, end - window) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps in the running mean: a tenth of the run, at least 3."""
+    return max(3, num_steps // 10)
+
+
+def _draw(rewards: tuple[list[int], list[float]], accuracy: tuple[list[int], list[float]], png_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, values = rewards
+    window = smoothing_window(len(values))
+    axes.plot(steps, values, color=_REWARD_COLOUR, alpha=0.4, linewidth=1, label="mean reward of a step")
+    smooth = running_mean(values, window)
+    axes.plot(steps, smooth, color=_REWARD_COLOUR, linewidth=2.5, label=f"running mean over {window} steps")
+    if accuracy[0]:
+        axes.plot(*accuracy, "o--", color=_ACCURACY_COLOUR, markersize=8, linewidth=1.2, label="held-out accuracy")
+    _dress(axes, has_accuracy=bool(accuracy[0]))
+    png_path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, format="png")
+
+
+def _dress(axes: Any, has_accuracy: bool) -> None:
+    axes.set_xlabel("training step", fontsize=13)
+    axes.set_ylabel("mean reward, held-out accuracy" if has_accuracy else "mean reward", fontsize=13)
+    axes.tick_params(labelsize=12)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=12, loc="best", frameon=False)

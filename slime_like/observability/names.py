@@ -1,0 +1,169 @@
+"""The names every figure is logged under, and how each is computed from a step's records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slime_like.observability.phases import PHASES, PhaseTimes
+from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+
+if TYPE_CHECKING:
+    from slime_like.trajectory import GRPOStats
+
+STEP_TIME = "train_actor_performance/total_step_time (s)"
+MEAN_REWARD = "ref_actor_rewards/rewards_mean"
+LOSS = "train_actor_training/loss"
+ACCURACY = "evaluation/accuracy"
+ROLLOUT_SPEED = "rollout/tokens_per_second"
+ORCHESTRATION_SECONDS = "phases/orchestration (s)"
+ORCHESTRATION_SHARE = "phases/orchestration (%)"
+
+# Groups whose rewards differ by less than this learn nothing: float noise, not spread.
+ZERO_SPREAD = 1e-6
+
+_MEANS = (
+    "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "grad_norm",
+    "engine_gap_mean", "importance_weight", "importance_clipfrac",
+)  # fmt: skip
+
+
+def phase_seconds(phase: str) -> str:
+    """Name of the seconds spent in ``phase``, one of ``PHASES`` or "orchestration"."""
+    return f"phases/{phase} (s)"
+
+
+def step_metrics(record: StepRecord) -> dict[str, float]:
+    """Every figure of one training step, by name. Seconds are wall time, shares are percent, memory as it came in."""
+    metrics = update_metrics(record.updates)
+    metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
+    metrics |= _performance(record) | _phases(record.times)
+    metrics["queues/train_replay_buffer_size"] = float(record.replay_buffer_size)
+    if record.rewards is not None:
+        metrics |= reward_metrics(record.rewards)
+        metrics["rollout/zero_spread_groups"] = float(_zero_spread_groups(record.rewards))
+    if record.rollout is not None:
+        metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
+    if record.reference is not None:
+        metrics |= reference_metrics(record.reference)
+    if record.probe_gap is not None:
+        metrics["weights/probe_gap"] = record.probe_gap
+    return metrics
+
+
+def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
+    """Means over a training step's optimizer steps, with three exceptions.
+
+    ``old_gap_max`` is the first optimizer step's: from the second on, current and old policy differ by design.
+    ``engine_gap_max`` is the largest, ``learning_rate`` the last. ``num_tokens`` is the sum.
+    """
+    figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in _MEANS}
+    figures["old_gap_max"] = float(updates[0].old_gap_max)
+    figures["engine_gap_max"] = float(np.max([float(update.engine_gap_max) for update in updates]))
+    figures["learning_rate"] = float(updates[-1].learning_rate)
+    figures["num_tokens"] = sum(float(update.num_tokens) for update in updates)
+    return {f"train_actor_training/{name}": value for name, value in figures.items()}
+
+
+def reward_metrics(record: RewardRecord) -> dict[str, float]:
+    """Mean reward and success over all responses, over all functions and of each.
+
+    ``rewards_mean`` weighs all functions alike; ``total_reward_mean`` is the weighted sum that advantages come from.
+    """
+    rewards, successes = np.asarray(record.rewards, np.float64), np.asarray(record.successes, np.float64)
+    metrics = {
+        MEAN_REWARD: float(rewards.mean()),
+        "ref_actor_rewards/successes_mean": float(successes.mean()),
+        "ref_actor_rewards/total_reward_mean": float(_totals(record).mean()),
+    }
+    for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
+        metrics[f"ref_actor_rewards/rewards_func_{name}_mean"] = float(reward)
+        metrics[f"ref_actor_rewards/successes_func_{name}_mean"] = float(success)
+    return metrics
+
+
+def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
+    """Performance of the reference workers. Their step time stands under two names in use for it."""
+    prefix = "ref_actor_performance"
+    return {
+        **{f"{prefix}/memory/{name}": float(value) for name, value in record.memory.items()},
+        f"{prefix}/time_total_ref_step (s)": record.total_s,
+        f"{prefix}/total_rollout_time (s)": record.total_s,
+        **_timed(prefix, "model_running", record.model_running_s, record.total_s),
+        **_timed(prefix, "waiting_buffer", record.waiting_s, record.total_s),
+        f"{prefix}/response_tokens_processed": float(record.response_tokens),
+        f"{prefix}/total_tokens_processed": float(record.total_tokens),
+        f"{prefix}/tokens_per_second": _ratio(record.response_tokens, record.model_running_s),
+    }
+
+
+def evaluation_metrics(
+    accuracy: float, num_responses: int, response_length_mean: float, truncated_fraction: float
+) -> dict[str, float]:
+    """Figures of one held-out evaluation; lengths in tokens, fractions 0 to 1."""
+    return {
+        ACCURACY: accuracy,
+        "evaluation/num_responses": float(num_responses),
+        "evaluation/response_length_mean": response_length_mean,
+        "evaluation/truncated_fraction": truncated_fraction,
+    }
+
+
+def _performance(record: StepRecord) -> dict[str, float]:
+    prefix, times = "train_actor_performance", record.times
+    padded = record.packed_tokens - record.actual_tokens
+    metrics = {
+        **{f"{prefix}/memory/{name}": float(value) for name, value in record.memory.items()},
+        STEP_TIME: times.step_s,
+        **_timed(prefix, "grpo_steps", times.seconds["train"], times.step_s),
+        **_timed(prefix, "weight_sync", times.seconds["sync"], times.step_s),
+        **_timed(prefix, "waiting_buffer", times.seconds["wait"], times.step_s),
+        f"{prefix}/tokens_per_second": _ratio(sum(record.response_lengths), times.step_s),
+        f"{prefix}/padded_tokens_percentage (%)": 100 * _ratio(padded, record.packed_tokens),
+    }
+    if record.weight_gather_s is not None:
+        metrics |= _timed(prefix, "weight_gather", record.weight_gather_s, times.step_s)
+    return metrics
+
+
+def _phases(times: PhaseTimes) -> dict[str, float]:
+    metrics = {phase_seconds(phase): times.seconds[phase] for phase in PHASES}
+    metrics[ORCHESTRATION_SECONDS] = times.orchestration_s
+    metrics[ORCHESTRATION_SHARE] = 100 * times.share("orchestration")
+    return metrics
+
+
+def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:
+    seconds = generate_s if record.seconds is None else record.seconds
+    truncated = sum(reason == "length" for reason in record.finish_reasons)
+    return {
+        ROLLOUT_SPEED: _ratio(sum(lengths), seconds),
+        "rollout/response_length_mean": float(np.mean(lengths)),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_fraction": _ratio(truncated, len(record.finish_reasons)),
+        "rollout/dropped_prompts": float(record.dropped_prompts),
+        "queues/rollout_queue_size": float(record.queue_size),
+    }
+
+
+def _totals(record: RewardRecord) -> np.ndarray:
+    return np.asarray(record.rewards, np.float64) @ np.asarray(record.weights, np.float64)
+
+
+def _zero_spread_groups(record: RewardRecord) -> int:
+    """Groups whose total rewards are all alike; a group of one is one of them."""
+    totals, group_ids = _totals(record), np.asarray(record.group_ids)
+    return sum(bool(np.ptp(totals[group_ids == group]) < ZERO_SPREAD) for group in np.unique(group_ids))
+
+
+def _timed(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, float]:
+    return {
+        f"{prefix}/time_{name} (s)": seconds,
+        f"{prefix}/pct_time_{name} (%)": 100 * _ratio(seconds, total_s),
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0

@@ -1,0 +1,87 @@
+"""Where a training step's wall time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PHASES = ("wait", "generate", "reward", "score", "train", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Wall time of one step, in seconds; ``sum(seconds.values()) + orchestration_s`` is ``step_s``.
+
+    Attributes:
+        step_s: the whole step.
+        seconds: time in each of ``PHASES``, every phase present.
+        orchestration_s: time in no phase: batching, bookkeeping, everything between the phases.
+    """
+
+    step_s: float
+    seconds: dict[str, float]
+    orchestration_s: float
+
+    def share(self, phase: str) -> float:
+        """Fraction (0 to 1) of the step in ``phase``, one of ``PHASES`` or "orchestration"; 0 for an empty step."""
+        seconds = self.orchestration_s if phase == "orchestration" else self.seconds[phase]
+        return seconds / self.step_s if self.step_s > 0 else 0.0
+
+
+class PhaseClock:
+    """Stopwatch of one training loop; runs from construction, or from the last ``finish``. Not thread-safe.
+
+    Counts whole nanoseconds, so that the parts add up to the step and none is negative.
+
+    Args:
+        now_ns: monotonic time source in nanoseconds.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self._open: str | None = None
+        self._restart(now_ns())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Account the time inside the block to ``name``, also when the block raises.
+
+        Raises:
+            ValueError: ``name`` is none of ``PHASES``.
+            RuntimeError: another phase is open; its time would be counted twice.
+        """
+        if name not in PHASES:
+            raise ValueError(f"unknown phase {name!r}; use one of {', '.join(PHASES)}")
+        if self._open is not None:
+            raise RuntimeError(f"phase {name!r} begins inside phase {self._open!r}; end that one first")
+        self._open = name
+        started = self._now_ns()
+        try:
+            yield
+        finally:
+            self._spent_ns[name] += self._now_ns() - started
+            self._open = None
+
+    def finish(self) -> PhaseTimes:
+        """The times since the start, or since the last ``finish``; the clock starts again from now.
+
+        Raises:
+            RuntimeError: a phase is still open.
+        """
+        if self._open is not None:
+            raise RuntimeError(f"the step is finished inside phase {self._open!r}; leave the phase first")
+        now = self._now_ns()
+        step_ns = now - self._started_ns
+        spent = self._spent_ns
+        self._restart(now)
+        return PhaseTimes(
+            step_s=step_ns / 1e9,
+            seconds={name: ns / 1e9 for name, ns in spent.items()},
+            orchestration_s=(step_ns - sum(spent.values())) / 1e9,
+        )
+
+    def _restart(self, now_ns: int) -> None:
+        self._started_ns = now_ns
+        self._spent_ns = dict.fromkeys(PHASES, 0)

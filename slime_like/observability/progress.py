@@ -1,0 +1,142 @@
+"""What a person watching a run sees: a live display on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, Protocol, TextIO
+
+from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME, phase_seconds
+from slime_like.observability.phases import PHASES
+
+Mode = Literal["auto", "live", "plain", "off"]
+
+PLAIN_INTERVAL_S = 1.0
+# Metric, label, format. Figures that a run does not have (rewards in supervised mode) are not shown.
+FIGURES = (
+    (STEP_TIME, "step time", "{:.2f} s"),
+    (LOSS, "loss", "{:.4g}"),
+    (MEAN_REWARD, "reward", "{:.3f}"),
+    (ACCURACY, "accuracy", "{:.3f}"),
+    (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
+)
+_CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
+
+
+class Display(Protocol):
+    """One way of showing progress."""
+
+    def show(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Progress:
+    """Progress of ``total_steps`` training steps. A context manager; the terminal is itself again after ``close``.
+
+    Args:
+        mode: "live" draws a display in place, "plain" writes lines without control characters, at most about one a
+            second and always the last, "off" writes nothing; "auto" is live on a terminal and plain elsewhere.
+        total_steps: steps of the whole run.
+        stream: where to write; standard error by default.
+        now: monotonic time source in seconds.
+    """
+
+    def __init__(
+        self, mode: Mode, total_steps: int, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._values: dict[str, float] = {}
+        self._display = _open_display(mode, total_steps, stream or sys.stderr, now)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value."""
+        self._values.update(values)
+        if self._display is not None:
+            self._display.show(step, self._values)
+
+    def note(self, text: str) -> None:
+        """Say one thing, at once, apart from the figures."""
+        if self._display is not None:
+            self._display.note(text)
+
+    def close(self) -> None:
+        """Show what was held back and end the display; may be called twice."""
+        display, self._display = self._display, None
+        if display is not None:
+            display.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def shown_figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``."""
+    return [(label, form.format(values[name])) for name, label, form in FIGURES if name in values]
+
+
+def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(phase, percent of the phases' total) of every phase that took any time, orchestration last."""
+    seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
+    total = sum(seconds.values())
+    return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
+
+
+def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float]) -> Display | None:
+    if mode == "off":
+        return None
+    if mode == "live" or (mode == "auto" and stream.isatty()):
+        from slime_like.observability.live import LiveDisplay
+
+        return LiveDisplay(total_steps, stream)
+    return PlainDisplay(total_steps, stream, now)
+
+
+class PlainDisplay:
+    """One line an update, for files and pipes."""
+
+    def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float]) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+        self._now = now
+        self._written_at: float | None = None
+        self._held_back: str | None = None
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        line = self._line(step, values)
+        recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
+        if recent and step < self._total_steps:
+            self._held_back = line
+            return
+        self._write(line)
+        self._held_back = None
+        self._written_at = self._now()
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def close(self) -> None:
+        if self._held_back is not None:
+            self._write(self._held_back)
+            self._held_back = None
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        parts = [f"step {step}/{self._total_steps}"]
+        parts += [f"{label} {value}" for label, value in shown_figures(values)]
+        shares = phase_shares(values)
+        if shares:
+            parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in shares))
+        return " | ".join(parts)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")
+        self._stream.flush()

@@ -1,0 +1,121 @@
+"""What one training step reports: the typed inputs of ``slime_like.observability.names``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from slime_like.observability.phases import PhaseTimes
+
+if TYPE_CHECKING:
+    from slime_like.trajectory import GRPOStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRecord:
+    """What the reward functions said of a step's N responses.
+
+    Attributes:
+        func_names: the F reward functions.
+        weights: (F,) weight of each function in the total reward.
+        rewards, successes: (N, F), unweighted.
+        group_ids: (N,) the prompt group of each response.
+    """
+
+    func_names: Sequence[str]
+    weights: Sequence[float]
+    rewards: ArrayLike
+    successes: ArrayLike
+    group_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        expected = (len(self.group_ids), len(self.func_names))
+        shapes = {"rewards": np.shape(self.rewards), "successes": np.shape(self.successes)}
+        for name, shape in shapes.items():
+            if shape != expected:
+                raise ValueError(f"{name} has shape {shape}; {expected} is needed: (responses, reward functions)")
+        if len(self.weights) != len(self.func_names) or not all(expected):
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.func_names)} reward functions over {len(self.group_ids)} "
+                "responses; give one weight per function, at least one function and one response"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRecord:
+    """How a step's responses were generated.
+
+    Attributes:
+        finish_reasons: (N,) "stop", "length" or "abort".
+        dropped_prompts: prompts of this step that gave no trained sample.
+        queue_size: groups that wait in the rollout queue.
+        seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
+    """
+
+    finish_reasons: Sequence[str]
+    dropped_prompts: int = 0
+    queue_size: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRecord:
+    """One step of the reference workers.
+
+    Attributes:
+        total_s: their whole step.
+        model_running_s: of it, scoring.
+        waiting_s: of it, waiting for rollouts.
+        response_tokens: response tokens scored.
+        total_tokens: prompt and response tokens scored.
+        memory: memory figures by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
+    """
+
+    total_s: float
+    model_running_s: float
+    waiting_s: float
+    response_tokens: int
+    total_tokens: int
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step.
+
+    Attributes:
+        updates: figures of every optimizer step inside the training step, in order.
+        times: where the time went.
+        response_lengths: (N,) tokens of every response trained on.
+        packed_tokens: tokens the trainer computed, padding included.
+        actual_tokens: of these, tokens of real sequences.
+        rewards, rollout: ``None`` in supervised mode.
+        reference: ``None`` when no reference is in use.
+        replay_buffer_size: trajectories that wait for training.
+        weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
+        probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
+        memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
+    """
+
+    updates: Sequence[GRPOStats]
+    times: PhaseTimes
+    response_lengths: Sequence[int]
+    packed_tokens: int
+    actual_tokens: int
+    rewards: RewardRecord | None = None
+    rollout: RolloutRecord | None = None
+    reference: ReferenceRecord | None = None
+    replay_buffer_size: int = 0
+    weight_gather_s: float | None = None
+    probe_gap: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.updates or not self.response_lengths:
+            raise ValueError("a training step has at least one optimizer step and one response; this record has none")
+        if not 0 <= self.actual_tokens <= self.packed_tokens:
+            raise ValueError(f"{self.actual_tokens} actual tokens cannot come out of {self.packed_tokens} packed ones")

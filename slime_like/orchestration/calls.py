@@ -1,0 +1,73 @@
+"""Bounded Ray calls whose failures read as one sentence: who, where, in which phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from slime_like.errors import SlimeLikeError
+
+
+def gather(
+    references: Sequence[Any], names: Sequence[str], *, phase: str, timeout_s: float, error: type[SlimeLikeError]
+) -> list[Any]:
+    """Wait for every reference; the first failure ends the wait.
+
+    Args:
+        references: Ray object references, one per named worker.
+        names: who answers each reference, for messages ("trainer rank 3").
+        phase: what they were doing, for messages ("scoring").
+        timeout_s: bound on the whole wait, in seconds.
+        error: class of the error to raise.
+
+    Raises:
+        error: a worker died, raised, or did not answer in time.
+    """
+    waiting = dict(zip(references, names, strict=True))
+    values: dict[Any, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        if not ready:
+            late = ", ".join(waiting.values())
+            raise error(f"{late} gave no answer within {timeout_s:.0f} s while {phase}; the worker logs say more")
+        values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
+    return [values[reference] for reference in references]
+
+
+def one(reference: Any, name: str, *, phase: str, timeout_s: float, error: type[SlimeLikeError]) -> Any:
+    """The value of one reference, or one sentence about why there is none."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as cause:
+        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}") from cause
+    except RayTaskError as cause:
+        raise _from_worker(cause, name, phase, error) from cause
+    except RayActorError as cause:
+        raise error(f"{name} died while {phase}: {_first_line(cause)}") from cause
+    except RayError as cause:
+        raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
+
+
+def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:
+    original = cause.cause
+    if isinstance(original, SlimeLikeError):
+        # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
+        return original if name in str(original) else type(original)(_located(original, name, phase))
+    return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
+
+
+def _located(original: SlimeLikeError, name: str, phase: str) -> Any:
+    problems = getattr(original, "problems", None)
+    return problems if problems is not None else f"{name}, {phase}: {original}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

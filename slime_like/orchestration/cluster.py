@@ -1,0 +1,59 @@
+"""The Ray cluster of a run: one of our own on loopback, or a running one that we join."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from slime_like.config import ClusterConfig
+from slime_like.errors import SlimeLikeError
+
+
+class Cluster:
+    """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between."""
+
+    def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+
+    def __enter__(self) -> Cluster:
+        if ray.is_initialized():
+            raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
+        try:
+            ray.init(**self._arguments())
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            where = self._config.address or "on this machine"
+            raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
+        self._link_logs()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ray.shutdown()
+
+    def _arguments(self) -> dict[str, Any]:
+        shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+        if self._config.address is not None:
+            return shared | {"address": self._config.address}
+        return shared | {
+            "address": "local",  # never an old cluster that happens to be running
+            "_node_ip_address": "127.0.0.1",
+            "include_dashboard": False,
+            "num_cpus": max(1, len(os.sched_getaffinity(0))),
+            "object_store_memory": self._config.object_store_mb * 1024 * 1024,
+        }
+
+    def _link_logs(self) -> None:
+        """Make the workers' logs findable from the run directory."""
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path()) if ray._private.worker._global_node else None
+        link = self._run_dir / "worker_logs"
+        if logs is None:
+            return
+        link.unlink(missing_ok=True)
+        link.symlink_to(logs)

@@ -1,0 +1,31 @@
+"""Finding trainer backends and rollout engines by entry point, so that a user's own package can add one."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP
+from slime_like.errors import ConfigError
+from slime_like.interfaces import RolloutEngine, TrainerBackend
+
+
+def load_backend(name: str) -> type[TrainerBackend]:
+    """The trainer class registered as ``name``.
+
+    Raises:
+        ConfigError: no such entry point; the message lists the known ones.
+    """
+    return _load(BACKEND_GROUP, name, "trainer.backend")
+
+
+def load_engine(name: str) -> type[RolloutEngine]:
+    """The engine class registered as ``name``; raises as ``load_backend``."""
+    return _load(ENGINE_GROUP, name, "rollout.engine")
+
+
+def _load(group: str, name: str, field: str) -> Any:
+    known = {point.name: point for point in entry_points(group=group)}
+    if name not in known:
+        raise ConfigError([f"{field}={name} is not installed; known: {', '.join(sorted(known)) or '(none)'}"])
+    return known[name].load()

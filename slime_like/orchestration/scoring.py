@@ -1,0 +1,90 @@
+"""Rewards and advantages: groups of unscored trajectories become scored ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.advantages import compute_advantages
+from slime_like.config import RunConfig
+from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
+
+
+class Scorer:
+    """Scores whole groups: reward functions in worker processes, then group advantages."""
+
+    def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
+        self._config = config
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._names = [function.name for function in config.reward.functions]
+        self._weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
+
+    @property
+    def function_names(self) -> list[str]:
+        return self._names
+
+    def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
+        """What every reward function says of every response, in order."""
+        decode = self._tokenizer.batch_decode
+        responses = decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+        prompts = {t.group_id: t.prompt_tokens for t in trajectories}
+        texts = dict(zip(prompts, decode(list(prompts.values()), skip_special_tokens=False), strict=True))
+        return self._pool.score(
+            [
+                RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
+                for trajectory, response in zip(trajectories, responses, strict=True)
+            ]
+        )
+
+    def score(self, groups: Sequence[GroupedUnscoredTrajectories], step: int) -> list[ScoredTrajectory]:
+        """Rewards, successes and advantages of all samples, in the order of the groups."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        outcomes = self.outcomes(trajectories)
+        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
+        successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
+        advantages = self._advantages(rewards @ self._weights, [t.group_id for t in trajectories], step)
+        return [
+            _scored(trajectory, rewards[i], successes[i], advantages[i], self._metadata(outcomes[i]))
+            for i, trajectory in enumerate(trajectories)
+        ]
+
+    def _advantages(self, totals: Tensor, group_ids: list[int], step: int) -> Tensor:
+        algorithm = self._config.algorithm
+        advantages = compute_advantages(totals, group_ids, algorithm.advantage, eps=algorithm.advantage_eps)
+        if self._config.debug.shuffle_advantages:
+            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + step)
+            advantages = advantages[torch.randperm(len(advantages), generator=generator)]
+        return advantages
+
+    def _metadata(self, outcome: RewardOutcome) -> dict[str, Any]:
+        return {"func_names": self._names, **outcome.metadata}
+
+
+def _scored(
+    trajectory: UnscoredTrajectory, rewards: Tensor, successes: Tensor, advantage: Tensor, metadata: dict[str, Any]
+) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        prompt_tokens=trajectory.prompt_tokens,
+        response_tokens=trajectory.response_tokens,
+        prompt_len=trajectory.prompt_len,
+        response_len=trajectory.response_len,
+        logprobs=trajectory.logprobs,
+        ref_logprobs=None,
+        rewards=rewards,
+        advantages=advantage,
+        successes=successes,
+        answer=trajectory.answer,
+        sequence_id=trajectory.sequence_id,
+        group_id=trajectory.group_id,
+        reward_metadata=metadata,
+        policy_version=trajectory.policy_version,
+        loss_mask=trajectory.loss_mask,
+        weight_versions=trajectory.weight_versions,
+        temperature=trajectory.temperature,
+        finish_reason=trajectory.finish_reason,
+    )

@@ -1,0 +1,113 @@
+"""Everything a run holds open, started in order and closed in reverse, whatever happens in between."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+from slime_like.config import RunConfig
+from slime_like.config.load import save_config
+from slime_like.data.prompts import PromptSource, load_tokenizer
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.batcher import ExperienceBatcher
+from slime_like.orchestration.checkpoints import CheckpointStore
+from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.evaluation import Evaluator
+from slime_like.orchestration.rollout_manager import RolloutManager
+from slime_like.orchestration.scoring import Scorer
+from slime_like.orchestration.sources import DemonstrationSource, ExperienceSource, RolloutSource
+from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.rewards.pool import RewardPool
+from slime_like.weights.transports.shared_memory import cleanup
+
+
+@dataclass(slots=True)
+class RolloutSide:
+    """What supervised mode does without."""
+
+    engines: RolloutManager
+    scorer: Scorer
+    sync: WeightSync
+    evaluator: Evaluator | None
+
+
+class Session:
+    """Context manager over cluster, trainers, engines, reward workers and loggers.
+
+    Attributes:
+        config: the run's configuration.
+        prompts: training prompts and their position.
+        source: yields a step's trajectories.
+        batcher: packs them.
+        trainers: all trainer ranks.
+        rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode.
+        checkpoints, metrics, progress: where results go.
+    """
+
+    prompts: PromptSource
+    source: ExperienceSource
+    batcher: ExperienceBatcher
+    trainers: TrainerGroup
+    rollout: RolloutSide | None
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Session:
+        with self._stack as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _open(self, stack: ExitStack) -> None:
+        config = self.config
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.run_dir / "config.yaml")
+        tokenizer = load_tokenizer(config.model.path)
+        self.prompts = PromptSource(config.data.train, tokenizer, config.data, config.seed)
+        self.checkpoints = CheckpointStore(config.run_dir)
+        self.metrics = MetricLogger(config.logging, config.run_dir)
+        stack.callback(self.metrics.close)
+        self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        self.progress.note("starting Ray, trainers and engines")
+        stack.enter_context(Cluster(config.cluster, config.run_dir))
+        stack.callback(cleanup, self.run_name)  # shared memory of processes that could not do it themselves
+        self.trainers = TrainerGroup(config)
+        stack.callback(self.trainers.shutdown)
+        self.trainers.launch()
+        if config.supervised:
+            self.rollout = None
+            self.source = DemonstrationSource(config, self.prompts)
+            self.trainers.setup()
+        else:
+            self.rollout = self._open_rollout(stack, tokenizer)
+            self.source = RolloutSource(config, self.prompts, self.rollout.engines, self.rollout.scorer)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
+
+    def _open_rollout(self, stack: ExitStack, tokenizer: object) -> RolloutSide:
+        """Trainers and engines import and load at the same time; each is waited for with its own bound."""
+        config = self.config
+        engines = RolloutManager(config)
+        stack.callback(engines.shutdown)
+        engines.launch()
+        pool = RewardPool(config.reward)
+        stack.callback(pool.close)
+        scorer = Scorer(config, pool, tokenizer)
+        self.trainers.setup()
+        engines.start()
+        sync = WeightSync(config, self.trainers, engines, self.run_name)
+        sync.connect()
+        evaluator = Evaluator(config, engines, scorer, tokenizer) if config.evaluation.files else None
+        return RolloutSide(engines, scorer, sync, evaluator)

@@ -1,0 +1,84 @@
+"""Where a step's trajectories come from: rollouts (RL) or demonstrations (supervised mode)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.errors import DataError
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.rollout_manager import RolloutManager
+from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
+from slime_like.orchestration.scoring import Scorer
+from slime_like.trajectory import ScoredTrajectory
+
+
+class ExperienceSource(Protocol):
+    """Yields the trajectories of one training step, accounting its time to the clock's phases."""
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
+
+
+class RolloutSource:
+    """Prompts, sampled by the engines under the current weights, then rewarded."""
+
+    def __init__(self, config: RunConfig, prompts: PromptSource, engines: RolloutManager, scorer: Scorer) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._engines = engines
+        self._scorer = scorer
+        self._sampling = training_sampling(config)
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        rollout = self._config.rollout
+        prompts = self._prompts.next(rollout.prompts_per_step)
+        requests = build_requests(prompts, self._sampling, rollout.samples_per_prompt, self._config.seed, "train")
+        with clock.phase("generate"):
+            answers = self._engines.generate(requests)
+        groups = [
+            to_group(prompt, answer, self._sampling.temperature)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        with clock.phase("reward"):
+            return self._scorer.score(groups, step)
+
+
+class DemonstrationSource:
+    """Rows with a response of their own: supervised mode."""
+
+    def __init__(self, config: RunConfig, prompts: PromptSource) -> None:
+        self._config = config
+        self._prompts = prompts
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        with clock.phase("wait"):
+            prompts = self._prompts.next(self._config.rollout.prompts_per_step)
+        return [_demonstration(prompt) for prompt in prompts]
+
+
+def _demonstration(prompt: Prompt) -> ScoredTrajectory:
+    if prompt.response_tokens is None:
+        raise DataError(
+            f"prompt group {prompt.group_id} has no demonstration; supervised mode needs data.response_key in every row"
+        )
+    response = torch.tensor(prompt.response_tokens, dtype=torch.int64)
+    return ScoredTrajectory(
+        prompt_tokens=torch.tensor(prompt.tokens, dtype=torch.int64),
+        response_tokens=response,
+        prompt_len=len(prompt.tokens),
+        response_len=len(response),
+        logprobs=None,
+        ref_logprobs=None,
+        rewards=torch.zeros(0),
+        advantages=torch.tensor(0.0),
+        successes=torch.zeros(0),
+        answer=prompt.answer,
+        sequence_id=f"{prompt.group_id}-0",
+        group_id=prompt.group_id,
+        reward_metadata={"func_names": []},
+        policy_version=0,
+        loss_mask=torch.ones(len(response), dtype=torch.bool),
+    )

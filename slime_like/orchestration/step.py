@@ -1,0 +1,172 @@
+"""The loop's bookkeeping: optimizer steps over one batch, figures, evaluation, checkpoints, the closing summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slime_like.observability.curve import plot_reward_curve
+from slime_like.observability.names import evaluation_metrics, step_metrics
+from slime_like.observability.phases import PhaseTimes
+from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
+from slime_like.orchestration.batcher import TrainingBatch
+from slime_like.orchestration.session import Session
+from slime_like.orchestration.weight_sync import SyncReport
+from slime_like.trajectory import GRPOStats, ScoredTrajectory
+
+# Asking every rank for its memory costs a round trip; peaks do not change every step.
+_MEMORY_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSummary:
+    """What a finished run has to say.
+
+    Attributes:
+        accuracy_before, accuracy_after: held-out accuracy before the first and after the last step; ``None`` without
+            evaluation.
+        tokens_per_second: response tokens trained on per second of training steps.
+        wall_s: the whole run, start-up included.
+        files: what was written, by name.
+    """
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens_per_second: float
+    wall_s: float
+    files: dict[str, Path]
+
+
+def score(session: Session) -> None:
+    """Freeze the step's old logprobs on the trainers, and the reference's where the KL term is on."""
+    session.trainers.score_batch("policy")
+    if session.config.algorithm.kl_coef > 0:
+        session.trainers.score_batch("reference")
+
+
+def update(session: Session, batch: TrainingBatch) -> list[GRPOStats]:
+    """All optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches."""
+    return [
+        session.trainers.train_minibatch(index, denominator)
+        for _ in range(session.config.algorithm.epochs)
+        for index, denominator in enumerate(batch.denominators)
+    ]
+
+
+class StepRecorder:
+    """Writes down what happens, and decides what is due."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._config = session.config
+        self._accuracies: dict[int, float] = {}
+        self._trained_tokens = 0
+        self._trained_s = 0.0
+        self._dropped_prompts = 0
+        self._memory: dict[str, float] = {}
+
+    # -------------------------------------------------------------------------------------------------------- figures
+    def record(
+        self,
+        step: int,
+        trajectories: Sequence[ScoredTrajectory],
+        batch: TrainingBatch,
+        updates: Sequence[GRPOStats],
+        sync: SyncReport | None,
+        times: PhaseTimes,
+    ) -> None:
+        """Log one training step."""
+        lengths = [trajectory.response_len for trajectory in trajectories]
+        self._trained_tokens += sum(lengths)
+        self._trained_s += times.step_s
+        if step % _MEMORY_EVERY == 1:
+            self._memory = {"peak_rss (GiB)": self._session.trainers.peak_memory_bytes() / 2**30}
+        metrics = step_metrics(
+            StepRecord(
+                updates=updates,
+                times=times,
+                response_lengths=lengths,
+                packed_tokens=batch.packed_tokens,
+                actual_tokens=batch.actual_tokens,
+                rewards=self._rewards(trajectories),
+                rollout=self._rollout(trajectories),
+                probe_gap=sync.probe_gap if sync else None,
+                memory=self._memory,
+            )
+        )
+        self._session.metrics.log(step, metrics)
+        self._session.progress.update(step, metrics)
+
+    def _rewards(self, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
+        if self._config.supervised:
+            return None
+        functions = self._config.reward.functions
+        return RewardRecord(
+            func_names=[function.name for function in functions],
+            weights=[function.weight for function in functions],
+            rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
+            successes=torch.stack([trajectory.successes for trajectory in trajectories]),
+            group_ids=[trajectory.group_id for trajectory in trajectories],
+        )
+
+    def _rollout(self, trajectories: Sequence[ScoredTrajectory]) -> RolloutRecord | None:
+        if self._config.supervised:
+            return None
+        before, self._dropped_prompts = self._dropped_prompts, self._session.prompts.dropped_prompts
+        return RolloutRecord(
+            finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
+            dropped_prompts=self._dropped_prompts - before,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- evaluation
+    def evaluation_due(self, step: int) -> bool:
+        every = self._config.evaluation.every
+        return step == self._config.steps or (every > 0 and step % every == 0)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy under the current weights; nothing without an evaluation file."""
+        rollout = self._session.rollout
+        if rollout is None or rollout.evaluator is None:
+            return
+        result = rollout.evaluator.run(step)
+        self._accuracies[step] = result.accuracy
+        metrics = evaluation_metrics(
+            result.accuracy, result.num_responses, result.response_length_mean, result.truncated_fraction
+        )
+        self._session.metrics.log(step, metrics)
+        self._session.progress.update(step, metrics)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+    def checkpoint_due(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        return step == self._config.steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int) -> None:
+        session = self._session
+        path = session.checkpoints.save(step, session.trainers, {"data": session.prompts.state_dict()})
+        session.progress.note(f"checkpoint of step {step}: {path}")
+
+    # ------------------------------------------------------------------------------------------------------------ end
+    def finish(self, wall_s: float) -> TrainSummary:
+        """Export, draw, sum up."""
+        run_dir = self._config.run_dir
+        files = {"metrics": run_dir / "metrics.jsonl", "checkpoint": run_dir / "checkpoints" / "latest"}
+        if self._config.logging.tensorboard:
+            files["tensorboard"] = run_dir / "tensorboard"
+        if self._config.checkpoint.export_hf:
+            files["hugging face model"] = run_dir / "hf"
+            self._session.trainers.export_hf(files["hugging face model"])
+        if not self._config.supervised:
+            files["reward curve"] = run_dir / "reward_curve.png"
+            plot_reward_curve(files["metrics"], files["reward curve"])
+        steps = sorted(self._accuracies)
+        return TrainSummary(
+            accuracy_before=self._accuracies[steps[0]] if steps else None,
+            accuracy_after=self._accuracies[steps[-1]] if steps else None,
+            tokens_per_second=self._trained_tokens / self._trained_s if self._trained_s else 0.0,
+            wall_s=wall_s,
+            files=files,
+        )

@@ -1,0 +1,130 @@
+"""All trainer ranks as one object: every call goes to all of them, with a bound, and fails with one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
+from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement
+from slime_like.orchestration.calls import gather
+from slime_like.orchestration.trainer_rank import TrainerRank
+from slime_like.trajectory import GRPOStats, PackedTrajectory
+
+ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
+
+
+class TrainerGroup:
+    """One Ray actor per rank, ordered by rank."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._ranks: list[Any] = []
+        self._coordinates: list[RankCoordinates] = []
+
+    # -------------------------------------------------------------------------------------------------------- start
+    def launch(self) -> None:
+        """Create the actors; they import in the background until ``setup`` waits for them."""
+        options = self._actor_options()
+        actor = ray.remote(TrainerRank)
+        world_size = self._config.trainer.parallel.world_size
+        self._ranks = [actor.options(**options).remote(self._config, rank) for rank in range(world_size)]
+
+    def setup(self) -> None:
+        """Rendezvous, build, load. Bounded by ``trainer.start_timeout_s``.
+
+        Raises:
+            TrainerError: a rank died, raised, or was late; ConfigError from a rank passes through as it is.
+        """
+        timeout = self._config.trainer.start_timeout_s
+        host, port = gather(
+            [self._ranks[0].address.remote()],
+            ["trainer rank 0"],
+            phase="starting",
+            timeout_s=timeout,
+            error=TrainerError,
+        )[0]
+        placements = [RankPlacement(rank, len(self._ranks), rank, host, port) for rank in range(len(self._ranks))]
+        self._coordinates = self._call_each("setup", [(p,) for p in placements], phase="setting up", timeout_s=timeout)
+
+    def _actor_options(self) -> dict[str, Any]:
+        from torch.cuda import is_available
+
+        trainer = self._config.trainer
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        threads = trainer.cpu_threads or max(1, cores // trainer.parallel.world_size)
+        return {
+            "num_cpus": 0,  # ranks on a CPU share the cores; the layout, not the core count, says how many there are
+            "num_gpus": 1 if is_available() else 0,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        }
+
+    # ----------------------------------------------------------------------------------------------------- training
+    @property
+    def data_parallel_size(self) -> int:
+        return self._coordinates[0].data_size
+
+    def load_batch(self, replicas: Sequence[ReplicaBatch]) -> None:
+        """Hand every data-parallel replica its packs: one object-store copy per replica, shared by its ranks."""
+        stored = [ray.put(replica) for replica in replicas]
+        arguments = [(stored[place.data],) for place in self._coordinates]
+        self._call_each("load_batch", arguments, phase="receiving a batch")
+
+    def score_batch(self, weights: Literal["policy", "reference"]) -> None:
+        self._call("score_batch", weights, phase=f"scoring with the {weights} weights")
+
+    def train_minibatch(self, index: int, denominator: float) -> GRPOStats:
+        answers = self._call("train_minibatch", index, denominator, phase="training")
+        return next(stats for stats in answers if stats is not None)
+
+    def probe(self, sequences: list[list[int]]) -> np.ndarray:
+        answers = self._call("probe", sequences, phase="scoring the weight-sync probe")
+        return next(logprobs for logprobs in answers if logprobs is not None)
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def open_transport(self, name: str, session: str) -> list[dict[str, Any]]:
+        return self._call("open_transport", name, session, phase="opening the weight transport")
+
+    def begin_export(self) -> None:
+        self._call("begin_export", phase="exporting weights")
+
+    def next_buckets(self) -> list[BucketMetadata | None]:
+        """The next bucket of every rank; all ``None`` when the export is over."""
+        return self._call("next_bucket", phase="exporting weights")
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+    def save(self, directory: Path) -> None:
+        self._call("save", directory, phase="saving a checkpoint")
+
+    def export_hf(self, directory: Path) -> None:
+        self._call("export_hf", directory, phase="writing the Hugging Face model")
+
+    # ---------------------------------------------------------------------------------------------------------- end
+    def peak_memory_bytes(self) -> int:
+        return max(self._call("peak_memory_bytes", phase="reporting memory"))
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Leave the process groups and end the actors; an unresponsive one is killed."""
+        references = [rank.shutdown.remote() for rank in self._ranks]
+        ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+    # -------------------------------------------------------------------------------------------------------- calls
+    def _call(self, method: str, *arguments: Any, phase: str) -> list[Any]:
+        return self._call_each(method, [arguments] * len(self._ranks), phase=phase)
+
+    def _call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        references = [getattr(rank, method).remote(*own) for rank, own in zip(self._ranks, arguments, strict=True)]
+        names = [f"trainer rank {rank}" for rank in range(len(self._ranks))]
+        bound = timeout_s or self._config.trainer.step_timeout_s
+        return gather(references, names, phase=phase, timeout_s=bound, error=TrainerError)

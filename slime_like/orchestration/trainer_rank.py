@@ -1,0 +1,159 @@
+"""The Ray actor around one trainer rank: it holds the step's packs, so that they cross the cluster once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import ray.util
+import torch
+
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.config import RunConfig
+from slime_like.interfaces import (
+    BucketMetadata,
+    RankCoordinates,
+    RankPlacement,
+    TrainerBackend,
+    WeightBucket,
+)
+from slime_like.orchestration.plugins import load_backend
+from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
+from slime_like.weights.transports.base import Sender
+from slime_like.weights.transports.registry import open_sender
+
+Minibatch = list[PackedTrajectory]
+
+
+class TrainerRank:
+    """One rank. Plain Python: Ray makes an actor of it."""
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._backend: TrainerBackend | None = None
+        self._minibatches: list[Minibatch] = []
+        self._sender: Sender | None = None
+        self._buckets: Iterator[WeightBucket] | None = None
+        self._in_flight: deque[BucketMetadata] = deque()
+
+    # -------------------------------------------------------------------------------------------------------- start
+    def address(self) -> tuple[str, int]:
+        """This host's address and a port that is free on it, for the rendezvous of all ranks."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def setup(self, placement: RankPlacement) -> RankCoordinates:
+        backend_class = load_backend(self._config.trainer.backend)
+        self._backend = backend_class(self._config, placement)
+        return self._backend.setup()
+
+    @property
+    def backend(self) -> TrainerBackend:
+        if self._backend is None:
+            raise RuntimeError(f"trainer rank {self._rank} is used before setup")
+        return self._backend
+
+    # ----------------------------------------------------------------------------------------------------- training
+    def load_batch(self, minibatches: list[Minibatch]) -> None:
+        """Take this replica's micro-batches of the step, by minibatch."""
+        self._minibatches = minibatches
+
+    def score_batch(self, weights: Literal["policy", "reference"]) -> None:
+        """Fill ``old_logprobs`` (policy) or ``ref_logprobs`` (reference) of the loaded packs, frozen for the step."""
+        packs = [pack for minibatch in self._minibatches for pack in minibatch]
+        scored = self.backend.score(packs, weights)
+        if scored is None:
+            return
+        for pack, values in zip(packs, scored, strict=True):
+            if weights == "policy":
+                pack.old_logprobs = values.logprobs
+            else:
+                pack.ref_logprobs = values.logprobs
+
+    def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
+        """One optimizer step over the minibatch ``index`` of the loaded batch."""
+        self.backend.begin_step()
+        self.backend.accumulate(self._minibatches[index])
+        return self.backend.finish_step(denominator)
+
+    def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
+        """Teacher-forced logprobs at temperature 1 of every token but the first, all sequences end to end."""
+        pack = pack_sequences([_as_trajectory(tokens, index) for index, tokens in enumerate(sequences)])
+        scored = self.backend.score([pack], "policy")
+        return None if scored is None else scored[0].logprobs.cpu().numpy()
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def open_transport(self, name: str, session: str) -> dict[str, Any]:
+        """Open the sending side of the weight transport; the rendezvous is what receivers need to join."""
+        self._sender = open_sender(name, session)
+        return self._sender.rendezvous()
+
+    def begin_export(self) -> None:
+        """Start over. Engines have loaded, or given up, whatever was sent before."""
+        self._release(keep=0)
+        self._buckets = self.backend.export_weights()
+
+    def next_bucket(self) -> BucketMetadata | None:
+        """Gather and send the next bucket; ``None`` when this rank has no more.
+
+        At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
+        """
+        if self._buckets is None or self._sender is None:
+            raise RuntimeError(f"trainer rank {self._rank}: next_bucket before begin_export")
+        self._release(keep=1)
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            return None
+        self._in_flight.append(self._sender.send(bucket))
+        return self._in_flight[-1]
+
+    def _release(self, keep: int) -> None:
+        while self._sender is not None and len(self._in_flight) > keep:
+            self._sender.release(self._in_flight.popleft())
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+    def save(self, directory: Path) -> None:
+        self.backend.save(directory)
+
+    def export_hf(self, directory: Path) -> None:
+        self.backend.export_hf(directory)
+
+    # ---------------------------------------------------------------------------------------------------------- end
+    def peak_memory_bytes(self) -> int:
+        """Peak resident memory of this process."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def shutdown(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self._backend is not None:
+            self._backend.shutdown()
+
+
+def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:
+    response = torch.tensor(tokens[1:], dtype=torch.int64)
+    return UnscoredTrajectory(
+        prompt_tokens=torch.tensor(tokens[:1], dtype=torch.int64),
+        response_tokens=response,
+        prompt_len=1,
+        response_len=len(response),
+        logprobs=None,
+        answer="",
+        sequence_id=f"probe-{index}",
+        policy_version=0,
+        group_id=index,
+        loss_mask=torch.ones(len(response), dtype=torch.bool),
+    )

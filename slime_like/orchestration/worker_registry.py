@@ -1,0 +1,58 @@
+"""Which worker takes the next request: least outstanding tokens first. A plain object, no Ray inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Worker:
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+
+
+class WorkerRegistry:
+    """The routing core of one pool of workers.
+
+    Args:
+        capacity: requests one worker may hold at a time.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: a worker must be allowed at least one request")
+        self._capacity = capacity
+        self._workers: dict[int, _Worker] = {}
+
+    def join(self, worker: int) -> None:
+        """Add a worker with nothing outstanding."""
+        if worker in self._workers:
+            raise ValueError(f"worker {worker} has joined already")
+        self._workers[worker] = _Worker()
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker; what it still owed must be re-issued by the caller."""
+        del self._workers[worker]
+
+    @property
+    def workers(self) -> list[int]:
+        return list(self._workers)
+
+    def outstanding_tokens(self, worker: int) -> int:
+        return self._workers[worker].outstanding_tokens
+
+    def acquire(self, tokens: int) -> int | None:
+        """The worker with the fewest outstanding tokens that has room, charged with ``tokens``; ``None`` if none."""
+        free = [index for index, worker in self._workers.items() if worker.outstanding_requests < self._capacity]
+        if not free:
+            return None
+        chosen = min(free, key=lambda index: (self._workers[index].outstanding_tokens, index))
+        self._workers[chosen].outstanding_tokens += tokens
+        self._workers[chosen].outstanding_requests += 1
+        return chosen
+
+    def release(self, worker: int, tokens: int) -> None:
+        """A request of ``tokens`` ended; unknown workers (they left meanwhile) are ignored."""
+        if worker in self._workers:
+            self._workers[worker].outstanding_tokens -= tokens
+            self._workers[worker].outstanding_requests -= 1

@@ -1,0 +1,44 @@
+"""The training loop: rollouts, score, train, sync, save."""
+
+from __future__ import annotations
+
+import time
+
+from slime_like.config import RunConfig
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.session import Session
+from slime_like.orchestration.step import StepRecorder, TrainSummary, score, update
+
+
+def train(config: RunConfig) -> TrainSummary:
+    """Run ``config.steps`` training steps; RL, or supervised with ``algorithm.loss: sft``.
+
+    Raises:
+        SlimeLikeError: anything a user can act on, in one sentence; every process of the run has ended by then.
+    """
+    started = time.monotonic()
+    with Session(config) as session:
+        recorder = StepRecorder(session)
+        if session.rollout:
+            session.rollout.sync.run(version=0)
+            recorder.evaluate(step=0)
+        clock, synced = PhaseClock(), None
+        for step in range(1, config.steps + 1):
+            trajectories = session.source.next_batch(step, clock)
+            batch = session.batcher.batch(trajectories)
+            session.trainers.load_batch(batch.replicas)
+            if session.rollout:
+                with clock.phase("score"):
+                    score(session)
+            with clock.phase("train"):
+                updates = update(session, batch)
+            if session.rollout:
+                with clock.phase("sync"):
+                    synced = session.rollout.sync.run(version=step)
+            recorder.record(step, trajectories, batch, updates, synced, clock.finish())
+            if recorder.evaluation_due(step):
+                recorder.evaluate(step)
+            if recorder.checkpoint_due(step):
+                recorder.save(step)
+            clock.finish()  # evaluation and checkpoints belong to no step
+        return recorder.finish(wall_s=time.monotonic() - started)

@@ -1,0 +1,106 @@
+"""A position-sensitive 64-bit hash of a tensor's bytes: the same number on every device, for every view of the bytes.
+
+The bytes are read as little-endian 64-bit words, the last one filled with zeros. Words are taken in chunks of
+``CHUNK_WORDS``; with all arithmetic modulo 2**64,
+
+    chunk_hash[c] = sum_i fold(word[c, i] * weight[i]),       fold(x) = x ^ (x >> 32)
+    hash          = mix(sum_c mix(chunk_hash[c] + mix(c)) + nbytes)
+
+``weight[i] = mix(i + 1) | 1`` is odd, so that no word can vanish, and depends on the position, so that a swap of two
+rows shows. ``fold`` keeps two changed top bits (two changed signs) from cancelling out, which a plain weighted sum
+would let pass. ``mix`` is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+generators, OOPSLA 2014). The hash finds damage and mix-ups; it is no protection against somebody who forges weights.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+CHUNK_WORDS = 65536
+"""Words per chunk: with its products, small enough for a core's cache."""
+
+_DEVICE_CHUNKS = 64
+"""Chunks hashed by one kernel on an accelerator, where launches and not caches are the limit."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """Hash of ``tensor``'s bytes in row-major order, in [0, 2**64).
+
+    Shape and dtype do not enter: only bytes, their positions, and their number.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = data.numel()
+    for index, chunk_hash in enumerate(_hash_chunks(_as_words(data))):
+        total += _mix_int(chunk_hash + _mix_int(index))
+    return _mix_int(total)
+
+
+def _as_words(data: Tensor) -> Tensor:
+    """(n,) uint8 as (ceil(n / 8),) int64, copied only where length or alignment forbids a view."""
+    whole = data.numel() // 8 * 8
+    if whole == data.numel() and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
+        return data.view(torch.int64)
+    padded = torch.zeros((data.numel() + 7) // 8 * 8, dtype=torch.uint8, device=data.device)
+    padded[: data.numel()] = data
+    return padded.view(torch.int64)
+
+
+def _hash_chunks(words: Tensor) -> list[int]:
+    """ceil(len(words) / CHUNK_WORDS) hashes; the last chunk may be short."""
+    weights = _position_weights(words.device)
+    whole = words.numel() // CHUNK_WORDS * CHUNK_WORDS
+    rows_at_once = 1 if words.device.type == "cpu" else _DEVICE_CHUNKS
+    parts = list(words[:whole].view(-1, CHUNK_WORDS).split(rows_at_once)) if whole else []
+    hashes: list[Tensor] = []
+    if parts:
+        product, shifted = torch.empty_like(parts[0]), torch.empty_like(parts[0])
+        hashes = [_weighted_fold(part, weights, product[: len(part)], shifted[: len(part)]) for part in parts]
+    rest = words[whole:]
+    if rest.numel():
+        buffers = (torch.empty_like(rest)[None], torch.empty_like(rest)[None])
+        hashes.append(_weighted_fold(rest[None], weights[: rest.numel()], *buffers))
+    return torch.cat(hashes).tolist() if hashes else []
+
+
+def _weighted_fold(rows: Tensor, weights: Tensor, product: Tensor, shifted: Tensor) -> Tensor:
+    torch.mul(rows, weights, out=product)
+    torch.bitwise_right_shift(product, 32, out=shifted)
+    return product.bitwise_xor_(shifted).sum(dim=1)
+
+
+@cache
+def _position_weights(device: torch.device) -> Tensor:
+    """(CHUNK_WORDS,) int64 odd weights, different at every position: constants, computed once per device."""
+    return _mix(torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device)) | 1
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors, the sign bit being an ordinary bit."""
+    value = value + _signed(_GOLDEN)
+    value = (value ^ _shift_right(value, 30)) * _signed(_MULTIPLIERS[0])
+    value = (value ^ _shift_right(value, 27)) * _signed(_MULTIPLIERS[1])
+    return value ^ _shift_right(value, 31)
+
+
+def _mix_int(value: int) -> int:
+    """The same on a Python integer, taken modulo 2**64."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's own copies the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,59 @@
+"""Which tensors make a model complete: the names and shapes of its own Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from safetensors import safe_open
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import CheckpointError, WeightSyncError
+
+_TIED_HEAD = "lm_head.weight"
+
+
+def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a full weight update of this model carries. Reads headers only.
+
+    The copy of a tied embedding that some checkpoints store is left out, and so are buffers that are computed from the
+    configuration (old rotary frequencies): neither is a weight of its own.
+
+    Raises:
+        CheckpointError: no safetensors file there.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"model.path={directory}: no *.safetensors file there; export the checkpoint with safetensors"
+        )
+    tied = ModelDimensions.from_checkpoint(directory).tied_embeddings
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == _TIED_HEAD)
+    }
+
+
+def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:
+    """Refuse an update that lacks tensors or brings unknown ones.
+
+    Raises:
+        WeightSyncError: names the first few tensors.
+    """
+    missing = sorted(set(expected) - set(received))
+    unknown = sorted(set(received) - set(expected))
+    problems = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in (("missing", missing), ("unknown", unknown))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"weight update of {engine} is not the whole model: {' and '.join(problems)}; "
+            "every sender must stream all of its buckets, under Hugging Face's names, before the update is finished"
+        )

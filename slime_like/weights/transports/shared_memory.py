@@ -1,0 +1,199 @@
+"""Buckets through POSIX shared memory, for trainers and engines on one host.
+
+The sender owns two segments under ``/dev/shm`` and writes them in turn, so that the next bucket can be gathered while
+engines still read the last one. Segments are plain files (created with mode 0600, their pages reserved at once so that
+a full /dev/shm is an error here and not a SIGBUS later); Python's ``multiprocessing.shared_memory`` is not used because
+its resource tracker removes segments when any process that merely attached to them ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
+
+NAME = "shared_memory"
+DIRECTORY = Path("/dev/shm")
+_MIN_SESSION = 8
+_GRANULE = 1 << 20
+
+
+class SharedMemorySender:
+    """Writes buckets into two segments in turn. Use from one thread."""
+
+    def __init__(self, session: str, directory: Path = DIRECTORY) -> None:
+        _check_session(session)
+        self._session = session
+        self._directory = directory
+        self._segments: list[_Segment | None] = [None, None]
+        self._in_flight: dict[str, int] = {}
+        self._turn = 0
+        self._created = 0
+
+    def rendezvous(self) -> dict[str, Any]:
+        return {"session": self._session, "directory": str(self._directory)}
+
+    def send(self, bucket: WeightBucket) -> BucketMetadata:
+        """Copy ``bucket`` into the segment whose turn it is.
+
+        Raises:
+            WeightSyncError: both segments wait for their ``release``, or /dev/shm is too small.
+        """
+        if self._turn in self._in_flight.values():
+            raise WeightSyncError(
+                f"weight sync {self._session}: both shared-memory segments are in flight; "
+                "release a bucket before sending the next but one"
+            )
+        segment = self._segment_for(bucket_nbytes(bucket))
+        entries = write_bucket(bucket, segment.buffer)
+        self._in_flight[segment.name] = self._turn
+        self._turn = 1 - self._turn
+        return BucketMetadata(NAME, {"segment": segment.name, "nbytes": segment.nbytes}, entries)
+
+    def release(self, metadata: BucketMetadata) -> None:
+        name = metadata.location["segment"]
+        if name not in self._in_flight:
+            raise WeightSyncError(
+                f"weight sync {self._session}: segment {name} is not in flight, so nothing to release"
+            )
+        del self._in_flight[name]
+
+    def close(self) -> None:
+        for segment in self._segments:
+            if segment is not None:
+                segment.remove()
+        self._segments = [None, None]
+        self._in_flight.clear()
+
+    def _segment_for(self, nbytes: int) -> _Segment:
+        """This turn's segment, replaced by a larger one where the bucket does not fit."""
+        segment = self._segments[self._turn]
+        if segment is None or segment.nbytes < nbytes:
+            if segment is not None:
+                segment.remove()
+                self._segments[self._turn] = None
+            name = f"{self._session}.{os.getpid()}.{self._created}"
+            segment = _Segment.create(self._directory / name, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
+            self._segments[self._turn] = segment
+            self._created += 1
+        return segment
+
+
+class SharedMemoryReceiver:
+    """Maps the segments that buckets name. One receiver serves any number of senders of its session."""
+
+    def __init__(self, session: str, directory: Path = DIRECTORY) -> None:
+        _check_session(session)
+        self._session = session
+        self._directory = directory
+        self._mapped: dict[str, _Segment] = {}
+
+    def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
+        if metadata.transport != NAME:
+            raise WeightSyncError(f"a {NAME} receiver was handed a bucket of transport {metadata.transport}")
+        self._forget_removed()
+        segment = self._attach(metadata.location["segment"], metadata.location["nbytes"])
+        return read_bucket(metadata.entries, segment.buffer)
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+    def _attach(self, name: str, nbytes: int) -> _Segment:
+        if not name.startswith(f"{self._session}.") or "/" in name:
+            raise WeightSyncError(f"segment {name} does not belong to weight sync {self._session}")
+        if name not in self._mapped:
+            self._mapped[name] = _Segment.open(self._directory / name, nbytes)
+        return self._mapped[name]
+
+    def _forget_removed(self) -> None:
+        """Let go of segments their sender has replaced, so that their memory is freed."""
+        self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
+
+
+class _Segment:
+    """One mapped file. The mapping lives as long as a tensor that looks into it."""
+
+    def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> _Segment:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(path, descriptor, nbytes)
+        except OSError as error:
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            free = os.statvfs(path.parent)
+            raise WeightSyncError(
+                f"{path.parent} is too small for a weight bucket: {nbytes} bytes needed (twice, for two buckets in "
+                f"turn), {free.f_bavail * free.f_frsize} bytes free; enlarge it (docker: --shm-size) or lower "
+                "sync.bucket_mb"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, path: Path, nbytes: int) -> _Segment:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise WeightSyncError(
+                f"shared-memory segment {path} is gone: its sender closed or died, or runs on another host; "
+                f"the {NAME} transport needs trainer and engine on one host"
+            ) from error
+        try:
+            if os.fstat(descriptor).st_size < nbytes:
+                raise WeightSyncError(f"shared-memory segment {path} holds fewer than the {nbytes} bytes announced")
+            return cls(path, descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
+            self.path.unlink()
+
+
+def open_sender(session: str) -> SharedMemorySender:
+    return SharedMemorySender(session)
+
+
+def open_receiver(rendezvous: dict[str, Any]) -> SharedMemoryReceiver:
+    return SharedMemoryReceiver(rendezvous["session"], Path(rendezvous["directory"]))
+
+
+def cleanup(session: str, directory: Path = DIRECTORY) -> list[str]:
+    """Remove what a dead sender of ``session`` left behind; returns the names removed."""
+    _check_session(session)
+    left = sorted(path for path in directory.iterdir() if path.name.startswith(f"{session}."))
+    for path in left:
+        path.unlink(missing_ok=True)
+    return [path.name for path in left]
+
+
+def _check_session(session: str) -> None:
+    if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
+        raise WeightSyncError(
+            f"weight sync session {session!r} is refused: use at least {_MIN_SESSION} letters, digits, - or _, "
+            "unique to the run, because whatever bears this name is removed after it"
+        )

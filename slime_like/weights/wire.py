@@ -1,0 +1,26 @@
+"""Bucket metadata as plain values, for RPC layers that carry nothing else (and should: no pickle)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, TensorEntry
+
+
+def metadata_to_wire(metadata: BucketMetadata) -> dict[str, Any]:
+    return {
+        "transport": metadata.transport,
+        "location": metadata.location,
+        "entries": [asdict(entry) for entry in metadata.entries],
+    }
+
+
+def metadata_from_wire(wire: dict[str, Any]) -> BucketMetadata:
+    """Inverse of ``metadata_to_wire``; lists that JSON or msgpack made of tuples become tuples again."""
+    try:
+        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
+        return BucketMetadata(wire["transport"], wire["location"], entries)
+    except (KeyError, TypeError) as error:
+        raise WeightSyncError(f"not the metadata of a weight bucket: {error}") from error

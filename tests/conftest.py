@@ -1,0 +1,52 @@
+"""A tiny model, its data, and the flags that make a run short; made once for the whole folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+
+
+@dataclass(frozen=True)
+class Tiny:
+    model: Path
+    data: Path
+
+    def rl_flags(self, run_dir: Path, *more: str) -> list[str]:
+        """``slime-like train`` on the quickstart's configuration, cut down to seconds."""
+        return [
+            "train", "configs/quickstart.yaml",
+            "--run_dir", str(run_dir),
+            "--model.path", str(self.model),
+            "--data.train", str(self.data / "train.jsonl"),
+            "--evaluation.files", str(self.data / "eval.jsonl"),
+            "--evaluation.max_prompts", "16",
+            "--evaluation.every", "0",
+            "--steps", "2",
+            "--rollout.prompts_per_step", "8",
+            "--rollout.samples_per_prompt", "4",
+            "--logging.progress", "plain",
+            *more,
+        ]  # fmt: skip
+
+    def sft_flags(self, run_dir: Path, *more: str) -> list[str]:
+        return [
+            "train", "configs/quickstart_warm_start.yaml",
+            "--run_dir", str(run_dir),
+            "--model.path", str(self.model),
+            "--data.train", str(self.data / "sft.jsonl"),
+            "--steps", "20",
+            "--logging.progress", "plain",
+            *more,
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    root = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(root / "model", family="qwen3", seed=0)
+    make_arithmetic_data(root / "data", seed=0)
+    return Tiny(root / "model", root / "data")

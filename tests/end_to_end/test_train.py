@@ -1,0 +1,69 @@
+"""The command a user runs, on the real components, for a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_like.config.load import load_config
+from tests.conftest import Tiny
+from tests.processes import run
+
+PHASES = ("wait", "generate", "reward", "score", "train", "sync", "orchestration")
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in metrics_of(run_dir) if "train_actor_training/loss" in row]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
+    """Also with the KL term on, so that the reference model is loaded and scored."""
+    run_dir = tmp_path / "run"
+    flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--trainer.target_tokens_per_batch", "256"]
+    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    steps = steps_of(run_dir)
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["train_actor_training/old_gap_max"] < 1e-6  # the same weights score the same, twice
+        assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4  # float32: engine and trainer agree
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["train_actor_training/ratios"] == pytest.approx(1.0, abs=1e-4)
+        assert math.isfinite(row["train_actor_training/grad_norm"])
+        total = row["train_actor_performance/total_step_time (s)"]
+        assert sum(row[f"phases/{phase} (s)"] for phase in PHASES) == pytest.approx(total, rel=1e-3)
+    assert steps[0]["train_actor_training/kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
+    assert steps[1]["train_actor_training/kl_loss"] > 0
+    assert {row["step"] for row in metrics_of(run_dir) if "evaluation/accuracy" in row} == {0, 2}
+
+
+def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
+    """Supervised mode learns; its Hugging Face export loads, differs from the start, and begins an RL run."""
+    run_dir = tmp_path / "run"
+    finished = run(tiny.sft_flags(run_dir), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    losses = [row["train_actor_training/loss"] for row in steps_of(run_dir)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.7 * losses[0]
+
+    before = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32).state_dict()
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert (run_dir / "checkpoints" / "latest" / "state.json").is_file()
+    assert (run_dir / "worker_logs").is_symlink()
+    resolved = load_config(run_dir / "config.yaml", [])
+    assert resolved.steps == 20 and resolved.algorithm.loss == "sft"

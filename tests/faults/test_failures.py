@@ -1,0 +1,68 @@
+"""What goes wrong is one sentence, an exit code that is not 0, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import Tiny
+from tests.processes import Command, Finished, run
+
+
+def one_sentence(finished: Finished) -> str:
+    """The last line of standard error, which must be the error itself and no traceback."""
+    assert "Traceback" not in finished.stderr, finished.stderr
+    assert finished.left_behind == []
+    return finished.stderr.strip().splitlines()[-1]
+
+
+def test_a_missing_model_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
+    finished = run(tiny.rl_flags(tmp_path / "run", "--model.path", str(tmp_path / "nowhere")), tmp_path / "log", 30)
+    assert finished.code == 2
+    assert "model.path" in finished.stderr and "nowhere" in finished.stderr
+    assert not (tmp_path / "run").exists()
+    one_sentence(finished)
+
+
+def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path) -> None:
+    """vLLM is asked for a context longer than its KV cache can ever hold."""
+    flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000"]
+    finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert "engine 0 (vllm)" in one_sentence(finished)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    """One weight is infinite: the forward pass overflows, and no update may follow."""
+    poisoned = tmp_path / "model"
+    shutil.copytree(tiny.model, poisoned)
+    weights = load_file(poisoned / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
+    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+    finished = run(tiny.sft_flags(tmp_path / "run", "--model.path", str(poisoned)), tmp_path / "log")
+    assert finished.code == 1
+    sentence = one_sentence(finished)
+    assert "trainer rank 0" in sentence and ("nan" in sentence or "inf" in sentence or "finite" in sentence)
+
+
+@pytest.mark.parametrize("moment", ["starting Ray", "step 1/"])
+def test_ctrl_c_ends_everything(tiny: Tiny, tmp_path: Path, moment: str) -> None:
+    command = Command(tiny.rl_flags(tmp_path / "run", "--steps", "1000"), tmp_path / "log")
+    command.wait_for(moment, timeout_s=120)
+    command.interrupt()
+    finished = command.finish(timeout_s=60)
+    assert finished.code == 130
+    assert "interrupted" in one_sentence(finished).lower()
+
+
+def test_a_bad_data_row_names_file_and_line(tiny: Tiny, tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + '{"prompt": "2+2="\n')
+    finished = run(tiny.rl_flags(tmp_path / "run", "--data.train", str(data)), tmp_path / "log", 60)
+    assert finished.code != 0
+    assert f"{data}:2:" in one_sentence(finished)

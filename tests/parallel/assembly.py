@@ -1,0 +1,96 @@
+"""Putting the shards of all ranks together into Hugging Face tensors, written apart from the product's conversion."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.config.dimensions import ModelDimensions
+
+Shards = dict[tuple[int, int], dict[str, Tensor]]
+"""(pipeline, tensor) rank to {Megatron name with the global layer number: local tensor}."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_REPLICATED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+
+
+def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
+    """This rank's parameters, or their finished gradients, under global layer numbers."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    shard = {}
+    for chunk in trainer.chunks:
+        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        for name, parameter in chunk.named_parameters():
+            match = _LAYER.fullmatch(name)
+            if match:
+                name = f"decoder.layers.{int(match[1]) + offset}.{match[2]}"
+            shard[name] = (parameter.main_grad if gradients else parameter.detach()).clone()
+    return shard
+
+
+def to_hugging_face(shards: Shards, dimensions: ModelDimensions) -> dict[str, Tensor]:
+    """Full tensors by Hugging Face name."""
+    full: dict[str, Tensor] = {}
+    tensor_size = 1 + max(tensor for _, tensor in shards)
+    for stage in sorted({stage for stage, _ in shards}):
+        parts = [shards[stage, tensor] for tensor in range(tensor_size)]
+        for name in parts[0]:
+            for key, value in _converted(name, [part[name] for part in parts], dimensions).items():
+                if key in full:  # a tied embedding stands on the first and on the last stage
+                    torch.testing.assert_close(value, full[key], rtol=0, atol=1e-7, msg=f"{key} differs between stages")
+                full[key] = value
+    return full
+
+
+def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return _outer(name, parts, dimensions)
+    prefix, rest = f"model.layers.{match[1]}.", match[2]
+    if rest in _REPLICATED:
+        for part in parts[1:]:
+            torch.testing.assert_close(part, parts[0], rtol=0, atol=1e-7, msg=f"{name} differs between tensor ranks")
+        return {prefix + _REPLICATED[rest]: parts[0]}
+    if rest.startswith("self_attention.linear_qkv."):
+        return _split_qkv(prefix, rest.rsplit(".", 1)[1], torch.cat(parts), dimensions)
+    if rest == "self_attention.linear_proj.weight":
+        return {prefix + "self_attn.o_proj.weight": torch.cat(parts, dim=1)}
+    if rest == "mlp.linear_fc1.weight":
+        halves = [part.chunk(2) for part in parts]
+        return {
+            prefix + "mlp.gate_proj.weight": torch.cat([half[0] for half in halves]),
+            prefix + "mlp.up_proj.weight": torch.cat([half[1] for half in halves]),
+        }
+    if rest == "mlp.linear_fc2.weight":
+        return {prefix + "mlp.down_proj.weight": torch.cat(parts, dim=1)}
+    raise KeyError(name)
+
+
+def _outer(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    if name == "decoder.final_layernorm.weight":
+        return {"model.norm.weight": parts[0]}
+    rows = torch.cat(parts)
+    assert not rows[dimensions.vocab_size :].any(), f"padding rows of {name} are not zero"
+    tied_or_input = dimensions.tied_embeddings or "embedding" in name
+    return {"model.embed_tokens.weight" if tied_or_input else "lm_head.weight": rows[: dimensions.vocab_size]}
+
+
+def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimensions) -> dict[str, Tensor]:
+    """Every query group holds its queries, then its key, then its value."""
+    groups, width = dimensions.num_kv_heads, dimensions.head_dim
+    queries = dimensions.num_heads // groups
+    grouped = fused.view(groups, queries + 2, width, *fused.shape[1:])
+    pieces = {"q": grouped[:, :queries], "k": grouped[:, queries], "v": grouped[:, queries + 1]}
+    return {
+        f"{prefix}self_attn.{letter}_proj.{kind}": piece.reshape(-1, *fused.shape[1:])
+        for letter, piece in pieces.items()
+    }

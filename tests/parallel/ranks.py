@@ -1,0 +1,97 @@
+"""Running one function on many ranks: the test process imports everything once and forks the ranks.
+
+A rank that fails shows its traceback in the test's failure; ranks that are still running then, or after the time
+limit, are ended by process id.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.interfaces import RankPlacement
+
+RankFunction = Callable[..., Any]
+
+
+def run_ranks(
+    function: RankFunction, world_size: int, directory: Path, *arguments: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """``function(placement, *arguments)`` on every rank; their results in rank order.
+
+    Results travel through files below ``directory`` and may hold tensors. Fails the test when a rank fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_rank_main, args=(function, rank, world_size, port, directory, arguments), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _wait(processes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+    _report_failures(directory, world_size, timeout_s)
+    return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
+
+
+def _wait(processes: list[Any], deadline: float) -> None:
+    """Until all ranks have ended, one has failed, or time is up."""
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            # The others learn of it by their collectives; a moment lets them write their own tracebacks.
+            time.sleep(0.5)
+            return
+        time.sleep(0.01)
+
+
+def _report_failures(directory: Path, world_size: int, timeout_s: float) -> None:
+    failed = [file.read_text() for rank in range(world_size) if (file := _error_file(directory, rank)).exists()]
+    if failed:
+        pytest.fail("\n".join(failed), pytrace=False)
+    missing = [rank for rank in range(world_size) if not _result_file(directory, rank).exists()]
+    if missing:
+        pytest.fail(f"ranks {missing} gave no result within {timeout_s:.0f} s and were ended", pytrace=False)
+
+
+def _rank_main(
+    function: RankFunction, rank: int, world_size: int, port: int, directory: Path, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    placement = RankPlacement(rank, world_size, rank, "127.0.0.1", port)
+    try:
+        result = function(placement, *arguments)
+    except BaseException:
+        _error_file(directory, rank).write_text(f"---- rank {rank} of {world_size}\n{traceback.format_exc()}")
+        raise SystemExit(1) from None
+    unfinished = directory / f"rank{rank}.unfinished"
+    torch.save(result, unfinished)
+    unfinished.rename(_result_file(directory, rank))
+
+
+def _result_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.pt"
+
+
+def _error_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.error"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

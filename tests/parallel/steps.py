@@ -1,0 +1,91 @@
+"""What one rank does in the parity tests: score, take gradients of one step, then three optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.packing import zero_weight_pack
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs
+from slime_like.trajectory import GRPOStats, PackedTrajectory
+from tests.parallel.assembly import Shards, local_shard
+
+
+@dataclass
+class RankResult:
+    """``scored`` belongs to the packs ``pack_indices``; gradients are finished (reduced, divided)."""
+
+    coordinates: RankCoordinates
+    pack_indices: list[int]
+    scored: list[ScoredLogprobs] | None
+    gradients: dict[str, Tensor]
+    stats: list[GRPOStats | None]
+    weights: dict[str, Tensor]
+
+
+def train_rank(
+    placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
+) -> RankResult:
+    """Everything the parity tests compare, from one rank."""
+    trainer = MegatronTrainer(config, placement)
+    coordinates = trainer.setup()
+    indices = list(range(coordinates.data, len(packs), coordinates.data_size))
+    mine = [packs[index] for index in indices]
+    window = -(-len(packs) // coordinates.data_size)
+    filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
+    scored = trainer.score(filled)
+    gradients = _gradients(trainer, filled, denominator)
+    stats = [_step(trainer, filled, denominator) for _ in range(steps)]
+    result = RankResult(
+        coordinates,
+        indices,
+        scored[: len(mine)] if scored is not None else None,
+        gradients,
+        stats,
+        local_shard(trainer, gradients=False),
+    )
+    trainer.shutdown()
+    return result
+
+
+def _gradients(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> dict[str, Tensor]:
+    trainer.begin_step()
+    _two_windows(trainer, packs)
+    trainer.finalize_gradients(denominator)
+    return local_shard(trainer, gradients=True)
+
+
+def _step(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:
+    trainer.begin_step()
+    _two_windows(trainer, packs)
+    return trainer.finish_step(denominator)
+
+
+def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> None:
+    """As micro-batches stream in a step consists of several windows; their split must not show."""
+    trainer.accumulate(packs[:1])
+    if packs[1:]:
+        trainer.accumulate(packs[1:])
+
+
+def by_stage(results: list[RankResult], what: str) -> Shards:
+    """Shards of the first data- and context-parallel rank of every stage."""
+    return {
+        (r.coordinates.pipeline, r.coordinates.tensor): getattr(r, what)
+        for r in results
+        if r.coordinates.data == 0 and r.coordinates.context == 0
+    }
+
+
+def scored_packs(results: list[RankResult]) -> dict[int, list[ScoredLogprobs]]:
+    """Pack index to the results of all ranks that return it."""
+    found: dict[int, list[Any]] = {}
+    for result in results:
+        if result.scored is not None:
+            for index, scored in zip(result.pack_indices, result.scored, strict=True):
+                found.setdefault(index, []).append(scored)
+    return found

@@ -1,0 +1,101 @@
+"""Tiny Hugging Face checkpoints of every family, and scored sequences for them, all from seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from slime_like.trajectory import ScoredTrajectory
+
+VOCAB = 151  # a prime: no layout divides it
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "rms_norm_eps": 1e-6,
+}
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
+    """Write a float32 checkpoint with random weights (norms and biases too) and return its directory."""
+    torch.manual_seed(seed)
+    model = _model(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _model(family: str) -> torch.nn.Module:
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False))
+    if family == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True))
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_SCALING))
+    raise ValueError(family)
+
+
+def scored_sequences(
+    lengths: list[tuple[int, int]], seed: int = 0, fully_masked: tuple[int, ...] = ()
+) -> list[ScoredTrajectory]:
+    """One sequence per (prompt, response) length, with everything an RL loss with KL and entropy reads."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        _scored(index, prompt, response, generator, index in fully_masked)
+        for index, (prompt, response) in enumerate(lengths)
+    ]
+
+
+def _scored(index: int, prompt: int, response: int, generator: torch.Generator, masked: bool) -> ScoredTrajectory:
+    def noise() -> torch.Tensor:
+        return torch.randn(response, generator=generator)
+
+    loss_mask = torch.rand(response, generator=generator) < 0.85
+    if masked:
+        loss_mask.zero_()
+    elif not loss_mask.any():
+        loss_mask[-1] = True
+    old = -5.0 + 0.3 * noise()
+    return ScoredTrajectory(
+        prompt_tokens=torch.randint(0, VOCAB, (prompt,), generator=generator),
+        response_tokens=torch.randint(0, VOCAB, (response,), generator=generator),
+        prompt_len=prompt,
+        response_len=response,
+        logprobs=old + 0.01 * noise(),
+        old_logprobs=old,
+        ref_logprobs=old + 0.2 * noise(),
+        rewards=torch.zeros(1),
+        successes=torch.zeros(1),
+        # Large, so that updates stand clear of the rounding of weights near 1.
+        advantages=8.0 * torch.randn((), generator=generator),
+        answer="",
+        sequence_id=f"s{index}",
+        group_id=index // 2,
+        reward_metadata={"func_names": ["none"]},
+        policy_version=0,
+        loss_mask=loss_mask,
+        token_weight=1.0 / max(1, int(loss_mask.sum())),
+        temperature=(1.0, 0.7, 1.3)[index % 3],
+    )

@@ -1,0 +1,66 @@
+"""Random trajectories for the algorithm tests. Nothing in here computes what the tests check."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
+
+VOCABULARY = 29
+
+
+def scored(
+    index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0, group_size: int = 2
+) -> ScoredTrajectory:
+    """A sequence whose every field is set and tells it from the others."""
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+
+    def logprobs() -> Tensor:
+        return -3 * torch.rand(response_len, generator=generator)
+
+    return ScoredTrajectory(
+        prompt_tokens=torch.randint(0, VOCABULARY, (prompt_len,), generator=generator),
+        response_tokens=torch.randint(0, VOCABULARY, (response_len,), generator=generator),
+        prompt_len=prompt_len,
+        response_len=response_len,
+        logprobs=logprobs(),
+        ref_logprobs=logprobs(),
+        old_logprobs=logprobs(),
+        rewards=torch.rand(2, generator=generator),
+        successes=torch.randint(0, 2, (2,), generator=generator).float(),
+        advantages=torch.randn((), generator=generator),
+        answer=f"answer {index}",
+        sequence_id=f"s{index}",
+        group_id=10**12 + index // group_size,
+        reward_metadata={"func_names": ["a", "b"], "index": index},
+        policy_version=index % 5,
+        loss_mask=torch.rand(response_len, generator=generator) > 0.3,
+        token_weight=1 / (3 + index),
+        weight_versions=torch.randint(0, 9, (response_len,), generator=generator),
+        temperature=0.7 + 0.1 * (index % 3),
+        finish_reason=("stop", "length", "abort")[index % 3],
+    )
+
+
+def unscored(index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0) -> UnscoredTrajectory:
+    """The same sequence before it was scored."""
+    s = scored(index, prompt_len, response_len, seed)
+    return UnscoredTrajectory(
+        **{name: getattr(s, name) for name in UnscoredTrajectory.__dataclass_fields__},
+    )
+
+
+def batch(shapes: list[tuple[int, int]], seed: int = 0) -> list[ScoredTrajectory]:
+    """One scored sequence per (prompt_len, response_len)."""
+    return [scored(i, p, r, seed) for i, (p, r) in enumerate(shapes)]
+
+
+SHAPES = [(3, 4), (1, 1), (5, 2), (2, 7), (4, 1)]
+
+
+def shapes(max_sequences: int = 40, max_len: int = 300) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Lists of (prompt_len, response_len): totals of 2 to ``max_len`` tokens."""
+    length = st.integers(1, max_len // 2)
+    return st.lists(st.tuples(length, length), min_size=1, max_size=max_sequences)

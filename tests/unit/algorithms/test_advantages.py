@@ -1,0 +1,146 @@
+"""Advantage estimators against their formulas, written as plain Python over each group."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
+
+BY_GROUP = {
+    "grpo": lambda r, g: (r - statistics.mean(g)) / statistics.stdev(g),
+    "grpo_mean_only": lambda r, g: r - statistics.mean(g),
+    "dr_grpo": lambda r, g: r - statistics.mean(g),
+    "rloo": lambda r, g: r - (sum(g) - r) / (len(g) - 1),
+    "pass_through": lambda r, g: r,
+}
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+@given(
+    groups=st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=9), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_group_formulas_on_uneven_shuffled_groups(name: str, groups: list[list[int]], seed: int) -> None:
+    samples = [(10**15 + 7 * g, float(r), g) for g, group in enumerate(groups) for r in group]
+    random.Random(seed).shuffle(samples)
+    rewards = torch.tensor([r for _, r, _ in samples], dtype=torch.float64)
+    actual = compute_advantages(rewards, [group_id for group_id, _, _ in samples], name)
+    for value, (_, r, g) in zip(actual.tolist(), samples, strict=True):
+        if name != "pass_through" and len(set(groups[g])) == 1:
+            assert value == 0.0
+        else:
+            assert value == pytest.approx(BY_GROUP[name](r, [float(x) for x in groups[g]]), abs=1e-12)
+
+
+def test_population_standard_deviation() -> None:
+    rewards = [1.0, 0.0, 0.0, 3.0]
+    actual = compute_advantages(torch.tensor(rewards), [1] * 4, ddof=0)
+    expected = [(r - 1.0) / statistics.pstdev(rewards) for r in rewards]
+    assert actual.tolist() == pytest.approx(expected)
+
+
+def test_reinforce_pp() -> None:
+    rewards, ids = [1.0, 0.0, 0.5, 2.0, 2.0], [1, 1, 1, 2, 2]
+    plain = compute_advantages(torch.tensor(rewards), ids, "reinforce_pp").tolist()
+    assert plain == pytest.approx([(r - statistics.mean(rewards)) / statistics.stdev(rewards) for r in rewards])
+    centred = [0.5, -0.5, 0.0, 0.0, 0.0]
+    baseline = compute_advantages(torch.tensor(rewards), ids, "reinforce_pp_baseline").tolist()
+    assert baseline == pytest.approx([c / statistics.stdev(centred) for c in centred])
+    assert baseline[3] == baseline[4] == 0.0
+
+
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "pass_through"])
+def test_no_spread_means_exactly_zero(name: str) -> None:
+    """Sums in different orders differ in the last bit; that is no signal. A group of one has no spread."""
+    noisy = torch.tensor([0.1 + 0.2, 0.3, 0.15 + 0.15], dtype=torch.float64)
+    assert len(set(noisy.tolist())) > 1
+    assert compute_advantages(noisy, [4, 4, 4], name).tolist() == [0.0, 0.0, 0.0]
+    assert compute_advantages(torch.tensor([5.0]), [4], name).tolist() == [0.0]
+
+
+def test_eps_is_the_largest_spread_that_counts_as_none() -> None:
+    rewards = torch.tensor([1.0, 1.01])
+    assert compute_advantages(rewards, [0, 0], eps=0.02).tolist() == [0.0, 0.0]
+    assert compute_advantages(rewards, [0, 0], eps=0.005).abs().min() > 0.7
+
+
+def test_scopes_are_declared() -> None:
+    assert {name: e.scope for name, e in ESTIMATORS.items() if e.scope == "batch"} == {
+        "reinforce_pp": "batch",
+        "reinforce_pp_baseline": "batch",
+    }
+
+
+DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")
+BARE = lambda rewards, groups: rewards  # noqa: E731
+
+
+def test_import_path() -> None:
+    assert compute_advantages(torch.tensor([3]), [0], f"{__name__}:DOUBLED").tolist() == [6.0]
+    with pytest.raises(ValueError, match="declares its scope"):
+        find_estimator(f"{__name__}:BARE")
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'gppo'; known: dr_grpo, grpo, .*rloo"):
+        find_estimator("gppo")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        find_estimator("no.such.module:name")
+    with pytest.raises(ValueError, match=r"group_ids \(1,\)"):
+        compute_advantages(torch.zeros(2), [1])
+    with pytest.raises(ValueError, match="reward 1 is nan"):
+        compute_advantages(torch.tensor([0.0, float("nan")]), [1, 1])
+
+
+# ------------------------------------------------------------------------------------------------------------------ GAE
+def gae_by_definition(rewards, values, mask, gamma, lam):  # type: ignore[no-untyped-def]
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, over the kept tokens alone."""
+    kept = [i for i, m in enumerate(mask) if m]
+    deltas = []
+    for k, i in enumerate(kept):
+        following = values[kept[k + 1]] if k + 1 < len(kept) else 0.0
+        deltas.append((rewards if k + 1 == len(kept) else 0.0) + gamma * following - values[i])
+    advantages = [0.0] * len(values)
+    for k, i in enumerate(kept):
+        advantages[i] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
+    return advantages
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), seed=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_gae_against_the_definition(lengths: list[int], seed: int) -> None:
+    """Masks are random, and so often end in masked tokens; some cover a whole sequence."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    values = torch.randn(total, generator=g, dtype=torch.float64)
+    rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64)
+    mask = torch.rand(total, generator=g) > 0.5
+    result = gae(rewards, values, mask, torch.tensor(lengths), gamma=0.97, lam=0.9)
+    expected = []
+    for r, v, m in zip(rewards.tolist(), values.split(lengths), mask.split(lengths), strict=True):
+        expected += gae_by_definition(r, v.tolist(), m.tolist(), 0.97, 0.9)
+    assert result.advantages.tolist() == pytest.approx(expected, abs=1e-12)
+    assert torch.equal(result.returns, torch.where(mask, result.advantages + values, 0.0))
+
+
+def test_gae_token_rewards_and_errors() -> None:
+    result = gae(
+        torch.tensor([1.0]),
+        torch.zeros(3),
+        torch.tensor([True, False, True]),
+        torch.tensor([3]),
+        lam=1.0,
+        token_rewards=torch.tensor([0.5, 9.0, 0.25]),
+    )
+    assert result.advantages.tolist() == [1.75, 0.0, 1.25]
+    with pytest.raises(ValueError, match="do not fit"):
+        gae(torch.zeros(1), torch.zeros(3), torch.ones(3, dtype=torch.bool), torch.tensor([4]))
+    with pytest.raises(ValueError, match="one entry per sequence"):
+        gae(torch.zeros(2), torch.zeros(3), torch.ones(3, dtype=torch.bool), torch.tensor([3]))

@@ -1,0 +1,126 @@
+"""Context-parallel layouts: what each rank holds, written out by loops, and the exact inverse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from algorithm_cases import SHAPES, batch, shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.algorithms import (
+    merge_from_context_parallel,
+    pack_sequences,
+    padded_length,
+    response_tokens,
+    split_for_context_parallel,
+)
+from slime_like.trajectory import PackedTrajectory
+
+LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
+
+
+def pack(shapes: list[tuple[int, int]], padding: int = 0) -> PackedTrajectory:
+    return pack_sequences(batch(shapes), target_tokens_per_batch=sum(p + r for p, r in shapes) + padding)
+
+
+@given(shapes=shapes(), padding=st.integers(0, 50), cp=st.integers(1, 8), layout=LAYOUTS, multiple=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> None:  # type: ignore[no-untyped-def]
+    packed = pack(shapes, padding)
+    shards = [split_for_context_parallel(packed, cp, rank, layout, multiple) for rank in range(cp)]
+    lengths = {shard.tokens.numel() for shard in shards}
+    assert len(lengths) == 1 and lengths.pop() % multiple == 0
+    # Every token of the pack is held exactly once, with its own position.
+    sources = torch.cat([shard.source for shard in shards])
+    assert sources[sources >= 0].sort().values.tolist() == list(range(packed.packed_seq_len))
+    for shard in shards:
+        real = shard.source >= 0
+        assert torch.equal(shard.tokens[real], packed.tokens[shard.source[real]])
+        assert torch.equal(shard.position_ids[real], packed.position_ids[shard.source[real]])
+        # The logit that scores a response token is one position before it, whoever holds the token itself.
+        scored = packed.tokens[shard.source[shard.response_index] + 1]
+        assert torch.equal(scored, response_tokens(packed)[shard.response_slot])
+    values = [shard.response_slot.double() for shard in shards]
+    merged = merge_from_context_parallel(shards[::-1], values[::-1])
+    assert merged.tolist() == list(range(packed.targets.numel()))
+    assert torch.equal(sum(s.scatter(v) for s, v in zip(shards, values, strict=True)), merged)
+
+
+@given(shapes=shapes(8, 60), padding=st.integers(0, 9), cp=st.integers(2, 5))
+@settings(max_examples=30, deadline=None)
+def test_zigzag_written_out_by_loops(shapes: list[tuple[int, int]], padding: int, cp: int) -> None:
+    """Each padded segment falls into 2 * cp chunks; rank r holds chunk r and chunk 2 * cp - 1 - r of every one."""
+    packed = pack(shapes, padding)
+    segments = [p + r for p, r in shapes] + ([padding] if padding else [])
+    cu = packed.cu_seqlens.tolist()
+    for rank in range(cp):
+        shard = split_for_context_parallel(packed, cp, rank)
+        source, positions, boundaries = [], [], [0]
+        for start, length in zip(cu, segments, strict=False):
+            padded = padded_length(length, cp)
+            boundaries.append(boundaries[-1] + padded)
+            chunk = padded // (2 * cp)
+            for part in (rank, 2 * cp - 1 - rank):
+                for offset in range(part * chunk, (part + 1) * chunk):
+                    source.append(start + offset if offset < length else -1)
+                    positions.append(offset)
+        assert shard.source.tolist() == source
+        assert shard.position_ids.tolist() == positions
+        assert shard.cu_seqlens_padded.tolist() == boundaries
+        assert shard.cu_seqlens_local.tolist() == [b // cp for b in boundaries]
+        assert shard.cu_seqlens.tolist() == cu
+        assert shard.max_seqlen_padded == max(b - a for a, b in pairwise(boundaries))
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_contiguous_pads_only_the_total(multiple: int) -> None:
+    packed = pack(SHAPES)  # 30 tokens
+    shards = [split_for_context_parallel(packed, 4, rank, "contiguous", multiple) for rank in range(4)]
+    total = {1: 32, 3: 36}[multiple]
+    source = torch.cat([shard.source for shard in shards]).tolist()
+    assert source == [*range(30), *[-1] * (total - 30)]
+    assert shards[0].cu_seqlens_padded.tolist() == [*packed.cu_seqlens.tolist(), total]
+    assert shards[1].cu_seqlens_local.tolist() == [0, 0, 1, 8, 8, 8, 8] if multiple == 1 else True
+    assert torch.cat([shard.position_ids for shard in shards])[30:].tolist() == list(range(total - 30))
+
+
+def test_one_rank_changes_nothing() -> None:
+    packed = pack(SHAPES, 5)
+    for layout in ("zigzag", "contiguous"):
+        shard = split_for_context_parallel(packed, 1, 0, layout)  # type: ignore[arg-type]
+        assert torch.equal(shard.tokens, packed.tokens) and torch.equal(shard.position_ids, packed.position_ids)
+        assert shard.cu_seqlens_padded.tolist() == [0, 7, 9, 16, 25, 30, 35]
+
+
+def test_merge_is_differentiable() -> None:
+    packed = pack(SHAPES)
+    shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
+    values = [torch.rand(shard.response_slot.numel(), requires_grad=True) for shard in shards]
+    weights = torch.rand(packed.targets.numel())
+    (merge_from_context_parallel(shards, values) * weights).sum().backward()
+    for shard, value in zip(shards, values, strict=True):
+        assert torch.equal(value.grad, weights[shard.response_slot])
+
+
+def test_a_shard_without_response_merges() -> None:
+    packed = pack([(40, 1)])
+    shards = [split_for_context_parallel(packed, 4, rank) for rank in range(4)]
+    counts = [shard.response_index.numel() for shard in shards]
+    assert sorted(counts) == [0, 0, 0, 1]
+    assert merge_from_context_parallel(shards, [torch.ones(n) for n in counts]).tolist() == [1.0]
+
+
+def test_errors() -> None:
+    packed = pack(SHAPES)
+    shard = split_for_context_parallel(packed, 2, 0)
+    with pytest.raises(ValueError, match="unknown context-parallel layout 'ring'"):
+        split_for_context_parallel(packed, 2, 0, "ring")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cp_rank=2"):
+        split_for_context_parallel(packed, 2, 2)
+    with pytest.raises(ValueError, match=r"ranks \[0\] are no whole pack"):
+        merge_from_context_parallel([shard], [torch.zeros(shard.response_slot.numel())])
+    with pytest.raises(ValueError, match="1 values for"):
+        shard.scatter(torch.zeros(1))

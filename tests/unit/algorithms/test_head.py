@@ -1,0 +1,207 @@
+"""The fused, vocabulary-parallel head against the whole logits in float64. Ranks are threads with a real reduction."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algorithms import fused_logprobs
+
+HIDDEN = 7
+
+
+def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    log_softmax = (hidden @ weight.T / temperatures[:, None]).log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(1, targets[:, None])[:, 0], entropy
+
+
+def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    if right.numel() == 0:
+        return left.shape == right.shape
+    return bool((left.double() - right).abs().max() <= tolerance * (1 + right.abs().max()))
+
+
+class ThreadGroup:
+    """All-reduce between threads: everyone contributes, everyone gets the result."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.parts = size, [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def reduction(self, rank: int, operation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
+        def reduce(tensor: Tensor) -> None:
+            self.parts[rank] = tensor.clone()
+            self.barrier.wait()
+            tensor.copy_(operation(torch.stack(self.parts)))
+            self.barrier.wait()
+
+        return reduce
+
+    def run(self, body: Callable[[int], None]) -> None:
+        failures: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                body(rank)
+            except BaseException as error:
+                failures.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        if failures:
+            raise failures[0]
+
+
+def run_sharded(
+    case: dict[str, Tensor], ranks: int, vocab_size: int, padded: int, chunk: int
+) -> list[dict[str, Tensor]]:
+    group, results = ThreadGroup(ranks), [{} for _ in range(ranks)]
+    columns = padded // ranks
+
+    def body(rank: int) -> None:
+        hidden = case["hidden"].clone().requires_grad_()
+        weight = case["weight"][rank * columns : (rank + 1) * columns].clone().requires_grad_()
+        logprobs, entropy = fused_logprobs(
+            hidden,
+            weight,
+            case["targets"],
+            case["temperatures"],
+            vocab_start=rank * columns,
+            vocab_size=vocab_size,
+            all_reduce_max=group.reduction(rank, lambda parts: parts.amax(0)),
+            all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
+            chunk_tokens=chunk,
+        )
+        ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
+        results[rank] = {
+            "logprobs": logprobs.detach(),
+            "entropy": entropy.detach(),
+            "d_hidden": hidden.grad,
+            "d_weight": weight.grad,
+        }
+
+    group.run(body)
+    return results
+
+
+def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Padding rows of the weight hold huge values, so that counting them would show."""
+    g = torch.Generator().manual_seed(seed)
+    weight = 1.5 * torch.randn(padded, HIDDEN, generator=g, dtype=dtype)
+    weight[vocab_size:] = 50.0
+    return {
+        "hidden": torch.randn(count, HIDDEN, generator=g, dtype=dtype),
+        "weight": weight,
+        "targets": torch.randint(0, vocab_size, (count,), generator=g),
+        "temperatures": torch.rand(count, generator=g) + 0.5,
+        "w": torch.randn(count, generator=g, dtype=dtype),
+        "h": torch.randn(count, generator=g, dtype=dtype),
+    }
+
+
+@given(
+    count=st.integers(1, 30),
+    vocab_size=st.integers(1, 40),
+    extra=st.integers(0, 12),
+    ranks=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Also where the last shards hold nothing but padding."""
+    padded = -(-(vocab_size + extra) // ranks) * ranks
+    case = make_case(count, vocab_size, padded, dtype)
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
+    hidden = case["hidden"].double().clone().requires_grad_()
+    weight = case["weight"][:vocab_size].double().clone().requires_grad_()
+    logprobs, entropy = dense(hidden, weight, case["targets"], case["temperatures"].double())
+    ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
+    results = run_sharded(case, ranks, vocab_size, padded, chunk)
+    for result in results:
+        assert close(result["logprobs"], logprobs.detach(), tolerance)
+        assert close(result["entropy"], entropy.detach(), tolerance)
+        assert close(result["d_hidden"], hidden.grad, tolerance)
+    d_weight = torch.cat([result["d_weight"] for result in results])
+    assert close(d_weight[:vocab_size], weight.grad, tolerance)
+    assert not d_weight[vocab_size:].any()
+
+
+def test_no_tokens_keep_the_graph_alive() -> None:
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.randn(5, HIDDEN, requires_grad=True)
+    empty = torch.zeros(0)
+    logprobs, entropy = fused_logprobs(hidden, weight, empty.long(), empty, vocab_size=5)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_bfloat16() -> None:
+    case = make_case(20, 30, 32, torch.float64)
+    hidden = case["hidden"].bfloat16().requires_grad_()
+    weight = case["weight"].bfloat16().requires_grad_()
+    logprobs, entropy = fused_logprobs(hidden, weight, case["targets"], case["temperatures"], vocab_size=30)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected = dense(hidden.double(), weight[:30].double(), case["targets"], case["temperatures"].double())
+    assert close(logprobs, expected[0].detach(), 1e-2)
+    logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+
+
+def test_frozen_weight_gets_no_gradient() -> None:
+    case = make_case(4, 6, 6, torch.float64)
+    hidden = case["hidden"].requires_grad_()
+    fused_logprobs(hidden, case["weight"], case["targets"], case["temperatures"], vocab_size=6)[0].sum().backward()
+    assert hidden.grad is not None and case["weight"].grad is None
+
+
+def test_memory_stays_far_below_the_logits() -> None:
+    """No tensor of the whole run, forward or backward, reaches a quarter of [N, V]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(value, Tensor):
+                    largest = max(largest, value.untyped_storage().nbytes())
+            return result
+
+    count, vocabulary = 1024, 500
+    case = make_case(count, vocabulary, vocabulary, torch.float32)
+    hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
+    with Watch():
+        logprobs, _ = fused_logprobs(
+            hidden, weight, case["targets"], case["temperatures"], vocab_size=vocabulary, chunk_tokens=128
+        )
+        logprobs.sum().backward()
+    assert largest <= count * vocabulary * 4 / 4
+
+
+def test_errors() -> None:
+    case = make_case(4, 6, 6, torch.float64)
+    hidden, weight, targets, temperatures = (case[n] for n in ("hidden", "weight", "targets", "temperatures"))
+    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
+        fused_logprobs(hidden, weight, torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match="do not fit"):
+        fused_logprobs(hidden, weight[:, :3], targets, temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match=r"must be \(4,\)"):
+        fused_logprobs(hidden, weight, targets[:3], temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match="chunk_tokens=0"):
+        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)

@@ -1,0 +1,162 @@
+"""Logprobs and entropies against torch's own log_softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_cases import SHAPES, VOCABULARY, batch, shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algorithms import (
+    compute_response_logprobs,
+    logprobs_and_entropy,
+    pack_sequences,
+    selective_log_softmax,
+)
+from slime_like.algorithms import logprobs as logprobs_module
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
+
+
+def dense(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, with everything kept."""
+    log_softmax = (logits.double() / temperatures[..., None]).log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
+
+
+def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    return bool((left.double() - right.double()).abs().max() <= tolerance * (1 + right.abs().max()))
+
+
+@pytest.fixture(params=[1, 300, 1 << 18], ids=["row", "few rows", "whole"])
+def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(logprobs_module, "_CPU_CHUNK_ELEMENTS", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(13,), (3, 5), (1,)], ids=str)
+def test_values_and_gradients(chunk_elements: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(*shape, 101, dtype=torch.float64)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 101, shape)
+    temperatures = torch.rand(shape) + 0.5
+    weights = torch.randn(2, *shape, dtype=torch.float64)
+    reference_logits = logits.detach().double().requires_grad_()
+    expected = dense(reference_logits, targets, temperatures.double())
+    actual = logprobs_and_entropy(logits, targets, temperatures)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype and close(a, e, TOLERANCE[dtype])
+    sum((w * e).sum() for w, e in zip(weights, expected, strict=True)).backward()
+    sum((w * a).sum() for w, a in zip(weights, actual, strict=True)).backward()
+    assert close(logits.grad, reference_logits.grad, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("use", ["logprobs", "entropy"])
+def test_gradient_of_one_output_alone(use: str) -> None:
+    logits = torch.randn(7, 19, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 19, (7,))
+    index = ["logprobs", "entropy"].index(use)
+    expected = torch.autograd.grad(dense(logits, targets, torch.ones(7))[index].square().sum(), logits)[0]
+    actual = torch.autograd.grad(logprobs_and_entropy(logits, targets)[index].square().sum(), logits)[0]
+    assert close(actual, expected, 1e-13)
+
+
+def test_selective_log_softmax_keeps_the_input() -> None:
+    logits = torch.randn(2, 6, 50)
+    before = logits.clone()
+    targets = torch.randint(0, 50, (2, 6))
+    actual = selective_log_softmax(logits, targets)
+    logprobs_and_entropy(logits, targets)
+    assert torch.equal(logits, before)
+    assert close(actual, dense(logits, targets, torch.ones(2, 6))[0], 1e-6)
+
+
+def test_extreme_and_forbidden_logits_stay_finite() -> None:
+    """Logits of 1e4 overflow exp, and -inf (a forbidden token) has probability 0 and logprob -inf."""
+    logits = torch.tensor([[1e4, 1e4, 0.0], [-1e4, 0.0, 1e4], [float("-inf"), 0.0, 0.0]], dtype=torch.float64)
+    actual = selective_log_softmax(logits, torch.tensor([0, 2, 1]))
+    assert close(actual, torch.tensor([0.5, 1.0, 0.5]).double().log(), 1e-12)
+
+
+def test_ignored_targets_have_no_value_and_no_gradient() -> None:
+    logits = torch.randn(4, 9, requires_grad=True)
+    actual = selective_log_softmax(logits, torch.tensor([1, -100, 2, -1]))
+    assert actual[1] == 0 and actual[3] == 0
+    actual.sum().backward()
+    assert logits.grad is not None and not logits.grad[[1, 3]].any() and logits.grad[[0, 2]].any()
+
+
+def test_bfloat16_is_accumulated_in_float32() -> None:
+    logits = (3 * torch.randn(5, 4000)).bfloat16()
+    targets = torch.randint(0, 4000, (5,))
+    actual = selective_log_softmax(logits, targets)
+    assert actual.dtype == torch.float32 and close(actual, dense(logits, targets, torch.ones(5))[0], 2e-6)
+
+
+@given(shapes=shapes(12, 40), padding=st.integers(0, 9), temperature=st.sampled_from([1.0, 0.6, 1.7]))
+@settings(max_examples=25, deadline=None)
+def test_response_logprobs_of_each_sequence_alone(
+    shapes: list[tuple[int, int]], padding: int, temperature: float
+) -> None:
+    """Sequence by sequence: the logits at i score token i + 1, the last response token included."""
+    sequences = batch(shapes)
+    total = sum(p + r for p, r in shapes)
+    packed = pack_sequences(sequences, target_tokens_per_batch=total + padding)
+    logits = torch.randn(total + padding, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    expected, start = [], 0
+    for s in sequences:
+        tokens = torch.cat([s.prompt_tokens, s.response_tokens])
+        own = (logits[start : start + s.total_len] / temperature).log_softmax(-1)
+        for i in range(s.prompt_len, s.total_len):
+            expected.append(own[i - 1, tokens[i]])
+        start += s.total_len
+    actual = compute_response_logprobs(logits, packed, temperature)
+    assert close(actual, torch.stack(expected), 1e-13)
+    weights = torch.randn(len(expected), dtype=torch.float64)
+    reference = torch.autograd.grad((torch.stack(expected) * weights).sum(), logits)[0]
+    assert close(torch.autograd.grad((actual * weights).sum(), logits)[0], reference, 1e-13)
+
+
+def test_matches_hugging_face() -> None:
+    """A real causal model scoring each sequence alone, against the packed logits of all of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    ).eval()
+    sequences = batch(SHAPES)
+    packed = pack_sequences(sequences, target_tokens_per_batch=40)
+    with torch.no_grad():
+        rows = [model(input_ids=torch.cat([s.prompt_tokens, s.response_tokens])[None]).logits[0] for s in sequences]
+        logits = torch.cat([*rows, torch.zeros(10, VOCABULARY)])
+        expected = []
+        for s in sequences:
+            ids = torch.cat([s.prompt_tokens, s.response_tokens])[None]
+            labels = ids.clone()
+            labels[0, : s.prompt_len] = -100
+            expected.append(-model(input_ids=ids, labels=labels).loss * s.response_len)
+    actual = compute_response_logprobs(logits, packed)
+    sums = torch.stack([part.sum() for part in actual.split(packed.response_lens.tolist())])
+    assert close(sums, torch.stack(expected), 1e-6)
+
+
+def test_errors() -> None:
+    packed = pack_sequences(batch(SHAPES))
+    with pytest.raises(ValueError, match="the pack has 30 tokens"):
+        compute_response_logprobs(torch.zeros(29, 5), packed)
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        compute_response_logprobs(torch.zeros(30, 5), packed, 0.0)
+    with pytest.raises(ValueError, match=r"targets have shape \(3,\)"):
+        selective_log_softmax(torch.zeros(4, 5), torch.zeros(3, dtype=torch.int64))

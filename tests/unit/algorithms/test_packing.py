@@ -1,0 +1,184 @@
+"""Packing and unpacking against layouts written out by plain loops."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from algorithm_cases import SHAPES, batch, scored, shapes, unscored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algorithms import (
+    pack_sequences,
+    response_logit_index,
+    response_tokens,
+    unpack_response_logprobs,
+    unpack_sequences,
+    zero_weight_pack,
+)
+from slime_like.algorithms.transfer import move_together
+
+
+def assert_same(left: object, right: object) -> None:
+    assert type(left) is type(right)
+    for field in fields(left):  # type: ignore[arg-type]
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, Tensor):
+            assert a.dtype == b.dtype and torch.equal(a, b), field.name
+        else:
+            assert a == b, field.name
+
+
+@given(shapes=shapes(), padding=st.integers(0, 50), is_scored=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_round_trip_of_every_field(shapes: list[tuple[int, int]], padding: int, is_scored: bool) -> None:
+    make = scored if is_scored else unscored
+    sequences = [make(i, p, r) for i, (p, r) in enumerate(shapes)]
+    budget = sum(p + r for p, r in shapes) + padding
+    unpacked = unpack_sequences(pack_sequences(sequences, target_tokens_per_batch=budget))
+    for before, after in zip(sequences, unpacked, strict=True):
+        assert_same(before, after)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "ref_logprobs", "old_logprobs", "weight_versions"])
+def test_round_trip_of_absent_fields(name: str) -> None:
+    sequences = [replace(s, **{name: None}) for s in batch(SHAPES)]
+    packed = pack_sequences(sequences)
+    assert getattr(packed, name) is None
+    for before, after in zip(sequences, unpack_sequences(packed), strict=True):
+        assert_same(before, after)
+
+
+def test_round_trip_of_a_fully_masked_sequence() -> None:
+    sequence = replace(scored(), loss_mask=torch.zeros(4, dtype=torch.bool))
+    assert_same(sequence, unpack_sequences(pack_sequences([sequence]))[0])
+
+
+@given(shapes=shapes(12, 40), padding=st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int) -> None:
+    sequences = batch(shapes)
+    total = sum(p + r for p, r in shapes)
+    packed = pack_sequences(sequences, pad_token_id=7, target_tokens_per_batch=total + padding, ignore_index=-5)
+    tokens, positions, response, owner, starts = [], [], [], [], [0]
+    targets, weights, advantages, logit_index = [], [], [], []
+    for index, s in enumerate(sequences):
+        for j, token in enumerate(s.prompt_tokens.tolist() + s.response_tokens.tolist()):
+            tokens.append(token)
+            positions.append(j)
+            response.append(j >= s.prompt_len)
+            owner.append(index)
+            if j >= s.prompt_len:
+                carries = bool(s.loss_mask[j - s.prompt_len])
+                targets.append(token if carries else -5)
+                weights.append(s.token_weight if carries else 0.0)
+                advantages.append(float(s.advantages))
+                logit_index.append(starts[-1] + j - 1)
+        starts.append(len(tokens))
+    tokens += [7] * padding
+    positions += range(padding)
+    response += [False] * padding
+    owner += [-1] * padding
+    assert packed.tokens.tolist() == tokens
+    assert packed.position_ids.tolist() == positions
+    assert packed.response_mask.tolist() == response
+    assert packed.sequence_mask.tolist() == owner
+    assert packed.cu_seqlens.tolist() == starts and packed.cu_seqlens.dtype == torch.int32
+    assert packed.sequence_map.tolist() == [[a, b] for a, b in pairwise(starts)]
+    assert packed.targets.tolist() == targets
+    assert packed.token_weights.tolist() == pytest.approx(weights)
+    assert packed.advantages is not None and packed.advantages.tolist() == pytest.approx(advantages)
+    assert response_logit_index(packed).tolist() == logit_index
+    assert response_tokens(packed).tolist() == [t for s in sequences for t in s.response_tokens.tolist()]
+    assert packed.max_seqlen == max(p + r for p, r in shapes)
+    assert (packed.packed_seq_len, packed.actual_total_tokens) == (total + padding, total)
+
+
+def test_padding_belongs_to_nobody() -> None:
+    """Padding changes no per-response and no per-sequence tensor, and attends only to itself."""
+    sequences = batch(SHAPES)
+    plain, padded = pack_sequences(sequences), pack_sequences(sequences, target_tokens_per_batch=64)
+    for name in ("targets", "loss_mask", "token_weights", "advantages", "response_lens", "cu_seqlens", "sequence_map"):
+        assert torch.equal(getattr(plain, name), getattr(padded, name)), name
+    total = plain.actual_total_tokens
+    assert torch.equal(padded.attention_mask[:total, :total], plain.attention_mask)
+    assert not padded.attention_mask[total:, :total].any() and not padded.attention_mask[:total, total:].any()
+
+
+def test_unpacked_tensors_own_their_memory() -> None:
+    packed = pack_sequences([scored(i, 200, 300) for i in range(20)])
+    one = unpack_sequences(packed)[0]
+    assert len(pickle.dumps(one)) < 20_000
+    one.response_tokens.zero_()
+    assert packed.tokens[200:500].any()
+    parts = unpack_response_logprobs(packed, torch.zeros(20 * 300))
+    assert parts[0].untyped_storage().nbytes() == 300 * 4
+
+
+def test_unpack_response_logprobs_keeps_the_graph() -> None:
+    packed = pack_sequences(batch(SHAPES))
+    flat = torch.arange(15.0, requires_grad=True)
+    parts = unpack_response_logprobs(packed, flat)
+    assert [p.tolist() for p in parts] == [[0, 1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12, 13], [14]]
+    parts[3].sum().backward()
+    assert flat.grad is not None and flat.grad.tolist() == [0.0] * 7 + [1.0] * 7 + [0.0]
+
+
+def test_zero_weight_pack() -> None:
+    packed = pack_sequences(batch(SHAPES), target_tokens_per_batch=50)
+    filler = zero_weight_pack(packed)
+    assert filler.num_sequences == 1 and filler.packed_seq_len == 7
+    assert torch.equal(filler.tokens, packed.tokens[:7])
+    assert not filler.loss_mask.any() and not filler.token_weights.any()
+    assert (filler.targets == packed.ignore_index).all()
+    assert filler.old_logprobs is not None and packed.old_logprobs is not None
+    assert torch.equal(filler.old_logprobs, packed.old_logprobs[:4])
+
+
+def test_one_buffer_holds_every_tensor() -> None:
+    """The byte buffer is exercised on the meta device for its offsets, and on the CPU for its content."""
+    tensors = {
+        "a": torch.arange(3, dtype=torch.int32),
+        "b": torch.rand(5),
+        "c": torch.tensor([True]),
+        "d": torch.rand(2, 2),
+    }
+    moved = move_together(tensors, torch.device("meta"))
+    assert {name: (t.dtype, t.shape) for name, t in moved.items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors.items()
+    }
+    assert len({t.untyped_storage()._cdata for t in moved.values()}) == 1
+
+
+NOTHING = torch.zeros(0, dtype=torch.int64)
+
+ERRORS = [
+    (lambda: [], None, "empty list"),
+    (lambda: [scored(0), replace(scored(1), prompt_tokens=NOTHING, prompt_len=0)], None, "'s1' has an empty prompt"),
+    (lambda: [replace(scored(1), response_tokens=NOTHING, response_len=0)], None, "'s1' has an empty response"),
+    (lambda: [scored(0), replace(scored(1), prompt_len=9)], None, "'s1': prompt_tokens has 3 entries"),
+    (lambda: [scored(0), replace(scored(1), loss_mask=torch.ones(3, dtype=torch.bool))], None, "'s1': loss_mask has 3"),
+    (lambda: [scored(0), replace(scored(1), logprobs=torch.zeros(5))], None, "'s1': logprobs has 5"),
+    (lambda: [scored(0), replace(scored(1), ref_logprobs=None)], None, "'s1' has no ref_logprobs"),
+    (lambda: [scored(0), replace(scored(1), rewards=torch.zeros(3))], None, "'s1' has 3 rewards"),
+    (lambda: [replace(scored(0), advantages=torch.zeros(1))], None, "scalar advantage"),
+    (lambda: [scored(0), unscored(1)], None, "scored and unscored"),
+    (lambda: [scored(0), scored(1, 30, 30)], 50, "'s1' has 60 tokens, over the budget of 50"),
+    (lambda: [scored(0), scored(1)], 10, "14 tokens together, over the budget of 10"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "budget", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
+def test_errors_name_the_sequence(make, budget, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        pack_sequences(make(), target_tokens_per_batch=budget)
+
+
+def test_unpack_response_logprobs_refuses_another_count() -> None:
+    with pytest.raises(ValueError, match="15 response tokens"):
+        unpack_response_logprobs(pack_sequences(batch(SHAPES)), torch.zeros(16))

@@ -1,0 +1,86 @@
+"""Token weights and denominators against means written out, and the vectorised sum of sample means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
+
+SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def by_definition(reduction: str, losses: list[list[float]], groups: list[int]) -> float:
+    """The mean that the reduction's name says; empty samples and groups do not take part."""
+    if reduction == "tokens":
+        return mean([x for sample in losses for x in sample])
+    if reduction == "samples":
+        return mean([mean(sample) for sample in losses if sample])
+    if reduction == "groups":
+        pooled = {g: [x for s, h in zip(losses, groups, strict=True) if h == g for x in s] for g in groups}
+        return mean([mean(values) for values in pooled.values() if values])
+    return mean([sum(sample) / 50 for sample in losses if sample])
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "samples", "groups", "constant"])
+@given(samples=SAMPLES, seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]], seed: int) -> None:
+    counts, groups = [count for count, _ in samples], [group for _, group in samples]
+    if not any(counts):
+        with pytest.raises(ValueError, match="carries loss"):
+            step_denominator(reduction, counts, groups)
+        return
+    g = torch.Generator().manual_seed(seed)
+    losses = [torch.randn(count, generator=g, dtype=torch.float64).tolist() for count in counts]
+    weights = token_weights(reduction, counts, groups, 50 if reduction == "constant" else None)
+    total = sum(w * x for w, sample in zip(weights, losses, strict=True) for x in sample)
+    actual = total / step_denominator(reduction, counts, groups)
+    assert math.isclose(actual, by_definition(reduction, losses, groups), rel_tol=1e-11, abs_tol=1e-12)
+
+
+def test_a_fully_masked_sample_adds_nothing() -> None:
+    for reduction in ("tokens", "samples", "groups", "constant"):
+        assert token_weights(reduction, [4, 0], [1, 2], 10)[1] == 0.0
+        assert step_denominator(reduction, [4, 0], [1, 2]) == step_denominator(reduction, [4], [1])
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="unknown reduction 'mean'; known: tokens, samples, groups, constant"):
+        token_weights("mean", [1], [1])
+    with pytest.raises(ValueError, match="needs a positive length"):
+        token_weights("constant", [1], [1])
+    with pytest.raises(ValueError, match="2 token counts but 1 group ids"):
+        step_denominator("tokens", [1, 2], [1])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=30), seed=st.integers(0, 99), kind=st.sampled_from(["bool", "float"])
+)
+@settings(max_examples=40, deadline=None)
+def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(lengths), generator=g, dtype=torch.float64, requires_grad=True)
+    masks = [torch.rand(n, generator=g) > 0.6 for n in lengths]
+    expected = sum(
+        (part[mask].mean() for part, mask in zip(x.split(lengths), masks, strict=True) if mask.any()), 0.0 * x.sum()
+    )
+    actual = sum_of_sample_mean(x, lengths, masks if kind == "bool" else [mask.double() for mask in masks])
+    assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(y, x)[0] for y in (actual, expected)]
+    assert torch.allclose(*gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_sum_of_sample_mean_refuses_other_lengths() -> None:
+    with pytest.raises(ValueError, match="add up to 3"):
+        sum_of_sample_mean(torch.zeros(4), [1, 2], [torch.ones(1), torch.ones(2)])
+    with pytest.raises(ValueError, match="every mask"):
+        sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)])

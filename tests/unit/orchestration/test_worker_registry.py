@@ -1,0 +1,60 @@
+"""Routing by least outstanding tokens, on the plain object."""
+
+import random
+
+import pytest
+
+from slime_like.orchestration.worker_registry import WorkerRegistry
+
+
+def registry(workers: int, capacity: int = 1000) -> WorkerRegistry:
+    pool = WorkerRegistry(capacity)
+    for worker in range(workers):
+        pool.join(worker)
+    return pool
+
+
+def test_least_outstanding_tokens_wins() -> None:
+    pool = registry(3)
+    assert [pool.acquire(tokens) for tokens in (100, 10, 50, 5)] == [0, 1, 2, 1]
+
+
+def test_release_makes_a_worker_attractive_again() -> None:
+    pool = registry(2)
+    first, second = pool.acquire(100), pool.acquire(50)
+    assert (first, second) == (0, 1)
+    pool.release(0, 100)
+    assert pool.acquire(1) == 0
+
+
+def test_capacity_is_a_hard_limit() -> None:
+    pool = registry(2, capacity=1)
+    assert pool.acquire(1) == 0
+    assert pool.acquire(1) == 1
+    assert pool.acquire(1) is None
+    pool.release(0, 1)
+    assert pool.acquire(1) == 0
+
+
+def test_a_worker_that_left_gets_nothing_and_its_late_release_is_harmless() -> None:
+    pool = registry(2)
+    pool.acquire(10)
+    pool.leave(0)
+    pool.release(0, 10)
+    assert [pool.acquire(1) for _ in range(3)] == [1, 1, 1]
+
+
+def test_long_tailed_requests_stay_balanced() -> None:
+    """Greedy least-loaded assignment of many long-tailed requests ends within 10 % of even."""
+    generator = random.Random(0)
+    pool = registry(8, capacity=100_000)
+    for _ in range(4000):
+        pool.acquire(int(generator.lognormvariate(6, 1)))
+    loads = [pool.outstanding_tokens(worker) for worker in pool.workers]
+    assert max(loads) - min(loads) < 0.1 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_capacity_below_one_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="at least one request"):
+        WorkerRegistry(capacity)
