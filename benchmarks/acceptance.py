@@ -1,4 +1,7 @@
-"""Table of the acceptance runs, with its bounds: ``python -m benchmarks.acceptance OUT_DIR RESULT.md``; exit 1 if one fails."""
+"""Table of the acceptance runs, with its bounds: ``python -m benchmarks.acceptance OUT_DIR RESULT.md``.
+
+Exit code 1 if a bound does not hold.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def render(table: list[dict[str, Any]]) -> str:
     lines = [
-        f"Quickstart, {datetime.date.today()}, {platform.processor() or platform.machine()}, CPU, `bash benchmarks/acceptance.sh`.",
-        f"Bounds: at most {MOST_BEFORE} before, at least {LEAST_AFTER} after; the control (advantages shuffled over the batch) "
-        f"rises by at most {MOST_CONTROL_RISE}.",
+        f"Quickstart, {datetime.date.today()}, {platform.machine()} CPU, `bash benchmarks/acceptance.sh`.",
+        f"Bounds: at most {MOST_BEFORE} before, at least {LEAST_AFTER} after; the control (advantages shuffled over "
+        f"the batch) rises by at most {MOST_CONTROL_RISE}.",
         "",
         "| run | held-out greedy accuracy before | after | bound held |",
         "|---|---|---|---|",

@@ -31,6 +31,8 @@ def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_m
             f"{where}: {len(prompt)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} exceed the "
             f"engine's {max_model_len}; raise rollout.max_model_len or shorten one of them"
         )
+    if any(not 0 <= token < dimensions.vocab_size for token in request.sampling.stop_token_ids):
+        raise EngineError(f"{where}: a stop token id lies outside the vocabulary of {dimensions.vocab_size}")
     _check_sampling(request.sampling, where)
 
 

@@ -70,7 +70,9 @@ class WeightUpdateState:
         return UpdateReceipt(self.version, dict(received))
 
     def fail(self, reason: str) -> None:
-        """Close the update; the engine refuses to sample from now on."""
+        """Close the open update, if there is one; the engine refuses to sample from then on."""
+        if self._open_version is None:
+            return
         self._failure = f"the update to version {self._open_version} failed ({reason})"
         self._open_version = None
 

@@ -22,23 +22,20 @@ def train(config: RunConfig) -> TrainSummary:
         if session.rollout:
             session.rollout.sync.run(version=0)
             recorder.evaluate(step=0)
-        clock, synced = PhaseClock(), None
+        clock, synced, reference = PhaseClock(), None, None
         for step in range(1, config.steps + 1):
             trajectories = session.source.next_batch(step, clock)
             batch = session.batcher.batch(trajectories)
             session.trainers.load_batch(batch.replicas)
             if session.rollout:
                 with clock.phase("score"):
-                    score(session)
+                    reference = score(session, trajectories)
             with clock.phase("train"):
                 updates = update(session, batch)
             if session.rollout:
                 with clock.phase("sync"):
                     synced = session.rollout.sync.run(version=step)
-            recorder.record(step, trajectories, batch, updates, synced, clock.finish())
-            if recorder.evaluation_due(step):
-                recorder.evaluate(step)
-            if recorder.checkpoint_due(step):
-                recorder.save(step)
-            clock.finish()  # evaluation and checkpoints belong to no step
+            recorder.record(step, trajectories, batch, updates, reference, synced, clock.finish())
+            if recorder.evaluate_and_save(step):
+                clock.finish()  # neither belongs to a step
         return recorder.finish(wall_s=time.monotonic() - started)

@@ -62,9 +62,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         segments, scale, kernel = ctx.setting
-        dq, dk, dv = kernel.backward(
-            grads[0].contiguous(), q, k, v, out, lse, segments, segments, True, scale
-        )
+        dq, dk, dv = kernel.backward(grads[0].contiguous(), q, k, v, out, lse, segments, segments, True, scale)
         return dq, dk, dv, None, None, None
 
 

@@ -1,7 +1,7 @@
 """Every adaptation of Megatron-core to machines without CUDA, in one place, and active only there.
 
-Megatron-core computes on any device, but reaches for CUDA in fixed spots: the current device, streams, the random-number
-tracker, and literal ``device="cuda"``. ``megatron_runtime`` redirects those spots to the CPU for the length of a
+Megatron-core computes on any device, but reaches for CUDA in fixed spots: the current device, streams, the tracker of
+random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects those spots to the CPU for the length of a
 ``with`` block and puts the originals back afterwards. Where CUDA is available it does nothing.
 """
 
@@ -171,6 +171,11 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args)
 
 
+def without_redirection() -> contextlib.AbstractContextManager[None]:
+    """Inside, torch runs without ``CudaToCpu``: for hot loops of our own, where every call through it costs."""
+    return torch._C.DisableTorchFunction()
+
+
 _IDENTITY_ON_CPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream})
 
 
@@ -202,7 +207,7 @@ def _cpu_tracker(random: ModuleType) -> type:
     """Megatron's tracker of named random states, kept on the CPU generator."""
     default_name = random._MODEL_PARALLEL_RNG_TRACKER_NAME
 
-    class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc, name-defined]
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined]
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
                 raise TrainerError(f"cpu_runtime: random state {name!r} or seed {seed} is added twice")

@@ -8,10 +8,13 @@ lengths of both segments. Kernels are plain forward and backward functions; auto
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from backends.megatron.cpu_runtime import without_redirection
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,10 @@ class Segments:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> Segments:
-        """From (S+1,) int32 boundaries."""
+        """From (S+1,) int32 boundaries; empty segments are left out, kernels need not know them."""
+        cu_seqlens = torch.unique_consecutive(cu_seqlens)
         host = tuple(cu_seqlens.tolist())
-        longest = max((end - start for start, end in zip(host, host[1:], strict=False)), default=0)
+        longest = max((end - start for start, end in pairwise(host)), default=0)
         return cls(host, cu_seqlens, longest)
 
     def divided(self, parts: int) -> Segments:
@@ -34,9 +38,9 @@ class Segments:
         return Segments(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """``[start, end)`` of every segment."""
-        return list(zip(self.host, self.host[1:], strict=False))
+    def lengths(self) -> list[int]:
+        """Tokens of every segment."""
+        return [end - start for start, end in pairwise(self.host)]
 
 
 class AttentionKernel(Protocol):
@@ -64,25 +68,23 @@ class AttentionKernel(Protocol):
 
 
 class CpuFlash:
-    """torch's flash attention for CPU, segment by segment. Runs in float32, float64 and bfloat16."""
+    """torch's flash attention for CPU, segment by segment. Runs in float32, float64 and bfloat16.
+
+    Segments are views of one split and results are joined at once: at tens of tokens per sequence, what happens between
+    the operator's calls weighs as much as the calls.
+    """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=_statistics_dtype(q))
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for (q0, q1), (k0, k1) in zip(q_segments.spans, k_segments.spans, strict=True):
-            if q0 == q1 or k0 == k1:
-                continue
-            part, statistics = op(
-                heads[0][:, :, q0:q1], heads[1][:, :, k0:k1], heads[2][:, :, k0:k1], 0.0, causal, scale=scale
-            )
-            out[q0:q1] = part[0].transpose(0, 1)
-            lse[:, q0:q1] = statistics[0]
-        return out, lse
+        with without_redirection():
+            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+            queries = _by_segment(q, q_segments)
+            keys, values = _by_segment(k, k_segments), _by_segment(v, k_segments)
+            parts = [op(*qkv, 0.0, causal, scale=scale) for qkv in zip(queries, keys, values, strict=True)]
+            out = torch.cat([part[0].squeeze(0).transpose(0, 1) for part in parts])
+            return out, torch.cat([part[1].squeeze(0) for part in parts], dim=1)
 
     def backward(
         self,
@@ -97,21 +99,19 @@ class CpuFlash:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        groups = k.shape[1]
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        g, qh, kh, vh, oh = (x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out))
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for (q0, q1), (k0, k1) in zip(q_segments.spans, k_segments.spans, strict=True):
-            if q0 == q1 or k0 == k1:
-                continue
-            on_q, on_k = (..., slice(q0, q1), slice(None)), (..., slice(k0, k1), slice(None))
-            statistics = lse[:, q0:q1].contiguous().unsqueeze(0)
-            parts = op(g[on_q], qh[on_q], kh[on_k], vh[on_k], oh[on_q], statistics, 0.0, causal, scale=scale)
-            dq[q0:q1] = parts[0][0].transpose(0, 1)
-            dk[k0:k1] = parts[1][0].transpose(0, 1)
-            dv[k0:k1] = parts[2][0].transpose(0, 1)
-        return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
+        with without_redirection():
+            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            groups = k.shape[1]
+            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+            grads, queries, outs = (_by_segment(x, q_segments) for x in (grad, q, out))
+            keys, values = _by_segment(k, k_segments), _by_segment(v, k_segments)
+            statistics = [x.contiguous().unsqueeze(0) for x in lse.split(q_segments.lengths, dim=1)]
+            parts = [
+                op(*tensors, 0.0, causal, scale=scale)
+                for tensors in zip(grads, queries, keys, values, outs, statistics, strict=True)
+            ]
+            dq, dk, dv = (torch.cat([part[i].squeeze(0).transpose(0, 1) for part in parts]) for i in range(3))
+            return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
 
 
 class CudaFlash:
@@ -175,8 +175,9 @@ def kernel_for(device: torch.device) -> AttentionKernel:
     return CudaFlash() if device.type == "cuda" else CpuFlash()
 
 
-def _statistics_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _by_segment(x: Tensor, segments: Segments) -> tuple[Tensor, ...]:
+    """(T, heads, D) to views (1, heads, length, D)."""
+    return x.transpose(0, 1).unsqueeze(0).split(segments.lengths, dim=2)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,4 +92,5 @@ def _on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory
     tensors = {f.name: value for f in fields(pack) if isinstance(value := getattr(pack, f.name), Tensor)}
     if all(tensor.device == device for tensor in tensors.values()):
         return pack
-    return replace(pack, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+    moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return replace(pack, **moved)

@@ -52,6 +52,3 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) to the same shape and dtype."""
         return _RMSNormFunction.apply(x, self.weight, self.eps)
-
-
-

@@ -12,7 +12,7 @@ from backends.megatron.norm import RMSNorm
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One transformer layer of torch operations only, with packed attention and a norm that allows sequence parallel."""
+    """One transformer layer of torch operations only: packed attention, and a norm that allows sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

@@ -40,12 +40,14 @@ class MegatronTrainer:
         wrapped: the same chunks inside Megatron's DDP.
         optimizer: AdamW and its schedule.
         dimensions: the model's sizes, from its checkpoint.
+        coordinates: this rank's place on every axis.
     """
 
     chunks: list[LogprobModel]
     wrapped: list[DistributedDataParallel]
     optimizer: Optimizer
     dimensions: ModelDimensions
+    coordinates: RankCoordinates
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         self.config = config
@@ -81,14 +83,14 @@ class MegatronTrainer:
         self._set_threads()
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         with self.runtime:
-            coordinates = parallel.initialize(self.config, self.placement)
+            self.coordinates = parallel.initialize(self.config, self.placement)
             self.chunks = build_chunks(self.config, self.dimensions)
             conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
             self._load_reference()
             self.wrapped = wrap_for_data_parallel(self.config, self.chunks)
             self.optimizer = Optimizer(self.config, self.wrapped)
             self._schedule = Schedule(self.wrapped, self._batch_builder(), self.config.trainer.parallel)
-        return coordinates
+        return self.coordinates
 
     @property
     def device(self) -> torch.device:

@@ -70,6 +70,8 @@ class VllmEngine:
         timeout = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout):
+                # In a call of its own: something that vLLM imports keeps the importing frames, and all they refer to.
+                await asyncio.to_thread(self._import)
                 llm: AsyncLLM = await asyncio.to_thread(self._build)
                 self._llm = llm
                 await llm.update_weight_version("0")
@@ -206,11 +208,16 @@ class VllmEngine:
         await asyncio.to_thread(end_processes, self._process_ids, _STOP_TIMEOUT_S)
         self._process_ids = ()
 
-    def _build(self) -> AsyncLLM:
-        from rollout.vllm.arguments import engine_arguments, prepare_environment
+    def _import(self) -> None:
+        from rollout.vllm.arguments import prepare_environment
 
         prepare_environment(self._config)
+        import vllm.v1.engine.async_llm  # noqa: F401
+
+    def _build(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rollout.vllm.arguments import engine_arguments
 
         llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
         if self._abandoned:  # the start timed out while this thread could not be interrupted
@@ -232,14 +239,14 @@ class VllmEngine:
         from rollout.vllm.sampling import sampling_params
 
         prompt = tokens_input(list(request.prompt_tokens))
-        stream = llm.generate(prompt, sampling_params(request, self._dimensions), request.request_id)
         try:
-            async for output in stream:
+            parameters = sampling_params(request, self._dimensions)
+            async for output in llm.generate(prompt, parameters, request.request_id):
                 if output.finished:
                     return output
         except EngineDeadError as error:
             raise EngineError(f"{self._name} died while it ran request {request.request_id}; see its log") from error
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # vLLM's own classes change with its versions
             raise EngineError(f"request {request.request_id} failed on {self._name}: {_one_line(error)}") from error
         raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
 
@@ -278,8 +285,7 @@ class VllmEngine:
             return await asyncio.wait_for(call, timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else _one_line(error)
-            if self._state.is_open:
-                self._state.fail(reason)
+            self._state.fail(reason)
             raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
 
     async def _close_failed(self, reason: str) -> None:

@@ -29,7 +29,8 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
 
     sampling = request.sampling
     return SamplingParams(
-        n=request.num_samples,
+        # vLLM samples greedily once; `generations` repeats the result.
+        n=request.num_samples if sampling.temperature > 0 else 1,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -55,7 +56,8 @@ def generations(request: GenerationRequest, output: RequestOutput, version: int)
     """
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
     unknown = truncates(request.sampling)
-    return [_generation(request, sample, prompt_logprobs, version, unknown) for sample in output.outputs]
+    samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
+    return [_generation(request, sample, prompt_logprobs, version, unknown) for sample in samples]
 
 
 def _generation(

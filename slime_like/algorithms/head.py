@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
+from slime_like.algorithms.logprobs import compute_dtype, row_sums, softmax_gradient
 
 Reduce = Callable[[Tensor], object]
 
@@ -154,11 +154,7 @@ def _local_sums(
         x = _scaled_logits(hidden[part], columns, temperatures[part], dtype)
         column, held = shard.local(targets[part])
         sums[2, part] = x.gather(1, column[:, None]).squeeze(1).masked_fill_(~held, 0.0)
-        maximum[part] = x.amax(1)
-        x.sub_(maximum[part][:, None])
-        weights = x.exp()
-        sums[0, part] = weights.sum(1)
-        sums[1, part] = torch.bmm(weights[:, None, :], x[:, :, None]).view(-1)
+        maximum[part], sums[0, part], sums[1, part] = row_sums(x)
     return maximum, sums
 
 

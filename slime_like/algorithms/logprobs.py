@@ -117,10 +117,15 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         step = _chunk_rows(logits)
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
-            x = _scaled_rows(logits, rows, part, temperatures, dtype, writable=with_entropy)
+            x = _scaled_rows(logits, rows, part, temperatures, dtype)
             target = targets[part]
             picked = x.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
-            lse[part], entropy[part] = _lse_and_entropy(x, with_entropy)
+            if with_entropy:
+                maximum, total, product = row_sums(x)
+                lse[part] = maximum + total.log()
+                entropy[part] = total.log() - product / total
+            else:
+                lse[part] = x.logsumexp(1)
             logprobs[part] = (picked - lse[part]).masked_fill_(target < 0, 0.0)
         ctx.save_for_backward(logits, targets, temperatures, rows, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -140,7 +145,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         step = _chunk_rows(logits)
         for start in range(0, targets.numel(), step):
             part = slice(start, min(start + step, targets.numel()))
-            x = _scaled_rows(logits, rows, part, temperatures, lse.dtype, writable=True)
+            x = _scaled_rows(logits, rows, part, temperatures, lse.dtype)
             dx = softmax_gradient(
                 x,
                 lse[part],
@@ -159,36 +164,21 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
 
 def _scaled_rows(
-    logits: Tensor,
-    rows: Tensor | None,
-    part: slice,
-    temperatures: Tensor | None,
-    dtype: torch.dtype,
-    writable: bool,
+    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(n, V) temperature-scaled logits in the computing precision; a copy of its own where ``writable``."""
-    x = logits[part] if rows is None else logits[rows[part]]
-    fresh = rows is not None or x.dtype != dtype
-    x = x.to(dtype)
-    if temperatures is not None:
-        scale = temperatures[part].to(dtype)[:, None]
-        return x.div_(scale) if fresh else x / scale
-    return x.clone() if writable and not fresh else x
+    """(n, V) temperature-scaled logits in the computing precision; may be a view of the input: not to be written to."""
+    x = (logits[part] if rows is None else logits[rows[part]]).to(dtype)
+    return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]
 
 
-def _lse_and_entropy(x: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy of every row; ``x`` is overwritten where the entropy is asked for."""
-    if not with_entropy:
-        lse = x.logsumexp(1)
-        return lse, torch.zeros_like(lse)
+def row_sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of (n, V): its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m)."""
     maximum = x.amax(1)
-    x.sub_(maximum[:, None])
-    weights = x.exp()
+    shifted = x - maximum[:, None]
+    weights = shifted.exp()
     total = weights.sum(1)
-    log_total = total.log()
-    # H = log Z - E[x], both relative to the maximum. The product of a row and a column needs no [n, V] temporary.
-    expected = torch.bmm(weights[:, None, :], x[:, :, None]).view(-1) / total
-    return maximum + log_total, log_total - expected
+    # A forbidden token (-inf) has weight 0; the product must be 0 too, not nan.
+    return maximum, total, shifted.clamp_min_(torch.finfo(x.dtype).min).mul_(weights).sum(1)
 
 
 def softmax_gradient(
@@ -196,11 +186,11 @@ def softmax_gradient(
 ) -> Tensor:
     """Gradient of logprob and entropy with respect to (n, V) scaled logits, without the target's own +1 term.
 
-    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. Overwrites ``x``.
+    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``.
     """
-    x.sub_(lse[:, None])
+    log_p = x - lse[:, None]
     if grad_entropy is None:
-        return x.exp_().mul_(-grad_logprobs[:, None])
-    probabilities = x.exp()
-    x.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None])
-    return x.mul_(probabilities)
+        return log_p.exp_().mul_(-grad_logprobs[:, None])
+    p = log_p.exp()
+    log_p.clamp_min_(torch.finfo(x.dtype).min)
+    return log_p.mul_(-grad_entropy[:, None]).sub_((grad_entropy * entropy + grad_logprobs)[:, None]).mul_(p)

@@ -122,7 +122,7 @@ def unpack_response_logprobs(packed: PackedTrajectory, response_logprobs: Tensor
             f"response_logprobs has shape {tuple(response_logprobs.shape)}, the pack has {sum(lengths)} response "
             "tokens; give exactly one value per response token"
         )
-    return [part.clone() for part in response_logprobs.split(lengths)]
+    return list(torch.ops.aten.split_with_sizes_copy(response_logprobs, lengths))
 
 
 def response_tokens(packed: PackedTrajectory) -> Tensor:
@@ -254,9 +254,9 @@ def _token_tensors(
     token_weights = weights.repeat_interleave(lengths.response, output_size=lengths.num_responses)
     return {
         "tokens": torch.cat(pieces).to(torch.int64),
-        "targets": responses.masked_fill_(~loss_mask, ignore_index),
+        "targets": torch.where(loss_mask, responses, ignore_index),
         "loss_mask": loss_mask,
-        "token_weights": token_weights.masked_fill_(~loss_mask, 0.0),
+        "token_weights": token_weights.mul_(loss_mask),
         "temperatures": torch.tensor([s.temperature for s in sequences], dtype=torch.float32),
     }
 
@@ -306,17 +306,17 @@ def _weights(sequences: Sequence[Trajectory]) -> list[float]:
 def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
     if flat is None:
         return [None] * len(lengths)
-    return [part.clone() for part in flat.cpu().split(lengths)]
+    return list(torch.ops.aten.split_with_sizes_copy(flat.cpu(), lengths))
 
 
-def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, list]:
+def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:
     prompt_lens = packed.prompt_lens.tolist()
     pieces = [n for pair in zip(prompt_lens, response_lens, strict=True) for n in pair]
     parts = _split_owned(packed.tokens[: packed.actual_total_tokens], pieces)
     return {"prompt_tokens": parts[0::2], "response_tokens": parts[1::2], "prompt_len": prompt_lens}
 
 
-def _plain_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, list]:
+def _plain_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:
     return {
         "response_len": response_lens,
         "answer": packed.answers,
@@ -328,13 +328,13 @@ def _plain_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[s
     }
 
 
-def _score_columns(packed: PackedTrajectory) -> dict[str, list]:
+def _score_columns(packed: PackedTrajectory) -> dict[str, Sequence]:
     assert packed.advantages is not None and packed.rewards is not None and packed.successes is not None
     firsts = packed.response_lens.cumsum(0) - packed.response_lens
     return {
-        "advantages": [value.clone() for value in packed.advantages[firsts].cpu()],
-        "rewards": [row.clone() for row in packed.rewards.cpu()],
-        "successes": [row.clone() for row in packed.successes.cpu()],
+        "advantages": torch.ops.aten.unbind_copy(packed.advantages[firsts].cpu()),
+        "rewards": torch.ops.aten.unbind_copy(packed.rewards.cpu()),
+        "successes": torch.ops.aten.unbind_copy(packed.successes.cpu()),
         "reward_metadata": list(packed.reward_metadata or []),
         "token_weight": packed.sequence_weights,
     }

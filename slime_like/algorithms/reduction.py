@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.segments import segment_sum
+
 REDUCTIONS = ("tokens", "samples", "groups", "constant")
 
 
@@ -108,11 +110,8 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
     if not lengths:
         return x.sum()
     mask = torch.cat(list(loss_masks)).to(x.dtype)
-    lengths_tensor = torch.tensor(lengths, device=x.device)
-    counts = torch.segment_reduce(mask, "sum", lengths=lengths_tensor)
-    # One weight per token turns the whole sum of means into one dot product, whose gradient is the weights.
-    weights = counts.clamp_min(1).reciprocal().repeat_interleave(lengths_tensor, output_size=x.numel())
-    return torch.dot(weights.mul_(mask), x)
+    segments = torch.tensor(lengths, device=x.device)
+    return (segment_sum(x * mask, segments) / segment_sum(mask, segments).clamp_min(1)).sum()
 
 
 def _check(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> None:

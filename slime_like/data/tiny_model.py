@@ -1,4 +1,4 @@
-"""A complete, tiny Hugging Face checkpoint and an arithmetic data set, made from nothing: no download, seconds on a CPU.
+"""A complete, tiny Hugging Face checkpoint and an arithmetic data set, made from nothing: no download, quick on a CPU.
 
 The checkpoint has everything a real one has (config, safetensors, generation config, tokenizer, chat template), so
 trainers and engines treat it as any other model. The data are sums, which such a model learns within a minute.
@@ -82,11 +82,12 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
         ConfigError: unknown family or field.
     """
     config = _model_config(family, overrides)
+    dtype = config.dtype
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
-    model = model.to(config.dtype)
+    model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(**_special_ids())
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)

@@ -65,6 +65,9 @@ def _draw(rewards: tuple[list[int], list[float]], accuracy: tuple[list[int], lis
 
 
 def _dress(axes: Any, has_accuracy: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("training step", fontsize=13)
     axes.set_ylabel("mean reward, held-out accuracy" if has_accuracy else "mean reward", fontsize=13)
     axes.tick_params(labelsize=12)

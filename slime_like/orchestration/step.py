@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.weight_sync import SyncReport
@@ -40,11 +41,21 @@ class TrainSummary:
     files: dict[str, Path]
 
 
-def score(session: Session) -> None:
+def score(session: Session, trajectories: Sequence[ScoredTrajectory]) -> ReferenceRecord | None:
     """Freeze the step's old logprobs on the trainers, and the reference's where the KL term is on."""
     session.trainers.score_batch("policy")
-    if session.config.algorithm.kl_coef > 0:
-        session.trainers.score_batch("reference")
+    if session.config.algorithm.kl_coef == 0:
+        return None
+    started = time.perf_counter()
+    session.trainers.score_batch("reference")
+    seconds = time.perf_counter() - started
+    return ReferenceRecord(
+        total_s=seconds,
+        model_running_s=seconds,
+        waiting_s=0.0,  # the reference scores inside the trainer, on packs that are there already
+        response_tokens=sum(trajectory.response_len for trajectory in trajectories),
+        total_tokens=sum(trajectory.total_len for trajectory in trajectories),
+    )
 
 
 def update(session: Session, batch: TrainingBatch) -> list[GRPOStats]:
@@ -75,6 +86,7 @@ class StepRecorder:
         trajectories: Sequence[ScoredTrajectory],
         batch: TrainingBatch,
         updates: Sequence[GRPOStats],
+        reference: ReferenceRecord | None,
         sync: SyncReport | None,
         times: PhaseTimes,
     ) -> None:
@@ -93,6 +105,8 @@ class StepRecorder:
                 actual_tokens=batch.actual_tokens,
                 rewards=self._rewards(trajectories),
                 rollout=self._rollout(trajectories),
+                reference=reference,
+                weight_gather_s=sync.gather_s if sync else None,
                 probe_gap=sync.probe_gap if sync else None,
                 memory=self._memory,
             )
@@ -121,9 +135,17 @@ class StepRecorder:
             dropped_prompts=self._dropped_prompts - before,
         )
 
-    # ----------------------------------------------------------------------------------------------------- evaluation
-    def evaluation_due(self, step: int) -> bool:
-        every = self._config.evaluation.every
+    # --------------------------------------------------------------------------------------- evaluation, checkpoints
+    def evaluate_and_save(self, step: int) -> bool:
+        """Whatever is due after this step; True if anything was."""
+        evaluate, save = self._due(step, self._config.evaluation.every), self._due(step, self._config.checkpoint.every)
+        if evaluate:
+            self.evaluate(step)
+        if save:
+            self._save(step)
+        return evaluate or save
+
+    def _due(self, step: int, every: int) -> bool:
         return step == self._config.steps or (every > 0 and step % every == 0)
 
     def evaluate(self, step: int) -> None:
@@ -139,12 +161,7 @@ class StepRecorder:
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
 
-    # ---------------------------------------------------------------------------------------------------- checkpoints
-    def checkpoint_due(self, step: int) -> bool:
-        every = self._config.checkpoint.every
-        return step == self._config.steps or (every > 0 and step % every == 0)
-
-    def save(self, step: int) -> None:
+    def _save(self, step: int) -> None:
         session = self._session
         path = session.checkpoints.save(step, session.trainers, {"data": session.prompts.state_dict()})
         session.progress.note(f"checkpoint of step {step}: {path}")

@@ -95,7 +95,7 @@ class TrainerGroup:
         self._call("begin_export", phase="exporting weights")
 
     def next_buckets(self) -> list[BucketMetadata | None]:
-        """The next bucket of every rank; all ``None`` when the export is over."""
+        """The next bucket of every rank that sends one; all ``None`` when the export is over."""
         return self._call("next_bucket", phase="exporting weights")
 
     # -------------------------------------------------------------------------------------------------- checkpoints

@@ -107,15 +107,16 @@ class TrainerRank:
         self._buckets = self.backend.export_weights()
 
     def next_bucket(self) -> BucketMetadata | None:
-        """Gather and send the next bucket; ``None`` when this rank has no more.
+        """Gather and send the next bucket; ``None`` when this rank has none to send, or no more.
 
+        Ranks that only take part in a gather yield empty buckets in step with the one that sends.
         At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
         """
         if self._buckets is None or self._sender is None:
             raise RuntimeError(f"trainer rank {self._rank}: next_bucket before begin_export")
         self._release(keep=1)
         bucket = next(self._buckets, None)
-        if bucket is None:
+        if bucket is None or not bucket.tensors:
             return None
         self._in_flight.append(self._sender.send(bucket))
         return self._in_flight[-1]

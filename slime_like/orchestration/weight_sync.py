@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,14 @@ class SyncReport:
         version: what the engines now serve.
         nbytes: bytes sent to each engine.
         num_tensors: tensors sent.
+        gather_s: seconds spent waiting for the trainers to gather and write buckets.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
     """
 
     version: int
     nbytes: int
     num_tensors: int
+    gather_s: float
     probe_gap: float | None
 
 
@@ -58,25 +61,27 @@ class WeightSync:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
         self._engines.begin_update(version)
-        sent, nbytes = self._stream()
+        sent, nbytes, gather_s = self._stream()
         receipts = self._engines.finish_update(version)
         if not self._config.sync.verify:
-            return SyncReport(version, nbytes, len(sent), None)
+            return SyncReport(version, nbytes, len(sent), gather_s, None)
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent, receipt, engine)
-        return SyncReport(version, nbytes, len(sent), self._verify_probe(version))
+        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version))
 
-    def _stream(self) -> tuple[dict[str, int], int]:
+    def _stream(self) -> tuple[dict[str, int], int, float]:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
         self._trainers.begin_export()
         sent: dict[str, int] = {}
-        nbytes = 0
+        nbytes, gather_s = 0, 0.0
         loading: list[Any] = []
         while True:
+            started = time.perf_counter()
             buckets = [bucket for bucket in self._trainers.next_buckets() if bucket is not None]
+            gather_s += time.perf_counter() - started
             self._engines.wait_update(loading)
             if not buckets:
-                return sent, nbytes
+                return sent, nbytes, gather_s
             for bucket in buckets:
                 sent.update({entry.name: entry.checksum for entry in bucket.entries})
                 nbytes += bucket.nbytes

@@ -11,10 +11,15 @@ from torch import Tensor
 from slime_like.config.dimensions import ModelDimensions
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]
-"""(pipeline, tensor) rank to {Megatron name with the global layer number: local tensor}."""
+"""(pipeline, tensor) rank to {Megatron name with global layer and expert numbers: local tensor}.
+
+Experts stand under every tensor rank of their stage, wherever their expert-parallel rank is.
+"""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _REPLICATED = {
+    "mlp.router.weight": "mlp.gate.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -23,16 +28,18 @@ _REPLICATED = {
 
 
 def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
-    """This rank's parameters, or their finished gradients, under global layer numbers."""
+    """This rank's parameters, or their finished gradients, under global layer and expert numbers."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    first_expert = trainer.coordinates.expert * (trainer.dimensions.num_experts // trainer.config.trainer.parallel.expert)
     shard = {}
     for chunk in trainer.chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
             if match:
-                name = f"decoder.layers.{int(match[1]) + offset}.{match[2]}"
+                rest = _EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", match[2])
+                name = f"decoder.layers.{int(match[1]) + offset}.{rest}"
             shard[name] = (parameter.main_grad if gradients else parameter.detach()).clone()
     return shard
 
@@ -48,13 +55,15 @@ def to_hugging_face(shards: Shards, dimensions: ModelDimensions) -> dict[str, Te
                 if key in full:  # a tied embedding stands on the first and on the last stage
                     torch.testing.assert_close(value, full[key], rtol=0, atol=1e-7, msg=f"{key} differs between stages")
                 full[key] = value
-    return full
+    return _stacked_experts(full, dimensions)
 
 
 def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
     match = _LAYER.fullmatch(name)
     if match is None:
         return _outer(name, parts, dimensions)
+    if _EXPERT.search(name):
+        return _expert(name, parts, dimensions)
     prefix, rest = f"model.layers.{match[1]}.", match[2]
     if rest in _REPLICATED:
         for part in parts[1:]:
@@ -94,3 +103,25 @@ def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimension
         f"{prefix}self_attn.{letter}_proj.{kind}": piece.reshape(-1, *fused.shape[1:])
         for letter, piece in pieces.items()
     }
+
+
+def _expert(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    """With expert parallelism every expert is whole; without, it is split over tensor ranks like a dense layer."""
+    width = dimensions.moe_ffn_hidden_size
+    if name.endswith("linear_fc1.weight"):
+        if len(parts[0]) == 2 * width:
+            return {name: parts[0]}
+        halves = [part.chunk(2) for part in parts]
+        return {name: torch.cat([half[side] for side in (0, 1) for half in halves])}
+    return {name: parts[0] if parts[0].shape[1] == width else torch.cat(parts, dim=1)}
+
+
+def _stacked_experts(full: dict[str, Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    """Hugging Face's module holds all experts of a layer in one tensor: gate rows above up rows, and down."""
+    stacked = {name: value for name, value in full.items() if not _EXPERT.search(name)}
+    for layer in range(dimensions.num_layers if dimensions.num_experts else 0):
+        for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+            prefix = f"decoder.layers.{layer}.mlp.experts.local_experts"
+            experts = [full[f"{prefix}.{expert}.{ours}.weight"] for expert in range(dimensions.num_experts)]
+            stacked[f"model.layers.{layer}.mlp.experts.{theirs}"] = torch.stack(experts)
+    return stacked

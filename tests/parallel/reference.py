@@ -33,7 +33,9 @@ class Reference:
     """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus."""
 
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self.algorithm = algorithm
 
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
@@ -70,7 +72,13 @@ class Reference:
 
 
 def adamw_steps(
-    reference: Reference, sequences: list[ScoredTrajectory], denominator: float, steps: int, clip: float, lr: float, eps: float
+    reference: Reference,
+    sequences: list[ScoredTrajectory],
+    denominator: float,
+    steps: int,
+    clip: float,
+    lr: float,
+    eps: float,
 ) -> dict[str, Tensor]:
     """Weights by name after torch's AdamW with global clipping and decay on matrices only."""
     named = dict(reference.model.named_parameters())

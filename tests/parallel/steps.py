@@ -73,12 +73,19 @@ def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> Non
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:
-    """Shards of the first data- and context-parallel rank of every stage."""
-    return {
-        (r.coordinates.pipeline, r.coordinates.tensor): getattr(r, what)
+    """Shards of the first data- and context-parallel rank of every stage, with the experts of all its ranks."""
+    shards = {
+        (r.coordinates.pipeline, r.coordinates.tensor): dict(getattr(r, what))
         for r in results
         if r.coordinates.data == 0 and r.coordinates.context == 0
     }
+    for result in results:
+        for (stage, _), shard in shards.items():
+            if stage == result.coordinates.pipeline:
+                for name, value in getattr(result, what).items():
+                    if "local_experts" in name:
+                        shard.setdefault(name, value)
+    return shards
 
 
 def scored_packs(results: list[RankResult]) -> dict[int, list[ScoredLogprobs]]:

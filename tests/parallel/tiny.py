@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slime_like.trajectory import ScoredTrajectory
 
@@ -54,6 +63,9 @@ def _model(family: str) -> torch.nn.Module:
         return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True))
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_SCALING))
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts, head_dim=32, tie_word_embeddings=False))
     raise ValueError(family)
 
 

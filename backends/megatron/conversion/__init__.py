@@ -1,0 +1,11 @@
+"""Hugging Face weights to Megatron's shards and back.
+
+One table of rules per model family (``families/``) says which tensors make up which parameter; ``transforms`` says how
+they lie in it. Loading, exporting and saving all follow those two, for any parallel layout.
+"""
+
+from backends.megatron.conversion.export import export_buckets
+from backends.megatron.conversion.load import load_hf_weights
+from backends.megatron.conversion.save import save_hf
+
+__all__ = ["export_buckets", "load_hf_weights", "save_hf"]

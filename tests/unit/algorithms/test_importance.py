@@ -100,6 +100,7 @@ def test_off_policy_sequence_mask() -> None:
 
 def test_off_policy_mask_in_the_loss() -> None:
     inputs = make_inputs()
+    inputs = replace(inputs, advantages=-inputs.advantages.abs(), behaviour_logprobs=inputs.behaviour_logprobs - 0.1)
     config = AlgorithmConfig(off_policy_mask=0.0)
     output = build_loss(config)(inputs)
     kept = inputs.loss_mask

@@ -96,7 +96,7 @@ def test_token_gradients(settings, formula) -> None:  # type: ignore[no-untyped-
 
 
 def test_gspo() -> None:
-    """One ratio per sequence, over its loss-carrying tokens, clipped as a whole; gradient by autograd of the formula."""
+    """One ratio per sequence, over its loss-carrying tokens, clipped as a whole."""
     inputs = make_inputs(distance=0.3)
     config = AlgorithmConfig(loss="gspo", clip_low=0.05, clip_high=0.1)
     output = build_loss(config)(inputs)

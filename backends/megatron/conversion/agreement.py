@@ -1,0 +1,39 @@
+"""All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slime_like.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+
+def together(action: Callable[[], Result], what: str, device: torch.device) -> Result:
+    """Run ``action`` on every rank of the world. Collective.
+
+    Raises:
+        CheckpointError: this rank's own, or one that points to the rank that failed.
+    """
+    problem: CheckpointError | None = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        problem = error
+    failed = torch.full((1,), -1 if problem is None else dist.get_rank(), device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if problem is not None:
+        raise problem
+    if failed.item() >= 0:
+        raise CheckpointError(f"{what} failed on trainer rank {int(failed.item())}; its own message says why")
+    return result
+
+
+def listed(names: list[str], limit: int = 20) -> str:
+    """Names for an error message: all of a few, the first of many."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

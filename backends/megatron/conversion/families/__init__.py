@@ -1,0 +1,28 @@
+"""One adapter per model family. To add one: write its rule table in a file here and list it in ``_FAMILIES``."""
+
+from __future__ import annotations
+
+from backends.megatron.conversion.families.llama import LLAMA
+from backends.megatron.conversion.families.mistral import MISTRAL
+from backends.megatron.conversion.families.qwen2 import QWEN2
+from backends.megatron.conversion.families.qwen3 import QWEN3
+from backends.megatron.conversion.families.qwen3_moe import QWEN3_MOE
+from backends.megatron.conversion.rules import Family
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import CheckpointError
+
+_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+
+
+def family_of(dimensions: ModelDimensions) -> Family:
+    """The adapter of a model.
+
+    Raises:
+        CheckpointError: none is written for its family.
+    """
+    if dimensions.family not in _FAMILIES:
+        raise CheckpointError(
+            f"model family {dimensions.family} has no weight adapter; known: {', '.join(_FAMILIES)}; "
+            "add one in backends/megatron/conversion/families"
+        )
+    return _FAMILIES[dimensions.family]

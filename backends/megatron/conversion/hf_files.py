@@ -1,0 +1,134 @@
+"""Reading slices of a Hugging Face checkpoint's safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from backends.megatron.conversion.agreement import listed
+from backends.megatron.conversion.transforms import Shape
+from slime_like.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class HfCheckpoint:
+    """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
+
+    A context manager that closes the files. Opening reads headers only.
+
+    Raises:
+        CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        self._stack = contextlib.ExitStack()
+        self._slices: dict[str, Any] = {}
+        try:
+            for file in _weight_files(self.directory):
+                self._open(file)
+        except CheckpointError:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def _open(self, file: Path) -> None:
+        try:
+            reader = self._stack.enter_context(safe_open(file, framework="pt"))
+            names = list(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged or cut off ({error}); copy or download this file again") from error
+        twice = sorted(self._slices.keys() & set(names))
+        if twice:
+            raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")
+        self._slices |= {name: reader.get_slice(name) for name in names}
+
+    def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
+        """Refuse a checkpoint whose tensors are not exactly ``expected``.
+
+        Args:
+            ignored: names that may be present without a use.
+
+        Raises:
+            CheckpointError: lists missing and unexpected tensors, wrong shapes, and tensors that are not floats.
+        """
+        present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+        problems = [
+            f"{what}: {listed(names)}"
+            for what, names in (
+                ("missing", sorted(expected.keys() - present)),
+                ("unexpected", sorted(present - expected.keys())),
+                ("wrong shape", self._wrong_shapes(expected)),
+                ("not of a floating-point type (quantised?)", self._not_floats(expected)),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: the tensors do not fit its config.json; {'; '.join(problems)}; "
+                "use the config.json and the weights of the same, unquantised model"
+            )
+
+    def _wrong_shapes(self, expected: Mapping[str, Shape]) -> list[str]:
+        found = {name: tuple(self._slices[name].get_shape()) for name in expected if name in self._slices}
+        return [
+            f"{name} is {list(shape)}, not {list(expected[name])}"
+            for name, shape in found.items()
+            if shape != expected[name]
+        ]
+
+    def _not_floats(self, expected: Mapping[str, Shape]) -> list[str]:
+        return [
+            f"{name} ({self._slices[name].get_dtype()})"
+            for name in expected
+            if name in self._slices and self._slices[name].get_dtype() not in _FLOATS
+        ]
+
+    def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's own type. Reads no more than that.
+
+        Raises:
+            CheckpointError: the range holds NaN.
+        """
+        part = self._slices[name]
+        stop = start + length
+        values = part[start:stop] if axis == 0 else part[:, start:stop]
+        # A sum is NaN if an entry is; only then (it may also overflow) is every entry looked at.
+        if values.sum().isnan() and values.isnan().any():
+            raise CheckpointError(f"{self.directory}: {name} holds NaN; use a checkpoint from before it went wrong")
+        return values
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files of the index where there is one, else every safetensors file."""
+    index = directory / INDEX
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{directory}: no *.safetensors file; save the model with safetensors")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files ({error}); download it again") from error
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{directory}: files that its index lists are missing: {listed(missing)}")
+    return [directory / name for name in names]

@@ -1,0 +1,73 @@
+"""From a Hugging Face checkpoint into this rank's model chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from backends.megatron.conversion.agreement import listed, together
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.hf_files import HfCheckpoint
+from backends.megatron.conversion.placement import Placement, place_parameters
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import CheckpointError
+
+
+def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions) -> None:
+    """Fill every parameter of ``model_chunks`` from ``hf_dir``, cast to the parameter's own type.
+
+    Collective over the world. A rank reads only its own slices, one at a time. Every parameter element is written once
+    (vocabulary padding with zero), and every tensor of the checkpoint is used by some rank.
+
+    Raises:
+        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN, or parameters without a
+            source; on every rank, even if only one found it.
+    """
+    device = next(model_chunks[0].parameters()).device
+    what = f"loading {hf_dir}"
+    placements = together(lambda: place_parameters(model_chunks, dimensions), what, device)
+    _require_all_used(placements, dimensions, device)
+    with together(lambda: _open_checked(hf_dir, dimensions), what, device) as checkpoint:
+        together(lambda: _fill_all(placements, checkpoint), what, device)
+
+
+def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
+    checkpoint = HfCheckpoint(hf_dir)
+    # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
+    ignored = {"lm_head.weight"} if dimensions.tied_embeddings else set()
+    checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
+    return checkpoint
+
+
+def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensions, device: torch.device) -> None:
+    """Every Hugging Face tensor of the model must have a place on some rank: each rank marks its own. Collective."""
+    names = sorted(family_of(dimensions).hf_shapes(dimensions))
+    own = {name for placement in placements for name in placement.source_names()}
+    used = torch.tensor([name in own for name in names], dtype=torch.uint8, device=device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    unused = [name for name, mark in zip(names, used.tolist(), strict=True) if not mark]
+    if unused:
+        raise CheckpointError(
+            f"no parameter of any rank takes {listed(unused)}; the model was built without the modules they belong to"
+        )
+
+
+@torch.no_grad()
+def _fill_all(placements: Sequence[Placement], checkpoint: HfCheckpoint) -> None:
+    for placement in placements:
+        _fill(placement, checkpoint)
+
+
+def _fill(placement: Placement, checkpoint: HfCheckpoint) -> None:
+    target = placement.parameter.data
+    names = placement.source_names()
+    if placement.rule.transform.pads:
+        target.zero_()
+    for piece in placement.pieces():
+        values = checkpoint.read(names[piece.source], piece.axis, piece.start, piece.length)
+        view = piece.view(target)
+        view.copy_(values.view(view.shape))

@@ -1,0 +1,158 @@
+"""Which of this rank's parameters comes from which rule, under global layer and expert numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.nn import Parameter
+
+from backends.megatron.conversion.agreement import listed
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.rules import Rule
+from backends.megatron.conversion.transforms import Piece, Shape, TensorRank
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import CheckpointError
+
+_TRANSFORMER_ENGINE_NAMES = (
+    (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
+    (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
+    (r"(.+\.experts\.)(linear_fc[12])\.weight(\d+)", r"\1local_experts.\3.\2.weight"),
+)
+"""Where Transformer Engine fuses modules, its names, and the canonical ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One parameter of this rank.
+
+    Attributes:
+        name: Megatron's name with global layer and expert numbers.
+        layer, expert: those numbers; ``None`` where the rule has none.
+        tp: this rank's place in the group that shards the parameter (the expert's own group for experts).
+    """
+
+    name: str
+    parameter: Parameter
+    rule: Rule
+    layer: int | None
+    expert: int | None
+    tp: TensorRank
+    dimensions: ModelDimensions
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Full shapes of the Hugging Face tensors."""
+        return self.rule.shapes(self.dimensions)
+
+    def source_names(self, expert: int | None = None) -> list[str]:
+        """Hugging Face names; of another ``expert`` than this rank's if given."""
+        number = self.expert if expert is None else expert
+        return [source.name.format(layer=self.layer, expert=number) for source in self.rule.sources]
+
+    def pieces(self, rank: int | None = None) -> tuple[Piece, ...]:
+        """Pieces of this rank's shard, or of another ``rank``'s of the same group."""
+        tp = self.tp if rank is None else TensorRank(rank, self.tp.size)
+        return self.rule.transform.pieces(self.shapes, tp, tuple(self.parameter.shape), self.dimensions)
+
+    def check(self) -> None:
+        """Every element of the parameter must have exactly one source.
+
+        Raises:
+            CheckpointError: shape or coverage is wrong.
+        """
+        actual = tuple(self.parameter.shape)
+        wanted = self.rule.transform.shard_shape(self.shapes, self.tp, actual)
+        covered = sum(piece.numel(self.shapes) for piece in self.pieces()) if actual == wanted else -1
+        if covered != self.parameter.numel() and not (self.rule.transform.pads and covered >= 0):
+            raise CheckpointError(
+                f"parameter {self.name} has shape {list(actual)}, but rank {self.tp.rank} of {self.tp.size} needs "
+                f"{list(wanted)} to hold {listed(self.source_names())}; the model and its config.json differ"
+            )
+
+
+def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+    """Every parameter of this rank with its rule.
+
+    Raises:
+        CheckpointError: parameters that no rule covers, or of a wrong shape.
+    """
+    rules = family_of(dimensions).rules_for(dimensions)
+    placements: list[Placement] = []
+    unknown: list[str] = []
+    for name, parameter in _global_parameters(model_chunks, dimensions):
+        placement = _place(name, parameter, rules, dimensions)
+        if placement is None:
+            unknown.append(name)
+        else:
+            placement.check()
+            placements.append(placement)
+    if unknown:
+        raise CheckpointError(
+            f"parameters that no rule of family {dimensions.family} covers: {listed(unknown)}; "
+            "add rules in backends/megatron/conversion/families"
+        )
+    return placements
+
+
+def _place(name: str, parameter: Parameter, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
+    for rule in rules:
+        match = rule.pattern.fullmatch(name)
+        if match:
+            numbers = {key: int(value) for key, value in match.groupdict().items()}
+            tp = _expert_tensor_rank() if rule.per_expert else _tensor_rank()
+            return Placement(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
+    return None
+
+
+def _tensor_rank() -> TensorRank:
+    return TensorRank(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+
+
+def _expert_tensor_rank() -> TensorRank:
+    return TensorRank(
+        parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    )
+
+
+def _global_parameters(
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
+) -> Iterator[tuple[str, Parameter]]:
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
+
+
+def _canonical(name: str) -> str:
+    for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
+        match = re.fullmatch(pattern, name)
+        if match:
+            return match.expand(replacement)
+    return name
+
+
+def _global_layer(name: str, chunk: GPTModel) -> str:
+    """Megatron names layers by their place in the chunk; each layer knows its number in the model, from 1."""
+    return re.sub(
+        r"^decoder\.layers\.(\d+)\.",
+        lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.",
+        name,
+    )
+
+
+def _global_expert(name: str, dimensions: ModelDimensions) -> str:
+    def renumber(match: re.Match[str]) -> str:
+        first = local_experts(dimensions) * parallel_state.get_expert_model_parallel_rank()
+        return f".local_experts.{first + int(match[1])}."
+
+    return re.sub(r"\.local_experts\.(\d+)\.", renumber, name)
+
+
+def local_experts(dimensions: ModelDimensions) -> int:
+    """Experts per expert-parallel rank; they are consecutive."""
+    return dimensions.num_experts // parallel_state.get_expert_model_parallel_world_size()

@@ -1,0 +1,108 @@
+"""Rules: which Hugging Face tensors make up which Megatron parameter, for one family of models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
+from slime_like.config.dimensions import ModelDimensions
+
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """A Hugging Face tensor: its name, with ``{layer}`` and ``{expert}`` to fill in, and its shape in named sizes."""
+
+    name: str
+    sizes: tuple[str, ...]
+
+    def shape(self, dimensions: ModelDimensions) -> Shape:
+        known = _named_sizes(dimensions)
+        return tuple(known[size] for size in self.sizes)
+
+
+def hf(name: str, *sizes: str) -> HfTensor:
+    """Short form for rule tables. Sizes: hidden, query, key_value, head, ffn, expert_ffn, experts, vocabulary."""
+    return HfTensor(name, sizes)
+
+
+def _named_sizes(dimensions: ModelDimensions) -> dict[str, int]:
+    return {
+        "hidden": dimensions.hidden_size,
+        "query": dimensions.num_heads * dimensions.head_dim,
+        "key_value": dimensions.num_kv_heads * dimensions.head_dim,
+        "head": dimensions.head_dim,
+        "ffn": dimensions.ffn_hidden_size,
+        "expert_ffn": dimensions.moe_ffn_hidden_size,
+        "experts": dimensions.num_experts,
+        "vocabulary": dimensions.vocab_size,
+    }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter (per layer, per expert) and the Hugging Face tensors it is made of.
+
+    Attributes:
+        megatron: Megatron's canonical name with global layer and expert numbers.
+        transform: how ``sources`` lie in it.
+        sources: in the order that the transform counts them.
+        exported: False for the second copy of a tied embedding.
+    """
+
+    megatron: str
+    transform: Transform
+    sources: tuple[HfTensor, ...]
+    exported: bool = True
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches Megatron names; groups ``layer`` and ``expert`` where the rule has them."""
+        escaped = re.escape(self.megatron)
+        for number in ("layer", "expert"):
+            escaped = escaped.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
+        return re.compile(escaped)
+
+    def shapes(self, dimensions: ModelDimensions) -> tuple[Shape, ...]:
+        return tuple(source.shape(dimensions) for source in self.sources)
+
+    def instances(self, dimensions: ModelDimensions) -> Iterator[tuple[int | None, int | None]]:
+        """Every (layer, expert) that the rule stands for; ``None`` where it has no such number."""
+        layers = range(dimensions.num_layers) if "{layer}" in self.megatron else (None,)
+        experts = range(dimensions.num_experts) if self.per_expert else (None,)
+        return ((layer, expert) for layer in layers for expert in experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All rules of one family."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def rules_for(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
+        """The rules of one model. A tied head is read from the embedding and never exported."""
+        if not dimensions.tied_embeddings:
+            return self.rules
+        return tuple(TIED_OUTPUT if rule.megatron == OUTPUT_LAYER else rule for rule in self.rules)
+
+    def hf_shapes(self, dimensions: ModelDimensions) -> dict[str, Shape]:
+        """Name and shape of every Hugging Face tensor of the model."""
+        return {
+            source.name.format(layer=layer, expert=expert): shape
+            for rule in self.rules_for(dimensions)
+            for source, shape in zip(rule.sources, rule.shapes(dimensions), strict=True)
+            for layer, expert in rule.instances(dimensions)
+        }
+
+
+EMBEDDING = hf("model.embed_tokens.weight", "vocabulary", "hidden")
+TIED_OUTPUT = Rule(OUTPUT_LAYER, Vocabulary(), (EMBEDDING,), exported=False)

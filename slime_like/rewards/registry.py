@@ -1,0 +1,51 @@
+"""Finding a reward function by its registered name or by import path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from slime_like.rewards.result import RewardResult
+
+RewardCallable = Callable[..., RewardResult]
+"""``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``"""
+
+REGISTERED: Mapping[str, str] = {
+    "math_verify": "slime_like.rewards.math_answer:math_verify",
+    "format": "slime_like.rewards.response_format:response_format",
+    "length": "slime_like.rewards.response_length:response_length",
+}
+"""Functions that come with this package; none of them looks at the prompt."""
+
+
+def resolve_reward(name: str) -> RewardCallable:
+    """The function registered as ``name``, or the one at ``package.module:name``.
+
+    Raises:
+        ValueError: unknown name, an import path that leads nowhere, or something that is no function.
+    """
+    if name not in REGISTERED and ":" not in name:
+        raise ValueError(f"unknown reward function {name!r}; use {', '.join(REGISTERED)} or `package.module:name`")
+    module_name, _, attribute = REGISTERED.get(name, name).partition(":")
+    try:
+        function = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"reward function {name!r} cannot be imported ({error}); give `package.module:name`"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"reward function {name!r} is a {type(function).__name__}; give a function")
+    return function
+
+
+def check_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the function takes exactly these options besides prompt, response and answer."""
+    try:
+        inspect.signature(function).bind("", "", "", **options)
+    except TypeError as error:
+        takes = [str(p) for p in list(inspect.signature(function).parameters.values())[3:]]
+        raise ValueError(
+            f"options of reward function {name!r}: {error}; it takes {', '.join(takes) or 'none'}"
+        ) from error

@@ -1,0 +1,122 @@
+"""The pool's side of one worker process: its pipes, its deadline, its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from slime_like.config import RewardConfig
+from slime_like.errors import RewardError
+from slime_like.rewards.protocol import encode, take_messages
+
+_READ_BYTES = 1 << 16
+_KILL_TIMEOUT_S = 5.0
+
+
+class WorkerProcess:
+    """A started worker. Reading and writing never block; the pool waits for many workers at once.
+
+    Attributes:
+        ready: it has imported its reward functions and waits for items.
+        pending: items sent and not answered yet, by index; the first is the one in progress.
+        deadline: monotonic time by which its next message must have come; ``inf`` while it has nothing to do.
+    """
+
+    def __init__(self, config: RewardConfig, start_timeout_s: float) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slime_like.rewards.worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        for pipe in (self._stdin, self._stdout):
+            os.set_blocking(pipe.fileno(), False)
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self.ready = False
+        self.pending: list[int] = []
+        self.deadline = time.monotonic() + start_timeout_s
+        functions = [{"name": function.name, "options": function.options} for function in config.functions]
+        self.queue({"functions": functions, "memory_mb": config.memory_mb})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def read_fd(self) -> int:
+        return self._stdout.fileno()
+
+    @property
+    def write_fd(self) -> int:
+        return self._stdin.fileno()
+
+    @property
+    def has_output(self) -> bool:
+        """Bytes wait to be written to it."""
+        return bool(self._outgoing)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def queue(self, message: dict[str, Any]) -> None:
+        self._outgoing += encode(message)
+
+    def write(self) -> None:
+        """Write what the pipe takes. A broken pipe shows as the end of its output."""
+        try:
+            del self._outgoing[: os.write(self.write_fd, self._outgoing[:_READ_BYTES])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """Complete messages that have arrived, ``None`` when it has ended."""
+        try:
+            data = os.read(self.read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        self._incoming += data
+        return take_messages(self._incoming)
+
+    def last_words(self) -> str:
+        """The end of what it wrote to standard error."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][-500:] if lines else "it wrote nothing"
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Close its input, give it ``grace_s`` to leave, then kill it by its process id.
+
+        Raises:
+            RewardError: it is still there; the kernel cannot end it.
+        """
+        self._stdin.close()
+        try:
+            if grace_s > 0:
+                self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            pass
+        if self._process.poll() is None:
+            self._process.kill()
+        try:
+            self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise RewardError(
+                f"reward worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL; end it by hand"
+            ) from error
+        finally:
+            self._stdout.close()
+            self._log.close()

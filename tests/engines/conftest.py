@@ -1,0 +1,78 @@
+"""Two checkpoints of one model, Hugging Face's view of both, and one started engine of each kind per module."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.transformers.engine import TransformersEngine
+from rollout.vllm.engine import VllmEngine
+from slime_like.data.tiny_model import make_tiny_model
+from tests.engines.harness import EngineUnderTest, Reference, run_config
+
+ENGINES = {"vllm": VllmEngine, "transformers": TransformersEngine}
+EOS_IDS = list(range(200, 230))
+"""Many, so that a random model meets one soon."""
+RARE_ID = 263
+"""Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for the engines' processes
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [_make_model(root / f"model{seed}", seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def references(models: list[Path]) -> list[Reference]:
+    return [Reference(model) for model in models]
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(
+    request: pytest.FixtureRequest,
+    models: list[Path],
+    references: list[Reference],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineUnderTest]:
+    loop = asyncio.new_event_loop()
+    under_test = ENGINES[request.param](run_config(models[0], tmp_path_factory.mktemp("run")), 0)
+    loop.run_until_complete(under_test.start())
+    wrapped = EngineUnderTest(under_test, references, loop)
+    yield wrapped
+    wrapped.close()
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Sixteen prompts of 3 to 60 tokens, EOS ids among them: a prompt may hold anything."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 250, length).tolist() for length in generator.integers(3, 60, 16)]
+
+
+def _make_model(directory: Path, seed: int) -> Path:
+    make_tiny_model(directory, family="qwen3", seed=seed, max_position_embeddings=1024)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"][RARE_ID] = 0
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    generation = directory / "generation_config.json"
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": EOS_IDS}))
+    return directory

@@ -1,0 +1,142 @@
+"""An engine under test: a loop to run it in, a sender to feed it, and Hugging Face's model to judge it by."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from slime_like.interfaces import (
+    BucketMetadata,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    UpdateReceipt,
+    WeightBucket,
+)
+from slime_like.weights.transports.registry import open_sender
+
+MAX_NEW_TOKENS = 700
+TOLERANCE = 1e-4
+
+T = TypeVar("T")
+
+
+def run_config(model: Path, run_dir: Path, **rollout: Any) -> RunConfig:
+    return RunConfig(
+        run_dir=run_dir,
+        model=ModelConfig(path=model, dtype="float32"),
+        data=DataConfig(max_prompt_tokens=100),
+        rollout=RolloutConfig(
+            **{
+                "max_new_tokens": MAX_NEW_TOKENS,
+                "start_timeout_s": 120,
+                "request_timeout_s": 60,
+                "samples_per_prompt": 4,
+                **rollout,
+            }
+        ),
+    )
+
+
+class Reference:
+    """Hugging Face's own forward of one checkpoint: unbatched, uncached, float32."""
+
+    def __init__(self, directory: Path) -> None:
+        self.weights = load_file(directory / "model.safetensors")
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], response: Sequence[int] = ()) -> Tensor:
+        """(len(response) + 1, V): what follows the prompt, and each response token."""
+        return self._model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 :]
+
+    def logprobs(self, prompt: Sequence[int], response: np.ndarray, temperature: float) -> np.ndarray:
+        logits = self.logits(prompt, response.tolist())[:-1] / (temperature or 1.0)
+        return logits.log_softmax(-1).gather(1, torch.from_numpy(response)[:, None])[:, 0].numpy()
+
+
+class EngineUnderTest:
+    """Runs coroutines of one engine on one loop, and remembers which weights it ought to have."""
+
+    def __init__(self, engine: RolloutEngine, references: Sequence[Reference], loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
+        self.references = references
+        self.current = 0
+        self.version = 0
+        self._loop = loop
+        self._ids = itertools.count()
+        self.sender = open_sender("shared_memory", f"engine-test-{uuid.uuid4().hex}")
+        self.run(engine.connect("shared_memory", self.sender.rendezvous()))
+
+    @property
+    def reference(self) -> Reference:
+        return self.references[self.current]
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(call, timeout_s))
+
+    def request(self, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
+        own = {"num_samples", "seed", "prompt_logprobs", "request_id"}
+        request = {name: fields.pop(name) for name in own & set(fields)}
+        request.setdefault("request_id", f"request-{next(self._ids)}")
+        return GenerationRequest(prompt_tokens=list(prompt), sampling=SamplingParams(**fields), **request)
+
+    def generate(self, prompt: Sequence[int], **fields: Any) -> list[Generation]:
+        return self.run(self.engine.generate(self.request(prompt, **fields)))
+
+    def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        async def gather() -> list[list[Generation]]:
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        return self.run(gather())
+
+    async def load(self, which: int, buckets: int = 4) -> tuple[UpdateReceipt, dict[str, int]]:
+        """A whole update to the weights of reference ``which``; the receipt, and the hashes that were sent."""
+        self.version += 1
+        await self.engine.begin_update(self.version)
+        sent = await self.send(list(self.references[which].weights.items()), buckets)
+        receipt = await self.engine.finish_update(self.version)
+        self.current = which
+        return receipt, sent
+
+    async def send(
+        self,
+        tensors: list[tuple[str, Tensor]],
+        buckets: int = 4,
+        tamper: Callable[[BucketMetadata], None] | None = None,
+    ) -> dict[str, int]:
+        sent: dict[str, int] = {}
+        for part in _parts(tensors, buckets):
+            metadata = self.sender.send(WeightBucket(part))
+            sent |= {entry.name: entry.checksum for entry in metadata.entries}
+            if tamper is not None:
+                tamper(metadata)
+            try:
+                await self.engine.update(metadata)
+            finally:
+                self.sender.release(metadata)
+        return sent
+
+    def close(self) -> None:
+        self.sender.close()
+        self.run(self.engine.stop())
+
+
+def _parts(tensors: list[tuple[str, Tensor]], count: int) -> Iterator[list[tuple[str, Tensor]]]:
+    size = -(-len(tensors) // count)
+    for start in range(0, len(tensors), size):
+        yield tensors[start : start + size]

@@ -1,0 +1,437 @@
+"""What every engine promises, asked of every engine; Hugging Face's forward is the judge.
+
+One engine is started per module and kind, so tests leave it idle and unpaused. Not covered here: crashes
+(``test_lifecycle.py``), speed, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest
+from tests.engines.conftest import EOS_IDS, RARE_ID
+from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference
+
+NO_STOP = (RARE_ID,)
+COLD = 0.05
+"""With ``NO_STOP`` and this temperature responses end at their length."""
+
+
+def check_logprobs(reference: Reference, prompt: list[int], generation: Generation, temperature: float = 1.0) -> None:
+    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.weight_versions)
+    if len(generation.token_ids):
+        expected = reference.logprobs(prompt, generation.token_ids, temperature)
+        # A division by the temperature scales the float noise of the logits, too.
+        assert np.abs(generation.logprobs - expected).max() < TOLERANCE * max(1.0, 0.5 / (temperature or 1.0))
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_those_of_the_scaled_logits(
+    engine: EngineUnderTest, prompts: list[list[int]], temperature: float
+) -> None:
+    requests = [engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2) for p in prompts]
+    for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True):
+        for generation in generations:
+            check_logprobs(engine.reference, prompt, generation, temperature)
+
+
+def test_mixed_temperatures_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    temperatures = [(0.0, 0.5, 1.0, 1.5)[i % 4] for i in range(len(prompts))]
+    requests = [engine.request(p, temperature=t, max_new_tokens=8) for p, t in zip(prompts, temperatures, strict=True)]
+    results = engine.generate_all(requests)
+    for prompt, temperature, (generation,) in zip(prompts, temperatures, results, strict=True):
+        check_logprobs(engine.reference, prompt, generation, temperature)
+
+
+def test_greedy_takes_the_most_likely_token(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    (generation,) = engine.generate(prompts[0], temperature=0.0, max_new_tokens=24, stop_token_ids=NO_STOP)
+    logits = engine.reference.logits(prompts[0], generation.token_ids.tolist())[:-1]
+    chosen = logits.gather(1, torch.from_numpy(generation.token_ids)[:, None])[:, 0]
+    assert (logits.max(dim=-1).values - chosen).max() < TOLERANCE
+
+
+def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    """Pearson's chi-square over the twenty likeliest tokens and the rest; 45.3 is its 99.9 % quantile at 20 degrees."""
+    count, prompt, temperature = 1500, prompts[1], 0.7
+    generations = engine.generate(prompt, temperature=temperature, max_new_tokens=1, num_samples=count, seed=5)
+    expected = (engine.reference.logits(prompt)[0] / temperature).softmax(-1).double()
+    top = expected.topk(20).indices
+    observed = torch.bincount(torch.tensor([int(g.token_ids[0]) for g in generations]), minlength=len(expected))
+    cells = torch.cat((expected[top], 1 - expected[top].sum()[None])) * count
+    seen = torch.cat((observed[top], (count - observed[top].sum())[None])).double()
+    assert ((seen - cells) ** 2 / cells).sum() < 45.3
+
+
+def test_eos_ends_a_response_and_stays_in_it(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16)
+    for generation in generations:
+        assert generation.finish_reason == "stop"
+        assert generation.token_ids[-1] in EOS_IDS
+        assert not set(generation.token_ids[:-1].tolist()) & set(EOS_IDS)
+        check_logprobs(engine.reference, prompts[2], generation)
+
+
+def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    stop = tuple(range(100, 130))
+    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, stop_token_ids=stop)
+    assert all(g.finish_reason == "stop" and g.token_ids[-1] in stop for g in generations)
+    assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 33])
+def test_length_limit(engine: EngineUnderTest, prompts: list[list[int]], limit: int) -> None:
+    generations = engine.generate(
+        prompts[3], max_new_tokens=limit, num_samples=3, stop_token_ids=NO_STOP, temperature=COLD
+    )
+    assert all(g.finish_reason == "length" and len(g.token_ids) == limit for g in generations)
+
+
+def test_a_seed_gives_the_same_ids_whoever_else_runs(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    def seeded(prompt: list[int], seed: int, count: int) -> GenerationRequest:
+        return engine.request(prompt, seed=seed, num_samples=count, max_new_tokens=12, stop_token_ids=NO_STOP)
+
+    alone = engine.generate_all([seeded(prompts[4], 7, 2)])[0]
+    crowd = engine.generate_all([seeded(p, i, 3) for i, p in enumerate(prompts)] + [seeded(prompts[4], 7, 4)])[-1]
+    ids = [generation.token_ids.tolist() for generation in crowd]
+    assert [generation.token_ids.tolist() for generation in alone] == ids[:2]
+    assert len({tuple(sample) for sample in ids}) == 4
+    other = engine.generate_all([seeded(prompts[4], 8, 4)])[0]
+    assert not {tuple(sample) for sample in ids} & {tuple(g.token_ids.tolist()) for g in other}
+
+
+def test_without_a_seed_samples_differ(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    drawn = [engine.generate(prompts[4], max_new_tokens=12, stop_token_ids=NO_STOP)[0] for _ in range(2)]
+    assert drawn[0].token_ids.tolist() != drawn[1].token_ids.tolist()
+
+
+def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "training": False}
+    top = set(engine.reference.logits(prompts[5])[0].topk(3).indices.tolist())
+    assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_k=3, **options)} == top
+    likeliest = int(engine.reference.logits(prompts[5])[0].argmax())
+    assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_p=1e-4, **options)} == {likeliest}
+
+
+def test_prompt_logprobs_are_teacher_forced(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    for prompt in prompts[:6]:
+        (generation,) = engine.generate(prompt, temperature=0.5, max_new_tokens=1, prompt_logprobs=True)
+        expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+        assert generation.prompt_logprobs is not None
+        assert generation.prompt_logprobs.shape == (len(prompt) - 1,)
+        assert np.abs(generation.prompt_logprobs - expected).max() < TOLERANCE
+
+
+def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    chosen = [prompts[i % len(prompts)] for i in range(200)]
+    limits = [1 + i % 23 for i in range(200)]
+    requests = [
+        engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, stop_token_ids=NO_STOP, temperature=COLD)
+        for i, (prompt, limit) in enumerate(zip(chosen, limits, strict=True))
+    ]
+    results = engine.generate_all(requests)
+    for index, generations in enumerate(results):
+        assert len(generations) == 1 + index % 3
+        assert all(len(g.token_ids) == limits[index] for g in generations)
+    for index in range(0, 200, 9):
+        check_logprobs(engine.reference, chosen[index], results[index][-1], COLD)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [5, 100_000]}, "outside the vocabulary"),
+        ({"max_new_tokens": 5000}, "max_model_len"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 0.001}, "temperature=0.001"),
+        ({"top_p": 0.9}, "top_p=1"),
+        ({"top_k": 5}, "top_k=-1"),
+        ({"stop_token_ids": (100_000,)}, "stop token id"),
+    ],
+)
+def test_refusals(engine: EngineUnderTest, fields: dict[str, Any], message: str) -> None:
+    fields = {"prompt": [3, 4, 5], "max_new_tokens": 4, **fields}
+    with pytest.raises(EngineError, match=message):
+        engine.generate(**fields)
+
+
+# ----------------------------------------------------------------------------------------------------- abort and pause
+async def sampling_has_begun(engine: EngineUnderTest) -> None:
+    """Long enough for any engine to be in the middle of a response of hundreds of tokens."""
+    await asyncio.sleep(0.15)
+
+
+def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> GenerationRequest:
+    return engine.request(prompt, max_new_tokens=700, stop_token_ids=NO_STOP, temperature=COLD, **fields)
+
+
+def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        doomed, spared = (long_request(engine, prompt, num_samples=2) for prompt in prompts[6:8])
+        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
+        await sampling_has_begun(engine)
+        await engine.engine.abort(doomed.request_id)
+        return await tasks[0], await tasks[1]
+
+    doomed, spared = engine.run(scenario())
+    for generation in doomed:
+        assert generation.finish_reason == "abort"
+        assert 0 < len(generation.token_ids) < 700
+        check_logprobs(engine.reference, prompts[6], generation, COLD)
+    assert all(g.finish_reason == "length" for g in spared)
+
+
+def test_abort_all(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> list[list[Generation]]:
+        tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p))) for p in prompts]
+        await sampling_has_begun(engine)
+        await engine.engine.abort()
+        return list(await asyncio.gather(*tasks))
+
+    assert all(g.finish_reason == "abort" for generations in engine.run(scenario()) for g in generations)
+    assert engine.run(engine.engine.health()).running_requests == 0
+
+
+def test_pause_abort(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> Generation:
+        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
+        await sampling_has_begun(engine)
+        await engine.engine.pause("abort")
+        generation = (await asyncio.wait_for(task, 5))[0]
+        await engine.engine.resume()
+        return generation
+
+    generation = engine.run(scenario())
+    assert generation.finish_reason == "abort"
+    check_logprobs(engine.reference, prompts[6], generation, COLD)
+
+
+def test_pause_wait_lets_requests_finish(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[bool, Generation]:
+        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
+        await sampling_has_begun(engine)
+        await engine.engine.pause("wait")
+        await asyncio.sleep(0.05)  # the result may be on its way through the loop
+        done = task.done()
+        await engine.engine.resume()
+        return done, (await task)[0]
+
+    done, generation = engine.run(scenario())
+    assert done
+    assert generation.finish_reason == "length"
+
+
+def test_pause_keep_freezes_and_goes_on(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[bool, Generation]:
+        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
+        await sampling_has_begun(engine)
+        await engine.engine.pause("keep")
+        await asyncio.sleep(0.8)
+        done = task.done()
+        await engine.engine.resume()
+        return done, (await task)[0]
+
+    done, generation = engine.run(scenario())
+    assert not done
+    assert generation.finish_reason == "length"
+    check_logprobs(engine.reference, prompts[6], generation, COLD)
+
+
+def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario(mode: Any) -> tuple[bool, int]:
+        await engine.engine.pause(mode)
+        task = asyncio.create_task(engine.engine.generate(engine.request(prompts[0], max_new_tokens=3)))
+        await asyncio.sleep(0.3)
+        waited = not task.done() and (await engine.engine.health()).running_requests == 1
+        await engine.engine.resume()
+        return waited, len((await task)[0].token_ids)
+
+    for mode in ("abort", "wait", "keep"):
+        waited, tokens = engine.run(scenario(mode))
+        assert waited
+        assert 1 <= tokens <= 3
+
+
+def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> Generation:
+        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
+        await sampling_has_begun(engine)
+        await engine.engine.pause("keep")
+        await engine.engine.abort()
+        generation = (await asyncio.wait_for(task, 5))[0]
+        await engine.engine.resume()
+        return generation
+
+    assert engine.run(scenario()).finish_reason == "abort"
+
+
+def test_a_request_id_runs_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> None:
+        request = long_request(engine, prompts[6], request_id="twice")
+        task = asyncio.create_task(engine.engine.generate(request))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="unique"):
+            await engine.engine.generate(request)
+        await engine.engine.abort("twice")
+        await task
+
+    engine.run(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+def test_update_while_idle(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    shared = prompts[0] + prompts[1] + prompts[2]  # longer than a cache block: a stale prefix would show
+    before = engine.generate(shared[:90], max_new_tokens=16, stop_token_ids=NO_STOP, seed=3)[0]
+    check_logprobs(engine.reference, shared[:90], before)
+    receipt, sent = engine.run(engine.load(1 - engine.current))
+    after = engine.generate(shared[:90], max_new_tokens=16, stop_token_ids=NO_STOP, seed=3)[0]
+    check_logprobs(engine.reference, shared[:90], after)
+    assert before.token_ids.tolist() != after.token_ids.tolist()
+    assert set(after.weight_versions.tolist()) == {engine.version}
+    assert receipt.version == engine.version
+    assert receipt.checksums == sent == engine.run(engine.engine.checksums())
+    assert engine.run(engine.engine.health()).weight_version == engine.version
+
+
+def test_prompt_logprobs_follow_an_update(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    engine.run(engine.load(1 - engine.current, buckets=1))
+    test_prompt_logprobs_are_teacher_forced(engine, prompts)
+
+
+@pytest.mark.parametrize("caller_pauses", [True, False])
+def test_update_in_the_middle_of_requests(
+    engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool
+) -> None:
+    """Tokens before the update follow the old weights, tokens after it the new ones, and the versions say where."""
+
+    async def scenario() -> list[list[Generation]]:
+        requests = [long_request(engine, prompt, num_samples=2) for prompt in prompts[:3]]
+        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in requests]
+        await sampling_has_begun(engine)
+        if caller_pauses:
+            await engine.engine.pause("keep")
+        await engine.load(1 - engine.current)
+        if caller_pauses:
+            await engine.engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    old, old_version = engine.reference, engine.version
+    for prompt, generations in zip(prompts, engine.run(scenario()), strict=False):
+        for generation in generations:
+            versions = generation.weight_versions
+            switch = int((versions == old_version).sum())
+            assert 0 < switch < len(versions)
+            assert versions.tolist() == [old_version] * switch + [engine.version] * (len(versions) - switch)
+            expected_old = old.logprobs(prompt, generation.token_ids, COLD)[:switch]
+            expected_new = engine.reference.logprobs(prompt, generation.token_ids, COLD)[switch:]
+            gap = np.abs(generation.logprobs - np.concatenate((expected_old, expected_new)))
+            assert gap.max() < 10 * TOLERANCE
+
+
+def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
+    directory = Path(engine.sender.rendezvous()["directory"])
+    with (directory / metadata.location["segment"]).open("r+b") as segment:
+        segment.seek(metadata.entries[-1].offset + 5)
+        byte = segment.read(1)[0]
+        segment.seek(-1, 1)
+        segment.write(bytes([byte ^ 4]))
+
+
+def test_damaged_bytes_are_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> None:
+        await engine.engine.begin_update(engine.version + 1)
+        await engine.send(list(engine.reference.weights.items()), tamper=lambda m: flip_a_bit(engine, m))
+
+    expect_failed_update(engine, scenario, "arrived damaged", prompts[0])
+
+
+def test_a_missing_tensor_is_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> None:
+        await engine.engine.begin_update(engine.version + 1)
+        await engine.send([(n, t) for n, t in engine.reference.weights.items() if "layers.1.mlp.up_proj" not in n])
+        await engine.engine.finish_update(engine.version + 1)
+
+    expect_failed_update(engine, scenario, r"1 missing \(model.layers.1.mlp.up_proj.weight\)", prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("model.norm.bias", torch.zeros(4))], "no tensor model.norm.bias"),
+        ([("model.norm.weight", torch.zeros(3))], "has shape"),
+    ],
+)
+def test_a_wrong_tensor_is_refused(
+    engine: EngineUnderTest, prompts: list[list[int]], tensors: list[tuple[str, torch.Tensor]], message: str
+) -> None:
+    async def scenario() -> None:
+        await engine.engine.begin_update(engine.version + 1)
+        await engine.send(tensors)
+
+    expect_failed_update(engine, scenario, message, prompts[0])
+
+
+def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    """A sender that died half-way leaves nothing behind that the next whole update would not replace."""
+
+    async def scenario() -> None:
+        await engine.engine.begin_update(engine.version + 1)
+        await engine.send(list(engine.references[1 - engine.current].weights.items())[:9], buckets=3)
+        await engine.load(engine.current)
+
+    engine.run(scenario())
+    (generation,) = engine.generate(prompts[0], max_new_tokens=8)
+    check_logprobs(engine.reference, prompts[0], generation)
+
+
+def expect_failed_update(engine: EngineUnderTest, scenario: Any, message: str, prompt: list[int]) -> None:
+    """The update raises, sampling is refused until a whole update comes, and then all is well."""
+    with pytest.raises(WeightSyncError, match=message):
+        engine.run(scenario())
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.generate(prompt, max_new_tokens=1)
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.run(engine.engine.resume())
+    engine.run(engine.load(engine.current))
+    (generation,) = engine.generate(prompt, max_new_tokens=8)
+    check_logprobs(engine.reference, prompt, generation)
+
+
+def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
+    with pytest.raises(WeightSyncError, match="begin_update"):
+        engine.run(engine.engine.finish_update(99))
+    with pytest.raises(WeightSyncError, match="begin_update"):
+        engine.run(engine.send(list(engine.reference.weights.items())))
+
+
+# -------------------------------------------------------------------------------------------------------------- health
+def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[Any, Any]:
+        tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
+        await sampling_has_begun(engine)
+        busy = await engine.engine.health()
+        await engine.engine.abort()
+        await asyncio.gather(*tasks)
+        return busy, await engine.engine.health()
+
+    busy, idle = engine.run(scenario())
+    assert busy.alive
+    assert idle.alive
+    assert busy.running_requests == len(prompts)
+    assert 0 < busy.outstanding_tokens <= 2 * 700 * len(prompts)
+    assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
+
+
+def test_sleep_is_refused_where_no_memory_would_come_free(engine: EngineUnderTest) -> None:
+    with pytest.raises(EngineError, match="memory"):
+        engine.run(engine.engine.sleep())

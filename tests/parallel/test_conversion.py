@@ -1,0 +1,193 @@
+"""Hugging Face to Megatron to Hugging Face is the identity, bit for bit, for every family over parallel layouts.
+
+Compared with the bytes of the checkpoint that was read, tensor by tensor, both as streamed buckets and as a written
+checkpoint. That each element stands at the *right* place in between is what the unit tests of the transforms and the
+logprob parity tests show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backends.megatron import conversion, parallel
+from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.model import build_chunks
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_ranks
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+BUCKET_BYTES = 100_000  # embeddings (135 kB) are larger, most other tensors smaller
+SHARD_BYTES = 400_000
+# Four KV heads admit tensor=4; four layers admit interleaving.
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "tp2": {"tensor": 2},
+    "tp4": {"tensor": 4},
+    "pp2": {"pipeline": 2},
+    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
+    "cp2": {"context": 2},
+    "tp2-dp2": {"tensor": 2, "data": 2},
+}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"data": 2, "expert": 2},
+    "tp2-ep2": {"tensor": 2, "sequence": True, "expert": 2},
+    "tp2-ep2-dp2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+    "tp2-etp2": {"tensor": 2, "sequence": True},
+    "pp2-ep4-interleaved": {"pipeline": 2, "virtual_pipeline": 2, "data": 4, "expert": 4},
+}
+
+
+@dataclass
+class Exported:
+    """What one rank streamed: bucket sizes in bytes, and its tensors."""
+
+    buckets: list[int] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    copies: int = 0
+
+
+def _round_trip(placement: RankPlacement, configs: list[RunConfig], outputs: list[Path]) -> list[Exported]:
+    with megatron_runtime():
+        parallel.initialize(configs[0], placement)
+        results = [_one_family(config, output) for config, output in zip(configs, outputs, strict=True)]
+        parallel.leave()
+    return results
+
+
+def _one_family(config: RunConfig, output: Path) -> Exported:
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    chunks = build_chunks(config, dimensions)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))  # what is not written shows
+    conversion.load_hf_weights(chunks, config.model.path, dimensions)
+    assert all(parameter.isfinite().all() for chunk in chunks for parameter in chunk.parameters())
+    exported = Exported()
+    for bucket in conversion.export_buckets(chunks, dimensions, BUCKET_BYTES):
+        exported.buckets.append(sum(tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors))
+        exported.copies += sum(name in exported.tensors for name, _ in bucket.tensors)
+        exported.tensors |= {name: tensor.clone() for name, tensor in bucket.tensors}
+    conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
+    return exported
+
+
+def _configs(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> list[RunConfig]:
+    configs = []
+    for family in families:
+        make_tiny_model(root / family, family, **{**SIZES, **sizes})
+        dtype = sizes.get("dtype", "float32")
+        model = {"path": root / family, "dtype": dtype}
+        trainer = {"parallel": layout, "step_timeout_s": 60.0}
+        configs.append(RunConfig(run_dir=root, model=model, trainer=trainer))
+    return configs
+
+
+def _check_layout(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> None:
+    configs = _configs(root / "hf", families, layout, **sizes)
+    outputs = [root / "out" / family for family in families]
+    world = configs[0].trainer.parallel.world_size
+    results = run_ranks(_round_trip, world, root / "ranks", configs, outputs)
+    for index, (config, output) in enumerate(zip(configs, outputs, strict=True)):
+        original = load_file(config.model.path / "model.safetensors")
+        _check_stream([result[index] for result in results], original)
+        _check_directory(output, original)
+
+
+def _check_stream(ranks: list[Exported], original: dict[str, Tensor]) -> None:
+    """Every tensor comes from exactly one rank, once, unchanged; buckets keep their bound."""
+    streamed: dict[str, Tensor] = {}
+    for rank in ranks:
+        assert rank.copies == 0
+        assert not streamed.keys() & rank.tensors.keys()
+        streamed |= rank.tensors
+    _same_bits(streamed, original)
+    largest = max(tensor.nbytes for tensor in original.values())
+    assert max(size for rank in ranks for size in rank.buckets) <= max(BUCKET_BYTES, largest)
+    assert sum(bool(rank.tensors) for rank in ranks) <= 2  # one sender per pipeline stage
+
+
+def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
+    files = sorted(output.glob("*.safetensors"))
+    assert len(files) > 1 and (output / "model.safetensors.index.json").is_file()
+    assert not list(output.parent.glob(".*"))
+    written: dict[str, Tensor] = {}
+    for file in files:
+        written |= load_file(file)
+    _same_bits(written, original)
+
+
+def _same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip_is_bit_exact(layout: str, tmp_path: Path) -> None:
+    families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-1]  # experts below
+    _check_layout(tmp_path, families, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_round_trip_of_experts_is_bit_exact(layout: str, tmp_path: Path) -> None:
+    _check_layout(tmp_path, ("qwen3_moe",), EXPERT_LAYOUTS[layout])
+
+
+def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
+    """And with the tying turned round: untied qwen2, tied qwen3, whose head has a copy on the last stage."""
+    for family, tied in (("qwen2", False), ("qwen3", True)):
+        layout = {"tensor": 2, "pipeline": 2}
+        _check_layout(tmp_path / family, (family,), layout, dtype="bfloat16", tie_word_embeddings=tied)
+
+
+def test_what_is_written_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    """Saved over an earlier checkpoint, with the tokenizer, and computing the same logits."""
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {"tensor": 2})
+    output = tmp_path / "out"
+    make_tiny_model(output, "qwen3", seed=5)
+    run_ranks(_round_trip, 2, tmp_path / "ranks", [config], [output])
+    tokens = AutoTokenizer.from_pretrained(output)("12+34=", return_tensors="pt").input_ids
+    logits = [AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (config.model.path, output)]
+    assert torch.equal(*logits)
+    assert (output / "generation_config.json").is_file() and (output / "chat_template.jinja").is_file()
+
+
+def test_one_rank_failing_ends_all(tmp_path: Path) -> None:
+    """NaN in the last layer is read by the last stage only; the first one learns of it instead of waiting."""
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {"pipeline": 2})
+    file = config.model.path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = float("nan")
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+    messages = run_ranks(_load_error, 2, tmp_path / "ranks", config)
+    assert "failed on trainer rank 1" in messages[0]
+    assert "model.layers.3.mlp.down_proj.weight holds NaN" in messages[1]
+
+
+def _load_error(placement: RankPlacement, config: RunConfig) -> str:
+    from slime_like.errors import CheckpointError
+
+    with megatron_runtime():
+        parallel.initialize(config, placement)
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        with pytest.raises(CheckpointError) as caught:
+            conversion.load_hf_weights(build_chunks(config, dimensions), config.model.path, dimensions)
+        parallel.leave()
+    return str(caught.value)

@@ -1,0 +1,75 @@
+"""Records with figures that are easy to compute by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime_like.observability.phases import PhaseTimes
+from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+from slime_like.trajectory import GRPOStats
+
+
+def grpo_stats(**figures: float) -> GRPOStats:
+    names = (
+        "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "old_gap_max",
+        "engine_gap_mean", "engine_gap_max", "grad_norm", "learning_rate", "num_tokens",
+    )  # fmt: skip
+    values: dict[str, Any] = {name: torch.tensor(figures.get(name, 0.0), dtype=torch.float64) for name in names}
+    return GRPOStats(**values)
+
+
+def phase_times() -> PhaseTimes:
+    seconds = {"wait": 0.5, "generate": 4.0, "reward": 0.5, "score": 0.5, "train": 2.0, "sync": 0.4}
+    return PhaseTimes(step_s=8.0, seconds=seconds, orchestration_s=0.1)
+
+
+def reward_record() -> RewardRecord:
+    """Group 7 is spread; 8 is not once weighted (1 + 0 against 0 + 2/2); 9 has one sample."""
+    return RewardRecord(
+        func_names=["math_verify", "length"],
+        weights=[1.0, 0.5],
+        rewards=[[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [1.0, 4.0]],
+        successes=[[1, 0], [0, 0], [1, 0], [0, 1], [1, 1]],
+        group_ids=[7, 7, 8, 8, 9],
+    )
+
+
+def rl_record() -> StepRecord:
+    return StepRecord(
+        updates=[
+            grpo_stats(loss=1.0, old_gap_max=1e-7, engine_gap_max=0.5, learning_rate=1e-3, num_tokens=30, ratios=1.0),
+            grpo_stats(loss=3.0, old_gap_max=0.2, engine_gap_max=0.25, learning_rate=2e-3, num_tokens=10, ratios=1.5),
+        ],
+        times=phase_times(),
+        response_lengths=[10, 20, 30, 4, 16],
+        packed_tokens=200,
+        actual_tokens=150,
+        rewards=reward_record(),
+        rollout=RolloutRecord(
+            finish_reasons=["stop", "length", "length", "stop", "stop"], dropped_prompts=2, queue_size=3
+        ),
+        reference=ReferenceRecord(
+            total_s=2.0,
+            model_running_s=0.5,
+            waiting_s=0.25,
+            response_tokens=80,
+            total_tokens=150,
+            memory={"peak_rss (GiB)": 0.5},
+        ),
+        replay_buffer_size=64,
+        weight_gather_s=0.2,
+        probe_gap=1e-6,
+        memory={"peak_rss (GiB)": 1.5},
+    )
+
+
+def sft_record() -> StepRecord:
+    return StepRecord(
+        updates=[grpo_stats(loss=2.0)],
+        times=phase_times(),
+        response_lengths=[3, 5],
+        packed_tokens=20,
+        actual_tokens=20,
+    )

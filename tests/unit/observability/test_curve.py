@@ -1,0 +1,69 @@
+"""The running mean against numpy; the picture by its own pixels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_like.errors import DataError
+from slime_like.observability.curve import plot_reward_curve, running_mean
+
+REWARD_BLUE = (0x00, 0x72, 0xB2)
+ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
+
+
+def write_run(path: Path, steps: int, accuracy: bool) -> Path:
+    rows = [{"step": step, "ref_actor_rewards/rewards_mean": step / steps} for step in range(1, steps + 1)]
+    if accuracy:
+        rows += [{"step": step, "evaluation/accuracy": 0.5} for step in (0, steps)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def count_pixels(png: Path, colour: tuple[int, int, int]) -> int:
+    import matplotlib.image
+
+    pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255)
+    return int((np.abs(pixels - colour).max(axis=-1) < 3).sum())
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 50])
+def test_running_mean(window: int) -> None:
+    values = np.random.default_rng(0).random(30)
+    expected = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(30)]
+    assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "accuracy"), [(1, False), (1, True), (40, False), (40, True)])
+def test_the_picture_shows_what_the_run_has(tmp_path: Path, steps: int, accuracy: bool) -> None:
+    png = tmp_path / "new" / "curve.png"
+    plot_reward_curve(write_run(tmp_path / "metrics.jsonl", steps, accuracy), png)
+    import matplotlib.image
+
+    assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
+    assert count_pixels(png, REWARD_BLUE) > 50
+    assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy
+
+
+def test_a_run_without_rewards_has_no_curve(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train_actor_training/loss": 2.0}\n')
+    with pytest.raises(DataError, match="only an RL run"):
+        plot_reward_curve(path, tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_observability_needs_neither_matplotlib_nor_ray_nor_torch_to_be_imported() -> None:
+    """Log readers and progress must start quickly, and no import may choose a plotting backend for the user."""
+    modules = ("phases", "records", "names", "metrics", "progress", "curve")
+    code = (
+        f"import sys; [__import__('slime_like.observability.' + name) for name in {modules!r}];"
+        "print(sorted({'torch', 'ray', 'matplotlib', 'tensorboard', 'wandb', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,189 @@
+"""Files read back with plain json, and with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config import LoggingConfig
+from slime_like.errors import ConfigError, DataError
+from slime_like.observability.metrics import MetricLogger, read_metrics, series
+
+FILE_ONLY = LoggingConfig(tensorboard=False)
+
+
+def strict_lines(path: Path) -> list[dict[str, object]]:
+    """Parse as the JSON standard does: NaN and Infinity are errors."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    logger = MetricLogger(FILE_ONLY, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    logger.log(0, {"evaluation/accuracy": 0.5})
+    assert [(row["step"], row["evaluation/accuracy"]) for row in strict_lines(path)] == [(0, 0.5)]
+    logger.log(1, {"a": 1, "b": 2.5})
+    first, second = strict_lines(path)
+    assert (second["step"], second["a"], second["b"]) == (1, 1.0, 2.5)
+    assert isinstance(first["time"], float) and isinstance(second["time"], float)
+    assert first["time"] <= second["time"]
+    logger.close()
+    logger.close()
+
+
+def test_non_finite_values_stand_as_null(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "nan": math.nan,
+        "inf": np.float32(-np.inf),
+        "tensor": torch.tensor(math.inf),
+        "fine": torch.tensor(0.5),
+    }
+    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+    logger.log(1, values)
+    logger.close()
+    (row,) = strict_lines(tmp_path / "metrics.jsonl")
+    assert {name: row[name] for name in values} == {"nan": None, "inf": None, "tensor": None, "fine": 0.5}
+
+
+def test_a_later_logger_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = MetricLogger(FILE_ONLY, tmp_path)
+        logger.log(step, {"a": step})
+        logger.close()
+    assert [row["step"] for row in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(("tail", "kept"), [('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])])
+def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path, tail: str, kept: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 0.0}\n' + tail)
+    assert [row["step"] for row in read_metrics(path)] == kept[:-1]
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    logger.log(3, {"a": 1.0})
+    logger.close()
+    assert [row["step"] for row in strict_lines(path)] == kept
+
+
+@pytest.mark.parametrize("damage", ['{"step": 1, "a"\n{"step": 2}\n', '{"step": 1}\n[2]\n', '{"step": 1}\n{"st\n'])
+def test_damage_elsewhere_is_refused(tmp_path: Path, damage: str) -> None:
+    """Only what follows the last newline may be half a record; a broken line that was ended is damage."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(damage)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:[12]: .*no JSON object"):
+        read_metrics(path)
+
+
+def test_reading_a_missing_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such metrics file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_series_takes_the_last_run_of_a_step_and_skips_gaps() -> None:
+    records: list[dict[str, Any]] = [
+        {"step": 2, "a": 1.0},
+        {"step": 3, "a": None},
+        {"step": 1, "a": 5.0},
+        {"step": 2, "a": 4.0},
+        {"step": 9},
+    ]
+    assert series(records, "a") == ([1, 2], [5.0, 4.0])
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+    for step in (1, 2, 3):
+        logger.log(step, {"train_actor_training/loss": 1 / step, "phases/train (s)": 0.25})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    (loss_tag,) = [tag for tag in losses if "loss" in tag]
+    assert [step for step, _ in losses[loss_tag]] == [1, 2, 3]
+    assert [value for _, value in losses[loss_tag]] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert len(losses) == 2
+
+
+def test_tensorboard_off_writes_no_directory(tmp_path: Path) -> None:
+    MetricLogger(FILE_ONLY, tmp_path).close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_wandb_without_its_package_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
+    with pytest.raises(ConfigError, match=r"logging\.wandb=true.*pip install wandb.*logging\.wandb=false"):
+        MetricLogger(LoggingConfig(tensorboard=False, wandb=True), tmp_path)
+
+
+def test_tensorboard_without_its_package_is_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard=true.*pip install tensorboard"):
+        MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+
+
+def test_tables_append_rows(tmp_path: Path) -> None:
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    logger.log_table(1, "samples", ["Prompt", "Logprobs"], [["1+1=\n", [-0.5, math.nan]], ["ü", [math.inf]]])
+    logger.log_table(2, "samples", ["Prompt", "Logprobs"], [["x", []]])
+    logger.close()
+    assert strict_lines(tmp_path / "tables" / "samples.jsonl") == [
+        {"step": 1, "Prompt": "1+1=\n", "Logprobs": [-0.5, None]},
+        {"step": 1, "Prompt": "ü", "Logprobs": [None]},
+        {"step": 2, "Prompt": "x", "Logprobs": []},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "row", "message"),
+    [
+        ("../out", ["a"], [1], "table name"),
+        ("a/b", ["a"], [1], "table name"),
+        ("t", ["step"], [1], "step: every line has this field"),
+        ("t", ["a", "a"], [1, 2], "named twice"),
+        ("t", ["a", "b"], [1], "row 0: 1 cells for 2 columns"),
+    ],
+)
+def test_tables_that_cannot_be_written_are_refused(
+    tmp_path: Path, name: str, columns: list[str], row: list[int], message: str
+) -> None:
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        logger.log_table(1, name, columns, [row])
+    logger.close()
+    assert not (tmp_path / "tables").exists()
+
+
+def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path) -> None:
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    with pytest.raises(ValueError, match="time: every line"):
+        logger.log(1, {"time": 3.0})
+    logger.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real package, offline; only where it is installed, for it is an option of the user's."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = MetricLogger(LoggingConfig(tensorboard=False, wandb=True), tmp_path)
+    logger.log(1, {"train_actor_training/loss": 0.5, "nan": math.nan})
+    logger.log_table(1, "samples", ["Prompt", "Reward"], [["1+1=", 1.0]])
+    logger.close()
+    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"train_actor_training/loss" in record.read_bytes()

@@ -1,0 +1,141 @@
+"""Names against a literal list, figures against hand-computed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from slime_like.observability.names import evaluation_metrics, step_metrics
+from slime_like.observability.phases import PhaseTimes
+from slime_like.observability.records import RewardRecord
+from tests.unit.observability.records import reward_record, rl_record, sft_record
+
+RL_FIGURES = {
+    # means over two optimizer steps, but for old_gap_max (first), engine_gap_max (largest), learning_rate (last)
+    "train_actor_training/loss": 2.0,
+    "train_actor_training/policy_loss": 0.0,
+    "train_actor_training/kl_loss": 0.0,
+    "train_actor_training/ratios": 1.25,
+    "train_actor_training/clipfrac": 0.0,
+    "train_actor_training/approx_policy_kls": 0.0,
+    "train_actor_training/response_lengths": 16.0,
+    "train_actor_training/entropy": 0.0,
+    "train_actor_training/grad_norm": 0.0,
+    "train_actor_training/learning_rate": 2e-3,
+    "train_actor_training/old_gap_max": 1e-7,
+    "train_actor_training/engine_gap_mean": 0.0,
+    "train_actor_training/engine_gap_max": 0.5,
+    "train_actor_training/importance_weight": 0.0,
+    "train_actor_training/importance_clipfrac": 0.0,
+    "train_actor_training/num_tokens": 40.0,
+    "train_actor_performance/total_step_time (s)": 8.0,
+    "train_actor_performance/time_grpo_steps (s)": 2.0,
+    "train_actor_performance/pct_time_grpo_steps (%)": 25.0,
+    "train_actor_performance/tokens_per_second": 10.0,  # 80 response tokens in 8 s
+    "train_actor_performance/time_weight_sync (s)": 0.4,
+    "train_actor_performance/pct_time_weight_sync (%)": 5.0,
+    "train_actor_performance/padded_tokens_percentage (%)": 25.0,
+    "train_actor_performance/time_waiting_buffer (s)": 0.5,
+    "train_actor_performance/pct_time_waiting_buffer (%)": 6.25,
+    "train_actor_performance/time_weight_gather (s)": 0.2,
+    "train_actor_performance/pct_time_weight_gather (%)": 2.5,
+    "train_actor_performance/memory/peak_rss (GiB)": 1.5,
+    "ref_actor_performance/memory/peak_rss (GiB)": 0.5,
+    "ref_actor_performance/time_total_ref_step (s)": 2.0,
+    "ref_actor_performance/total_rollout_time (s)": 2.0,
+    "ref_actor_performance/time_model_running (s)": 0.5,
+    "ref_actor_performance/pct_time_model_running (%)": 25.0,
+    "ref_actor_performance/time_waiting_buffer (s)": 0.25,
+    "ref_actor_performance/pct_time_waiting_buffer (%)": 12.5,
+    "ref_actor_performance/response_tokens_processed": 80.0,
+    "ref_actor_performance/total_tokens_processed": 150.0,
+    "ref_actor_performance/tokens_per_second": 160.0,  # over the time the model ran
+    "ref_actor_rewards/rewards_mean": 0.9,  # 9 over 5 x 2 entries
+    "ref_actor_rewards/successes_mean": 0.5,
+    "ref_actor_rewards/total_reward_mean": 1.2,  # (1 + 0 + 1 + 1 + 3) / 5
+    "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
+    "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
+    "ref_actor_rewards/rewards_func_length_mean": 1.2,
+    "ref_actor_rewards/successes_func_length_mean": 0.4,
+    "queues/rollout_queue_size": 3.0,
+    "queues/train_replay_buffer_size": 64.0,
+    "phases/wait (s)": 0.5,
+    "phases/generate (s)": 4.0,
+    "phases/reward (s)": 0.5,
+    "phases/score (s)": 0.5,
+    "phases/train (s)": 2.0,
+    "phases/sync (s)": 0.4,
+    "phases/orchestration (s)": 0.1,
+    "phases/orchestration (%)": 1.25,
+    "rollout/tokens_per_second": 20.0,  # 80 tokens in the 4 s of generation
+    "rollout/response_length_mean": 16.0,
+    "rollout/response_length_max": 30.0,
+    "rollout/truncated_fraction": 0.4,
+    "rollout/zero_spread_groups": 2.0,
+    "rollout/dropped_prompts": 2.0,
+    "weights/probe_gap": 1e-6,
+}
+
+
+def test_every_name_and_figure_of_an_rl_step() -> None:
+    metrics = step_metrics(rl_record())
+    assert set(metrics) == set(RL_FIGURES)
+    assert metrics == pytest.approx(RL_FIGURES)
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
+    metrics = step_metrics(sft_record())
+    assert metrics["train_actor_training/loss"] == 2.0
+    absent = ("ref_actor", "rollout/", "weights/", "queues/rollout", "train_actor_performance/time_weight_gather")
+    assert not [name for name in metrics if name.startswith(absent)]
+
+
+def test_a_step_of_no_time_divides_by_nothing() -> None:
+    record = dataclasses.replace(
+        rl_record(), times=PhaseTimes(0.0, dict.fromkeys(rl_record().times.seconds, 0.0), 0.0), packed_tokens=150
+    )
+    metrics = step_metrics(record)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
+    assert metrics["rollout/tokens_per_second"] == 0.0
+
+
+def test_generation_time_can_be_given_where_it_overlaps_training() -> None:
+    rollout = rl_record().rollout
+    assert rollout is not None
+    record = dataclasses.replace(rl_record(), rollout=dataclasses.replace(rollout, seconds=0.8))
+    assert step_metrics(record)["rollout/tokens_per_second"] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [[1.0, 0.0]]}, "rewards has shape"),
+        ({"successes": [[1], [0], [1], [0], [1]]}, "successes has shape"),
+        ({"weights": [1.0]}, "1 weights for 2 reward functions"),
+        ({"rewards": [], "successes": [], "func_names": [], "weights": [], "group_ids": []}, "has shape"),
+    ],
+)
+def test_reward_records_that_do_not_fit_are_refused(change: dict[str, list[float]], message: str) -> None:
+    fields = {field.name: getattr(reward_record(), field.name) for field in dataclasses.fields(RewardRecord)}
+    with pytest.raises(ValueError, match=message):
+        RewardRecord(**fields | change)
+
+
+def test_step_records_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one optimizer step"):
+        dataclasses.replace(sft_record(), updates=[])
+    with pytest.raises(ValueError, match="21 actual tokens"):
+        dataclasses.replace(sft_record(), actual_tokens=21)
+
+
+def test_evaluation_names() -> None:
+    assert evaluation_metrics(0.75, 200, 6.5, 0.01) == {
+        "evaluation/accuracy": 0.75,
+        "evaluation/num_responses": 200.0,
+        "evaluation/response_length_mean": 6.5,
+        "evaluation/truncated_fraction": 0.01,
+    }
