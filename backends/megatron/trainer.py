@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ class MegatronTrainer:
             raise ConfigError(problems)
         self._set_threads()
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
-        with self.runtime:
+        with self._phase("setup"):
             self.coordinates = parallel.initialize(self.config, self.placement)
             self.chunks = build_chunks(self.config, self.dimensions)
             conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
@@ -96,6 +97,18 @@ class MegatronTrainer:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return next(self.chunks[0].parameters()).device
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Megatron's runtime; a failed collective or kernel comes out as an error that names rank and phase."""
+        try:
+            with self.runtime:
+                yield
+        except RuntimeError as error:
+            raise TrainerError(
+                f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}; if a collective failed, "
+                "another rank died or hung: its own message says why"
+            ) from error
 
     def _set_threads(self) -> None:
         threads = self.config.trainer.cpu_threads
@@ -132,7 +145,7 @@ class MegatronTrainer:
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self) -> None:
         """Zero the gradients and the step's sums."""
-        with self.runtime:
+        with self._phase("begin_step"):
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
@@ -145,7 +158,7 @@ class MegatronTrainer:
                 f"rank {self.placement.rank}, accumulate: the window is empty; every rank needs the same number of "
                 "micro-batches (fill up with zero-weight ones)"
             )
-        with self.runtime:
+        with self._phase("accumulate"):
             self._schedule.train(micro_batches, self._micro_batch_loss)
 
     def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -173,7 +186,7 @@ class MegatronTrainer:
                 f"rank {self.placement.rank}, finish_step: denominator={denominator} is not positive; "
                 "a step needs at least one token that carries loss"
             )
-        with self.runtime:
+        with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
             self.finalize_gradients(denominator)
             norm = self.optimizer.gradient_norm()
@@ -185,7 +198,7 @@ class MegatronTrainer:
 
     def finalize_gradients(self, denominator: float) -> None:
         """Sum gradients over data and context ranks, of shared weights over their groups; scale by 1/denominator."""
-        with self.runtime:
+        with self._phase("finalize_gradients"):
             finalize_model_grads(self.wrapped, None)
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / denominator)
@@ -206,7 +219,7 @@ class MegatronTrainer:
             return self._score(micro_batches)
 
     def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
-        with self.runtime:
+        with self._phase("score"):
             scored = self._schedule.score(micro_batches)
         if scored is None:
             return None
@@ -224,17 +237,17 @@ class MegatronTrainer:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, scheduler and random state by Megatron's distributed checkpointing."""
-        with self.runtime:
-            from backends.megatron import checkpoint
+        from backends.megatron import checkpoint
 
-            checkpoint.save(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+        with self._phase("save"):
+            checkpoint.save_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {})
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""
-        with self.runtime:
-            from backends.megatron import checkpoint
+        from backends.megatron import checkpoint
 
-            checkpoint.load(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+        with self._phase("load"):
+            checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
 
     def offload(self) -> None:
         """Move weights, gradients and optimizer state to host memory (on a CPU they are there already)."""

@@ -89,7 +89,7 @@ def compute_advantages(
         rewards: (N,) total reward of every sample.
         group_ids: (N,) group of every sample; groups may be uneven and in any order, but must be complete.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
-        options: ``eps`` (spread of rewards that counts as none, default 1e-6) and, where a standard deviation is taken,
+        options: ``eps`` (spread of rewards that counts as none, default 1e-6; without effect where none is taken) and, where a standard deviation is taken,
             ``ddof`` (default 1, the sample standard deviation).
 
     Returns:
@@ -156,7 +156,7 @@ def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, d
     return centred / Groups([0] * centred.numel()).std(centred, ddof)
 
 
-def _pass_through(rewards: Tensor, groups: Groups) -> Tensor:
+def _pass_through(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
     return rewards
 
 

@@ -16,7 +16,7 @@ from slime_like.algorithms.packing import response_logit_index, response_tokens
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
-_CPU_CHUNK_ELEMENTS = 1 << 18
+_CPU_CHUNK_ELEMENTS = 1 << 17
 _DEVICE_CHUNK_ELEMENTS = 1 << 25
 
 

@@ -10,7 +10,7 @@ from slime_like.config.base import Section
 
 
 class DataConfig(Section):
-    """Prompt files (JSONL or Parquet) and the keys inside their rows."""
+    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
 
     train: tuple[Path, ...] = Field((), description="Training files, .jsonl or .parquet, read in this order.")
     prompt_key: str = Field("prompt", description="Row key of the prompt: a string, or a list of chat messages.")
@@ -29,7 +29,7 @@ class EvaluationConfig(Section):
 
     files: tuple[Path, ...] = Field((), description="Held-out files; none means no evaluation.")
     every: int = Field(0, ge=0, description="Evaluate every so many steps; 0 means before and after training only.")
-    max_prompts: int | None = Field(None, ge=1, description="Use only the first so many rows of each file.")
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first so many prompts.")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
     samples_per_prompt: int = Field(1, ge=1, description="Responses per held-out prompt.")
     max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none means `rollout.max_new_tokens`.")

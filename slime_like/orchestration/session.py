@@ -106,6 +106,7 @@ class Session:
         stack.callback(pool.close)
         scorer = Scorer(config, pool, tokenizer)
         self.trainers.setup()
+        pool.start()
         engines.start()
         sync = WeightSync(config, self.trainers, engines, self.run_name)
         sync.connect()

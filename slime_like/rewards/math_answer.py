@@ -23,6 +23,7 @@ _MAX_DEPTH = 24
 _MAX_ANSWER_CHARS = 1024
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NUMBER = re.compile(r"-?[\d,]*\.?\d+%?")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
@@ -68,6 +69,8 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return "nested too deeply"
     if _WORDS.fullmatch(answer):
         return None if _words(response) == _words(answer) else "wrong"
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(response.strip()):
+        return None if int(answer) == int(response) else "wrong"
     parsed = parse(_plain_decimals(response), parsing_timeout=None)
     if not parsed:
         return "no answer found"

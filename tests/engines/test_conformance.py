@@ -166,9 +166,8 @@ def test_refusals(engine: EngineUnderTest, fields: dict[str, Any], message: str)
 
 
 # ----------------------------------------------------------------------------------------------------- abort and pause
-async def sampling_has_begun(engine: EngineUnderTest) -> None:
-    """Long enough for any engine to be in the middle of a response of hundreds of tokens."""
-    await asyncio.sleep(0.15)
+HALFWAY_S = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""How long to let a response of 700 tokens run, until it is caught in the middle on a machine of any speed."""
 
 
 def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> GenerationRequest:
@@ -176,14 +175,17 @@ def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> G
 
 
 def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> tuple[list[Generation], list[Generation]]:
+    async def scenario(delay_s: float) -> tuple[list[Generation], list[Generation]]:
         doomed, spared = (long_request(engine, prompt, num_samples=2) for prompt in prompts[6:8])
         tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
-        await sampling_has_begun(engine)
+        await asyncio.sleep(delay_s)
         await engine.engine.abort(doomed.request_id)
         return await tasks[0], await tasks[1]
 
-    doomed, spared = engine.run(scenario())
+    for delay_s in HALFWAY_S:
+        doomed, spared = engine.run(scenario(delay_s))
+        if all(0 < len(generation.token_ids) < 700 for generation in doomed):
+            break
     for generation in doomed:
         assert generation.finish_reason == "abort"
         assert 0 < len(generation.token_ids) < 700
@@ -194,7 +196,7 @@ def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
 def test_abort_all(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> list[list[Generation]]:
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p))) for p in prompts]
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.abort()
         return list(await asyncio.gather(*tasks))
 
@@ -205,7 +207,7 @@ def test_abort_all(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
 def test_pause_abort(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> Generation:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.pause("abort")
         generation = (await asyncio.wait_for(task, 5))[0]
         await engine.engine.resume()
@@ -219,7 +221,7 @@ def test_pause_abort(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
 def test_pause_wait_lets_requests_finish(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[bool, Generation]:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.pause("wait")
         await asyncio.sleep(0.05)  # the result may be on its way through the loop
         done = task.done()
@@ -234,7 +236,7 @@ def test_pause_wait_lets_requests_finish(engine: EngineUnderTest, prompts: list[
 def test_pause_keep_freezes_and_goes_on(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[bool, Generation]:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.pause("keep")
         await asyncio.sleep(0.8)
         done = task.done()
@@ -265,7 +267,7 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
 def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> Generation:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.pause("keep")
         await engine.engine.abort()
         generation = (await asyncio.wait_for(task, 5))[0]
@@ -314,10 +316,10 @@ def test_update_in_the_middle_of_requests(
 ) -> None:
     """Tokens before the update follow the old weights, tokens after it the new ones, and the versions say where."""
 
-    async def scenario() -> list[list[Generation]]:
+    async def scenario(delay_s: float) -> list[list[Generation]]:
         requests = [long_request(engine, prompt, num_samples=2) for prompt in prompts[:3]]
         tasks = [asyncio.create_task(engine.engine.generate(request)) for request in requests]
-        await sampling_has_begun(engine)
+        await asyncio.sleep(delay_s)
         if caller_pauses:
             await engine.engine.pause("keep")
         await engine.load(1 - engine.current)
@@ -325,17 +327,26 @@ def test_update_in_the_middle_of_requests(
             await engine.engine.resume()
         return list(await asyncio.gather(*tasks))
 
-    old, old_version = engine.reference, engine.version
-    for prompt, generations in zip(prompts, engine.run(scenario()), strict=False):
+    for delay_s in HALFWAY_S:
+        old, old_version = engine.reference, engine.version
+        results = engine.run(scenario(delay_s))
+        if all(len(set(g.weight_versions.tolist())) == 2 for generations in results for g in generations):
+            break
+    for prompt, generations in zip(prompts[:3], results, strict=True):
         for generation in generations:
-            versions = generation.weight_versions
-            switch = int((versions == old_version).sum())
-            assert 0 < switch < len(versions)
-            assert versions.tolist() == [old_version] * switch + [engine.version] * (len(versions) - switch)
-            expected_old = old.logprobs(prompt, generation.token_ids, COLD)[:switch]
-            expected_new = engine.reference.logprobs(prompt, generation.token_ids, COLD)[switch:]
-            gap = np.abs(generation.logprobs - np.concatenate((expected_old, expected_new)))
-            assert gap.max() < 10 * TOLERANCE
+            check_switch(prompt, generation, (old, old_version), (engine.reference, engine.version))
+
+
+def check_switch(
+    prompt: list[int], generation: Generation, old: tuple[Reference, int], new: tuple[Reference, int]
+) -> None:
+    versions = generation.weight_versions.tolist()
+    switch = versions.count(old[1])
+    assert 0 < switch < len(versions)
+    assert versions == [old[1]] * switch + [new[1]] * (len(versions) - switch)
+    before = old[0].logprobs(prompt, generation.token_ids, COLD)[:switch]
+    after = new[0].logprobs(prompt, generation.token_ids, COLD)[switch:]
+    assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
 
 
 def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
@@ -418,7 +429,7 @@ def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
 def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[Any, Any]:
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
-        await sampling_has_begun(engine)
+        await asyncio.sleep(HALFWAY_S[0])
         busy = await engine.engine.health()
         await engine.engine.abort()
         await asyncio.gather(*tasks)

@@ -31,7 +31,9 @@ def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
     """This rank's parameters, or their finished gradients, under global layer and expert numbers."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    first_expert = trainer.coordinates.expert * (trainer.dimensions.num_experts // trainer.config.trainer.parallel.expert)
+    first_expert = trainer.coordinates.expert * (
+        trainer.dimensions.num_experts // trainer.config.trainer.parallel.expert
+    )
     shard = {}
     for chunk in trainer.chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from algorithm_cases import SHAPES, batch, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from slime_like.algorithms import (
     split_for_context_parallel,
 )
 from slime_like.trajectory import PackedTrajectory
+from tests.unit.algorithms.cases import SHAPES, batch, shapes
 
 LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_losses import LENGTHS, make_inputs
 
 from slime_like.algorithms import (
     build_loss,
@@ -17,6 +16,7 @@ from slime_like.algorithms import (
     overlong_penalty,
 )
 from slime_like.config.algorithm import AlgorithmConfig
+from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 STARTS = [0, 5, 6]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_cases import VOCABULARY, batch, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,6 +28,7 @@ from slime_like.algorithms import (
 )
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.unit.algorithms.cases import VOCABULARY, batch, shapes
 
 HIDDEN = 6
 CONFIG = AlgorithmConfig(clip_low=0.1, clip_high=0.3, kl_coef=0.2, kl_estimator="k3", entropy_coef=0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_cases import SHAPES, VOCABULARY, batch, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +15,7 @@ from slime_like.algorithms import (
     selective_log_softmax,
 )
 from slime_like.algorithms import logprobs as logprobs_module
+from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from algorithm_cases import SHAPES, batch, scored, shapes, unscored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +21,7 @@ from slime_like.algorithms import (
     zero_weight_pack,
 )
 from slime_like.algorithms.transfer import move_together
+from tests.unit.algorithms.cases import SHAPES, batch, scored, shapes, unscored
 
 
 def assert_same(left: object, right: object) -> None:

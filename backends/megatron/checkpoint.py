@@ -1,0 +1,244 @@
+"""Training state on disk through Megatron's distributed checkpointing: readable under the same layout and others."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from backends.megatron.conversion.agreement import together
+from slime_like.errors import CheckpointError
+
+_FORMAT = 1
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
+
+
+def save_checkpoint(
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
+) -> None:
+    """Write model, optimizer, schedule and random state into ``directory``. Collective over the world.
+
+    The caller owns naming and atomicity; all ranks must share the file system.
+
+    Args:
+        model_chunks: this rank's chunks, without data-parallel wrapping.
+        optimizer, scheduler: Megatron's.
+        extra: plain values that come back from ``load_checkpoint``; the same on every rank.
+
+    Raises:
+        CheckpointError: the disk refused; on every rank, even if only one could not write.
+    """
+    directory = Path(directory)
+    device = next(model_chunks[0].parameters()).device
+    together(lambda: _make_directory(directory), f"writing {directory}", device)
+    _fill_adam_state(optimizer)
+    state = _sharded_state(model_chunks, optimizer, loading=False)
+    state |= {"scheduler": scheduler.state_dict(), "extra": extra, "format": _FORMAT, "layout": _layout()}
+    state["random"] = _sharded_random_state()
+    try:
+        with _no_manager_process():
+            dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave(directory, device))
+    except (CheckpointingException, CheckpointException, OSError) as error:
+        raise CheckpointError(f"{directory}: could not be written ({error}); free space there") from error
+
+
+def load_checkpoint(
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
+) -> dict[str, Any]:
+    """Read what ``save_checkpoint`` wrote, in place, and return its ``extra``. Collective over the world.
+
+    Under the layout that wrote it everything comes back bit for bit, random state included. Under another layout
+    weights, optimizer and schedule do; random states belong to the ranks of the old layout and stay as they are.
+
+    Raises:
+        CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
+    """
+    directory = Path(directory)
+    device = next(model_chunks[0].parameters()).device
+    common = together(lambda: _read_common(directory), f"reading {directory}", device)
+    _fill_adam_state(optimizer)
+    state = _sharded_state(model_chunks, optimizer, loading=True)
+    same_layout = common["layout"] == _layout()
+    if same_layout:
+        state["random"] = _sharded_random_state()
+    try:
+        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"{directory}: does not fit this model or is damaged ({error}); use a checkpoint of the same model"
+        ) from error
+    _restore(directory, loaded, model_chunks, optimizer, scheduler)
+    if same_layout:
+        _set_random_state(loaded["random"])
+    extra: dict[str, Any] = loaded["extra"]
+    return extra
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be made ({error}); choose another directory") from error
+
+
+def _read_common(directory: Path) -> dict[str, Any]:
+    try:
+        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
+    except (CheckpointingException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{directory}: not a whole training checkpoint ({error}); use another one") from error
+    if common.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{directory}: has checkpoint format {common.get('format')}, this version reads {_FORMAT}; "
+            "load it with the version that wrote it and export a Hugging Face model"
+        )
+    return common
+
+
+def _restore(
+    directory: Path, loaded: dict[str, Any], model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
+) -> None:
+    for index, chunk in enumerate(model_chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    _own_step_counters(optimizer)
+    scheduler.num_steps = 0  # loading counts on from here
+    try:
+        scheduler.load_state_dict(loaded["scheduler"])
+    except AssertionError as error:
+        raise CheckpointError(
+            f"{directory}: was trained with another learning-rate schedule ({error}); "
+            "use the same steps and trainer.optimizer settings"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------- the state
+def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bool) -> dict[str, Any]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    models = {
+        f"model{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": group, **_METADATA})
+        for index, chunk in enumerate(model_chunks)
+    }
+    return {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)}
+
+
+def _fill_adam_state(optimizer: Any) -> None:
+    """Give AdamW the state it otherwise makes in its first step: there is something to save, or to load into."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:
+            continue
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            part.init_state_fn(inner, part.config)
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def _own_step_counters(optimizer: Any) -> None:
+    """Megatron restores one step counter for all parameters; torch's AdamW advances each parameter's own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:
+            continue
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _sharded_random_state() -> ShardedObject:
+    """torch's generators and Megatron's named ones, one entry per rank."""
+    state = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+# ---------------------------------------------------------------------------------------------------------- the writer
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by the rank itself instead of by processes forked and spawned for it.
+
+    Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
+    """
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self._directory = directory
+        self._device = device
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        def write() -> None:
+            together(lambda: self._write(writer), f"writing {self._directory}", self._device)
+
+        def finalize() -> None:
+            save_state_dict_async_finalize(*save_state_dict_ret)
+
+        return AsyncRequest(write, [], [finalize])
+
+    def _write(self, writer: FileSystemWriterAsync) -> None:
+        if not writer.write_buckets:
+            return
+        results: dict[int, Any] = {}
+        for index, bucket in enumerate(FileSystemWriterAsync.preload_tensors(writer.write_buckets, non_blocking=False)):
+            answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+            pending: queue.Queue[int] = queue.Queue()
+            pending.put(index)
+            transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, answers, pending, use_fsync=True)
+            _, results[index] = answers.get_nowait()
+            if isinstance(results[index], Exception):
+                error = results[index]
+                raise CheckpointError(f"{bucket[0]}: could not be written ({error}); free space there") from error
+        assert writer.results_queue is not None
+        writer.results_queue.put(results)
+
+
+@contextlib.contextmanager
+def _no_manager_process() -> Iterator[None]:
+    """Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn."""
+    original = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = queue.Queue
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original

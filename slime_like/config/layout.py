@@ -1,0 +1,80 @@
+"""Which parallel layouts a model admits. Sizes only: no torch, no process group."""
+
+from __future__ import annotations
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.trainer import ParallelConfig
+
+
+def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    """Why this layout cannot run this model: one sentence per fault, with field, value and remedy."""
+    return [
+        *_tensor_problems(parallel, dimensions),
+        *_pipeline_problems(parallel, dimensions),
+        *_expert_problems(parallel, dimensions),
+    ]
+
+
+def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    what = {
+        "attention heads": dimensions.num_heads,
+        "KV heads": dimensions.num_kv_heads,
+        "FFN columns": dimensions.moe_ffn_hidden_size or dimensions.ffn_hidden_size,
+    }
+    fitting = [size for size in _divisors(dimensions.num_kv_heads) if all(n % size == 0 for n in what.values())]
+    problems = [
+        f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {_either(fitting)}"
+        for name, count in what.items()
+        if count % parallel.tensor
+    ][-1:]  # one is enough: the remedy is the same
+    if parallel.sequence and parallel.tensor == 1:
+        problems.append(
+            "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
+        )
+    return problems
+
+
+def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    layers, chunks = dimensions.num_layers, parallel.virtual_pipeline
+    problems = []
+    if layers % (parallel.pipeline * chunks):
+        fitting = [size for size in _divisors(layers) if layers % (size * chunks) == 0] or [1]
+        times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
+        problems.append(
+            f"trainer.parallel.pipeline={parallel.pipeline}{times} does not divide the model's {layers} layers; "
+            f"use {_either(fitting)}" + (" with a virtual_pipeline that fits" if chunks > 1 else "")
+        )
+    if chunks > 1 and parallel.pipeline == 1:
+        problems.append(
+            f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
+        )
+    return problems
+
+
+def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    experts = dimensions.num_experts
+    if experts == 0:
+        if parallel.expert == 1:
+            return []
+        return [f"trainer.parallel.expert={parallel.expert}, but the model has no experts; set it to 1"]
+    problems = []
+    if experts % parallel.expert:
+        problems.append(
+            f"trainer.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
+            f"use {_either(_divisors(experts))}"
+        )
+    ranks = parallel.tensor * parallel.context * parallel.data
+    if ranks % parallel.expert:
+        problems.append(
+            f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
+            f"use {_either(_divisors(ranks))}"
+        )
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(part for part in (", ".join(map(str, sizes[:-1])), str(sizes[-1])) if part)

@@ -1,0 +1,105 @@
+"""From a row's text to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config import DataConfig
+from slime_like.data.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """Token ids of a prompt, its ground truth, and the demonstration where the row has one (EOS included)."""
+
+    tokens: Sequence[int]
+    answer: str
+    response_tokens: Sequence[int] | None
+
+
+class RowEncoder:
+    """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line."""
+
+    def __init__(self, tokenizer: Any, config: DataConfig, need_response: bool) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self._need_response = need_response
+        self._vocab_size = len(tokenizer)
+
+    def encode(self, row: Row) -> EncodedRow:
+        tokens = self._prompt_tokens(row)
+        if not tokens:
+            raise row.fault("the prompt has no token; a model cannot start from nothing, remove the row")
+        return EncodedRow(tokens, self._answer(row), self._response_tokens(row))
+
+    def _prompt_tokens(self, row: Row) -> list[int]:
+        given = row.get(self._config.token_ids_key)
+        if given is not None:
+            return self._given_tokens(row, given)
+        key = self._config.prompt_key
+        prompt = row.get(key)
+        if prompt is None:
+            raise row.fault(f"has neither {key!r} nor {self._config.token_ids_key!r}; set data.prompt_key to its key")
+        if isinstance(prompt, str) and not prompt:
+            raise row.fault(f"{key!r} is empty; remove the row")
+        if isinstance(prompt, str) and not self._config.apply_chat_template:
+            return self._tokenizer.encode(prompt, add_special_tokens=True)
+        return self._render(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+    def _render(self, row: Row, messages: Any) -> list[int]:
+        key = self._config.prompt_key
+        fits = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
+        if not fits:
+            raise row.fault(f"{key!r} is neither text nor a list of messages with text in `role` and `content`")
+        if not self._config.apply_chat_template:
+            raise row.fault(f"{key!r} is a list of messages; set data.apply_chat_template: true, or give text")
+        if self._tokenizer.chat_template is None:
+            raise row.fault("the tokenizer has no chat template; set data.apply_chat_template: false, or give it one")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+            raise row.fault(f"the chat template refuses {key!r} ({error}); correct the messages") from error
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _given_tokens(self, row: Row, given: Any) -> list[int]:
+        key = self._config.token_ids_key
+        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
+            raise row.fault(f"{key!r} is no list of whole numbers; give token ids")
+        outside = [token for token in given if not 0 <= token < self._vocab_size]
+        if outside:
+            raise row.fault(f"{key!r} has the id {outside[0]}, but the tokenizer has ids 0 to {self._vocab_size - 1}")
+        return given
+
+    def _answer(self, row: Row) -> str:
+        """Text, or a number written out; only where demonstrations are trained on may it be missing."""
+        value = row.get(self._config.answer_key)
+        if value is None and self._need_response:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            found = "is missing" if value is None else f"is a {type(value).__name__}"
+            raise row.fault(
+                f"the answer {self._config.answer_key!r} {found}; give text or a number, or set data.answer_key"
+            )
+        return str(value)
+
+    def _response_tokens(self, row: Row) -> list[int] | None:
+        """Encoded apart from the prompt, so that the boundary lies where it lies in a rollout; EOS ends it."""
+        key = self._config.response_key
+        value = row.get(key)
+        if not self._need_response and not isinstance(value, str):
+            return None
+        if not isinstance(value, str) or not value:
+            found = "is missing" if value is None else "is empty" if value == "" else f"is a {type(value).__name__}"
+            raise row.fault(f"the demonstration {key!r} {found}; give text, or set data.response_key")
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise row.fault("the tokenizer has no EOS token to end the demonstration with; set eos_token in its files")
+        return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )

@@ -1,0 +1,178 @@
+"""PromptSource: an endless, shuffled, resumable stream of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.config import DataConfig
+from slime_like.data.encoding import RowEncoder
+from slime_like.data.rows import read_rows
+from slime_like.data.tokenizer import load_tokenizer as load_tokenizer
+from slime_like.errors import DataError
+
+_HASH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt on its way to the engines.
+
+    Attributes:
+        tokens: prompt token ids, at least one.
+        answer: ground truth.
+        group_id: unique over the run, also across epochs and restarts: how many prompts were issued before this one.
+        epoch: from 0.
+        row: index among the rows that are in use, in file order.
+        response_tokens: the demonstration, EOS included; ``None`` where the row has none.
+    """
+
+    tokens: tuple[int, ...]
+    answer: str
+    group_id: int
+    epoch: int
+    row: int
+    response_tokens: tuple[int, ...] | None = None
+
+
+class PromptSource:
+    """Prompts of all files, epoch after epoch; the order depends on the seed and the epoch's number alone.
+
+    Rows are checked and encoded when the source is made, so that a bad row is found before anything else starts.
+
+    Args:
+        files: ``.jsonl`` and ``.parquet`` files, read in this order.
+        tokenizer: Hugging Face tokenizer.
+        config: keys, template, length limit, shuffling. ``config.train`` is not looked at: ``files`` is.
+        seed: seed of the order.
+        need_responses: every row must have a demonstration (supervised mode).
+
+    Attributes:
+        dropped_prompts: rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
+
+    Raises:
+        DataError: no usable row, or a bad one (``file:line: reason``).
+    """
+
+    def __init__(
+        self, files: Sequence[Path], tokenizer: Any, config: DataConfig, seed: int, need_responses: bool = False
+    ) -> None:
+        self._config = config
+        self._seed = seed
+        self._files = tuple(Path(file) for file in files)
+        self.dropped_prompts = 0
+        self._prompts, self._responses = _Ragged(), _Ragged()
+        self._answers: list[str] = []
+        self._has_response: list[bool] = []
+        self._read(RowEncoder(tokenizer, config, need_responses))
+        self._issued = 0
+        self._order_epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        self._fingerprint = _fingerprint(self._files)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch."""
+        return len(self._answers)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next prompt, from 0."""
+        return self._issued // self.num_rows
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; a batch may go on into the next epoch."""
+        return [self._issue() for _ in range(n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in; expressible in JSON."""
+        return {"issued": self._issued, "seed": self._seed, "num_rows": self.num_rows, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where ``state_dict`` was taken.
+
+        Raises:
+            DataError: other files (by content), another seed or another selection of rows than then.
+        """
+        here = self.state_dict()
+        names = ", ".join(str(file) for file in self._files)
+        for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
+            if state[key] != here[key]:
+                raise DataError(
+                    f"{names}:0: the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its "
+                    "position means nothing here; restore it, or start a new run"
+                )
+        self._issued = int(state["issued"])
+
+    def _issue(self) -> Prompt:
+        epoch, position = divmod(self._issued, self.num_rows)
+        row = self._row_at(epoch, position)
+        prompt = Prompt(
+            tokens=self._prompts[row],
+            answer=self._answers[row],
+            group_id=self._issued,
+            epoch=epoch,
+            row=row,
+            response_tokens=self._responses[row] if self._has_response[row] else None,
+        )
+        self._issued += 1
+        return prompt
+
+    def _row_at(self, epoch: int, position: int) -> int:
+        if not self._config.shuffle:
+            return position
+        if epoch != self._order_epoch:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
+            self._order_epoch = epoch
+        return int(self._order[position])
+
+    def _read(self, encoder: RowEncoder) -> None:
+        for file in self._files:
+            for row in read_rows(file):
+                encoded = encoder.encode(row)
+                if len(encoded.tokens) > self._config.max_prompt_tokens:
+                    self.dropped_prompts += 1
+                    continue
+                self._prompts.append(encoded.tokens)
+                self._responses.append(encoded.response_tokens or ())
+                self._has_response.append(encoded.response_tokens is not None)
+                self._answers.append(encoded.answer)
+        if not self._answers:
+            names = ", ".join(str(file) for file in self._files) or "(no file)"
+            raise DataError(
+                f"{names}:0: no row is left ({self.dropped_prompts} prompts are over data.max_prompt_tokens="
+                f"{self._config.max_prompt_tokens}); give a file with rows, or raise the limit"
+            )
+
+
+class _Ragged:
+    """Many short id lists in one compact buffer: a million prompts as Python integers would fill the memory."""
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+        self._ends = array("q", [0])
+
+    def append(self, ids: Sequence[int]) -> None:
+        self._ids.extend(ids)
+        self._ends.append(len(self._ids))
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        return tuple(self._ids[self._ends[index] : self._ends[index + 1]])
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    """SHA-256 over the contents of the files, in order; their names do not count."""
+    total = hashlib.sha256()
+    for file in files:
+        content = hashlib.sha256()
+        with file.open("rb") as data:
+            while block := data.read(_HASH_BYTES):
+                content.update(block)
+        total.update(content.digest())
+    return total.hexdigest()

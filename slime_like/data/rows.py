@@ -1,0 +1,80 @@
+"""Rows of prompt files, one at a time, each with the place it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import DataError
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and where it stands: line of a JSONL file, or row number (from 1) of a Parquet file."""
+
+    path: Path
+    line: int
+    values: dict[str, Any]
+
+    def get(self, key: str) -> Any:
+        """The value under ``key``, or, where there is no such key, under the dotted path it spells; else ``None``."""
+        if key in self.values:
+            return self.values[key]
+        value: Any = self.values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def fault(self, reason: str) -> DataError:
+        return DataError(f"{self.path}:{self.line}: {reason}")
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """All rows of a ``.jsonl`` or ``.parquet`` file, in order; empty lines are skipped.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON object.
+    """
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise DataError(f"{path}:0: the file type {path.suffix!r} is unknown; use {' or '.join(SUFFIXES)}")
+    try:
+        yield from readers[path.suffix](path)
+    except OSError as error:
+        raise DataError(f"{path}:0: cannot be read ({error.strerror or error}); check the path") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise DataError(
+                    f"{path}:{number}: no valid JSON ({error}); one object per line belongs here"
+                ) from error
+            if not isinstance(values, dict):
+                raise DataError(f"{path}:{number}: holds a {type(values).__name__}; one object per line belongs here")
+            yield Row(path, number, values)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(path, number, values)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}:{number}: no valid Parquet file ({error}); write it again") from error

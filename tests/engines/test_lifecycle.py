@@ -1,0 +1,166 @@
+"""Starting, dying, and ending without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.processes import new_children, process_ids
+from rollout.transformers.engine import TransformersEngine
+from rollout.vllm.engine import VllmEngine
+from slime_like.errors import CheckpointError, ConfigError, EngineError
+from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
+from tests.engines.harness import run_config
+
+LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
+
+
+def test_vllm_stops_cleanly_starts_again_and_its_death_is_told(models: list[Path], tmp_path: Path) -> None:
+    before = process_ids()
+    engine = VllmEngine(run_config(models[0], tmp_path), 0)
+
+    async def scenario() -> None:
+        await engine.start()
+        first = (await engine.health()).process_ids
+        assert first
+        assert set(first) <= set(new_children(before))
+        await engine.stop()
+        assert not any(psutil.pid_exists(pid) for pid in first)
+        assert not (await engine.health()).alive
+        with pytest.raises(EngineError, match="not running"):
+            await engine.generate(GenerationRequest("late", [3, 4], LONG))
+
+        await engine.start()
+        assert (await engine.generate(GenerationRequest("again", [3, 4], SamplingParams(max_new_tokens=2))))[0]
+        await die_while_generating(engine)
+        await engine.stop()
+
+    asyncio.run(scenario())
+    assert new_children(before) == []
+
+
+async def die_while_generating(engine: VllmEngine) -> None:
+    task = asyncio.create_task(engine.generate(GenerationRequest("doomed", [3, 4, 5], LONG, num_samples=4)))
+    await asyncio.sleep(0.1)
+    for pid in (await engine.health()).process_ids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="vLLM engine 0 died while it ran request doomed"):
+        await asyncio.wait_for(task, 30)
+    assert not (await engine.health()).alive
+    with pytest.raises(EngineError, match="has died"):
+        await engine.generate(GenerationRequest("after", [3, 4, 5], LONG))
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from rollout.vllm.engine import VllmEngine
+from tests.engines.harness import run_config
+
+async def main():
+    engine = VllmEngine(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
+    await engine.start()
+    print("pids", *(await engine.health()).process_ids, flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_vllm_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Path) -> None:
+    """Even if that is killed outright and can clean up nothing."""
+    script = tmp_path / "owner.py"
+    script.write_text(ORPHAN)
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen(
+        [sys.executable, script, models[0], tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    try:
+        assert owner.stdout is not None
+        pids = [
+            int(word)
+            for line in iter(owner.stdout.readline, "")
+            if line.startswith("pids")
+            for word in line.split()[1:]
+        ]
+    finally:
+        owner.kill()
+        owner.wait()
+    assert pids
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rollout", "message"),
+    [
+        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: vLLM has no such argument"),
+        (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
+        (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is refused"),
+        (VllmEngine, {"max_model_len": 4000}, "did not start"),
+        (TransformersEngine, {"engine_args": {"block_size": 32}}, "it knows attn_implementation, max_batch_size"),
+        (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),
+    ],
+)
+def test_a_start_that_cannot_succeed(
+    models: list[Path], tmp_path: Path, kind: type[RolloutEngine], rollout: dict[str, Any], message: str
+) -> None:
+    before = process_ids()
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
+    assert new_children(before) == []
+
+
+def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path) -> None:
+    before = process_ids()
+    engine = VllmEngine(run_config(models[0], tmp_path, start_timeout_s=0.5), 0)
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match=r"rollout.start_timeout_s=0.5 s"):
+            await engine.start()
+
+    asyncio.run(scenario())
+    deadline = time.monotonic() + 30
+    while new_children(before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert new_children(before) == []
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, TransformersEngine])
+def test_a_checkpoint_that_is_none(tmp_path: Path, models: list[Path], kind: type[RolloutEngine]) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json"):
+        kind(run_config(tmp_path, tmp_path), 0)
+    (tmp_path / "config.json").write_text((models[0] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+        kind(run_config(tmp_path, tmp_path), 0)
+
+
+def test_a_request_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=0.3), 0)
+        await engine.start()
+        await engine.pause("keep")
+        with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=0.3 s"):
+            await engine.generate(GenerationRequest("slow", [3, 4], LONG))
+        await engine.resume()
+        assert (await engine.health()).running_requests == 0
+        assert await engine.generate(GenerationRequest("quick", [3, 4], SamplingParams(max_new_tokens=1)))
+        await engine.stop()
+
+    asyncio.run(scenario())

@@ -1,0 +1,66 @@
+"""Megatron's adaptation to the CPU: it leaves no trace, and says so when a symbol it replaces is gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+
+from backends.megatron.cpu_runtime import Patch, megatron_runtime, without_redirection
+from slime_like.errors import TrainerError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptation is inactive where CUDA is available")
+
+
+def test_literal_cuda_devices_become_the_cpu_inside_only() -> None:
+    tracker, current_device = random.CudaRNGStatesTracker, torch.cuda.current_device
+    with megatron_runtime():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.ones(2).cuda().to("cuda").to(torch.device("cuda", 0), torch.float64).device.type == "cpu"
+        assert torch.empty(1, pin_memory=True).device.type == "cpu"
+        assert random.CudaRNGStatesTracker is not tracker
+    assert random.CudaRNGStatesTracker is tracker and torch.cuda.current_device is current_device
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_it_can_be_entered_again_inside_itself() -> None:
+    runtime = megatron_runtime()
+    with runtime:
+        with runtime:
+            pass
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+
+
+def test_an_error_inside_still_puts_everything_back() -> None:
+    stream = torch.cuda.Stream
+    with pytest.raises(ZeroDivisionError), megatron_runtime():
+        raise ZeroDivisionError
+    assert torch.cuda.Stream is stream
+
+
+def test_without_redirection_is_plain_torch() -> None:
+    with megatron_runtime(), without_redirection(), pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_named_random_states_advance_apart_from_the_default_one() -> None:
+    with megatron_runtime():
+        tracker = random.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 5)
+        torch.manual_seed(0)
+        expected_outside = torch.rand(2)
+        torch.manual_seed(0)
+        with tracker.fork("model-parallel-rng"):
+            first = torch.rand(1)
+        with tracker.fork("model-parallel-rng"):
+            second = torch.rand(1)
+        assert torch.equal(torch.rand(2), expected_outside)
+        assert not torch.equal(first, second)
+        with pytest.raises(TrainerError, match="added twice"):
+            tracker.add("model-parallel-rng", 6)
+
+
+def test_a_missing_symbol_is_named_with_the_version() -> None:
+    with pytest.raises(TrainerError, match=r"no_such_function does not exist in megatron-core \d+\.\d+.*install"):
+        Patch(random, "no_such_function", None).check()

@@ -1,0 +1,64 @@
+"""Layouts that a model does not admit are refused before anything starts, with field, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.config import RunConfig
+from tests.parallel.tiny import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """4 layers, 4 heads, 2 KV heads; the mixture of experts has 4 experts."""
+    return {family: save_checkpoint(family, tmp_path_factory.mktemp(family)) for family in ("qwen3", "qwen3_moe")}
+
+
+def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
+    return MegatronTrainer.check(RunConfig(run_dir=checkpoint / "run", model={"path": checkpoint}, trainer=trainer))
+
+
+@pytest.mark.parametrize(
+    ("family", "trainer", "words"),
+    [
+        ("qwen3", {"parallel": {"tensor": 4}}, ["trainer.parallel.tensor=4", "2 KV heads", "use 1 or 2"]),
+        ("qwen3", {"parallel": {"tensor": 3}}, ["trainer.parallel.tensor=3", "4 attention heads"]),
+        ("qwen3", {"parallel": {"pipeline": 3}}, ["trainer.parallel.pipeline=3", "4 layers"]),
+        ("qwen3", {"parallel": {"pipeline": 2, "virtual_pipeline": 4}}, ["virtual_pipeline=4", "4 layers"]),
+        ("qwen3", {"parallel": {"virtual_pipeline": 2}}, ["needs trainer.parallel.pipeline above 1"]),
+        ("qwen3", {"parallel": {"sequence": True}}, ["trainer.parallel.sequence=true", "tensor above 1"]),
+        ("qwen3", {"parallel": {"expert": 2}}, ["trainer.parallel.expert=2", "dense"]),
+        ("qwen3_moe", {"parallel": {"expert": 3, "data": 3}}, ["trainer.parallel.expert=3", "4 experts"]),
+        ("qwen3_moe", {"parallel": {"expert": 4, "data": 2}}, ["trainer.parallel.expert=4", "= 2"]),
+        ("qwen3_moe", {"parallel": {"tensor": 2}}, ["trainer.parallel.tensor=2", "sequence=true"]),
+        ("qwen3", {"attention": "transformer_engine"}, ["trainer.attention=transformer_engine", "ring"]),
+        ("qwen3", {"optimizer": {"decay": "linear", "warmup_steps": 100}}, ["warmup_steps=100", "100 optimizer steps"]),
+        ("qwen3", {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, ["min_lr=1e-05", "lr=1e-06"]),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_remedy(
+    family: str, trainer: dict[str, Any], words: list[str], checkpoints: dict[str, Path]
+) -> None:
+    problems = _problems(checkpoints[family], trainer)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("family", "trainer"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"parallel": {"tensor": 2, "sequence": True, "pipeline": 4, "context": 3, "data": 5}}),
+        ("qwen3_moe", {"parallel": {"tensor": 2, "sequence": True, "expert": 4, "data": 2}}),
+    ],
+)
+def test_possible_layouts_pass(family: str, trainer: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+    assert _problems(checkpoints[family], trainer) == []
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    (problem,) = _problems(tmp_path / "nowhere", {})
+    assert "nowhere" in problem and "config.json" in problem
