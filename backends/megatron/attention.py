@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from backends.megatron.allgather import GatherSegments, allgather_attention
 from backends.megatron.kernels import AttentionKernel, Segments, kernel_for
 from backends.megatron.ring import RingSegments, zigzag_ring_attention
 from backends.megatron.rotary import apply_rotary
@@ -37,7 +38,8 @@ class PackedLayout(PackedSeqParams):
     Attributes:
         cos, sin: (T_local, 1, head_dim / 2) rotary table of the local tokens.
         segments: boundaries of the local tokens (no context parallelism).
-        ring: boundaries of the local zigzag chunks (context parallelism).
+        ring: boundaries of the local zigzag chunks (context parallelism around a ring).
+        gather: boundaries of the local contiguous part (context parallelism by all-gather).
         responses: what the head scores.
     """
 
@@ -45,6 +47,7 @@ class PackedLayout(PackedSeqParams):
     sin: Tensor | None = None
     segments: Segments | None = None
     ring: RingSegments | None = None
+    gather: GatherSegments | None = None
     responses: ResponseRows | None = None
 
 
@@ -67,7 +70,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Causal attention inside every sequence of a pack, with rotary embedding, on one rank or around a ring.
+    """Causal attention inside every sequence of a pack, with rotary embedding, on one rank or over the context group.
 
     A drop-in for Megatron's ``core_attention``. It takes (T, H, D) queries and (T, G, D) keys and values and reads
     boundaries and angles from the micro-batch's ``PackedLayout`` only.
@@ -108,6 +111,8 @@ class PackedCoreAttention(torch.nn.Module):
         kernel = kernel_for(query.device)
         if layout.ring is not None:
             out = zigzag_ring_attention(query, key, value, layout.ring, self.scale, kernel, self.group)
+        elif layout.gather is not None:
+            out = allgather_attention(query, key, value, layout.gather, self.scale, kernel, self.group)
         else:
             out = _PackedAttention.apply(query, key, value, layout.segments, self.scale, kernel)
         return out.reshape(out.shape[0], -1)

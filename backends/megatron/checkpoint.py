@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from backends.megatron.conversion.agreement import together
+from backends.megatron.conversion.agreement import listed, together
 from slime_like.errors import CheckpointError
 
 _FORMAT = 1
@@ -51,7 +51,7 @@ def save_checkpoint(
     _fill_adam_state(optimizer)
     state = _sharded_state(model_chunks, optimizer, loading=False)
     state |= {"scheduler": scheduler.state_dict(), "extra": extra, "format": _FORMAT, "layout": _layout()}
-    state["random"] = _sharded_random_state()
+    state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
     try:
         with _no_manager_process():
             dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave(directory, device))
@@ -74,16 +74,23 @@ def load_checkpoint(
     device = next(model_chunks[0].parameters()).device
     common = together(lambda: _read_common(directory), f"reading {directory}", device)
     _fill_adam_state(optimizer)
+    _set_adam_step(optimizer, common["adam_step"])
     state = _sharded_state(model_chunks, optimizer, loading=True)
     same_layout = common["layout"] == _layout()
     if same_layout:
         state["random"] = _sharded_random_state()
     try:
-        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
         raise CheckpointError(
             f"{directory}: does not fit this model or is damaged ({error}); use a checkpoint of the same model"
         ) from error
+    differing = sorted(key for key in unread | absent if not key.startswith("random"))
+    if differing:
+        raise CheckpointError(
+            f"{directory}: is of another model or optimizer; only one of both has {listed(differing)}; "
+            "use the model.path and trainer.optimizer settings that wrote it"
+        )
     _restore(directory, loaded, model_chunks, optimizer, scheduler)
     if same_layout:
         _set_random_state(loaded["random"])
@@ -117,15 +124,25 @@ def _restore(
     for index, chunk in enumerate(model_chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"])
-    _own_step_counters(optimizer)
-    scheduler.num_steps = 0  # loading counts on from here
-    try:
-        scheduler.load_state_dict(loaded["scheduler"])
-    except AssertionError as error:
+    _set_adam_step(optimizer, loaded["adam_step"])
+    _restore_schedule(directory, scheduler, loaded["scheduler"])
+
+
+def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
+    """Go to the saved position of the *configured* schedule, which must be the saved one."""
+    own = scheduler.state_dict()
+    # A constant rate does not depend on where the run ends: such a run may be made longer.
+    free = {"num_steps", "lr_decay_steps"} if own["lr_decay_style"] == "constant" else {"num_steps"}
+    differing = [
+        f"{key} {saved.get(key)} (now {own[key]})" for key in own if key not in free and own[key] != saved.get(key)
+    ]
+    if differing:
         raise CheckpointError(
-            f"{directory}: was trained with another learning-rate schedule ({error}); "
+            f"{directory}: was trained with another learning-rate schedule: {', '.join(differing)}; "
             "use the same steps and trainer.optimizer settings"
-        ) from error
+        )
+    scheduler.num_steps = 0
+    scheduler.step(increment=saved["num_steps"])
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
@@ -135,36 +152,62 @@ def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bo
         f"model{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": group, **_METADATA})
         for index, chunk in enumerate(model_chunks)
     }
-    return {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)}
+    tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
+    return {**models, "optimizer": _without_settings(tensors)}
+
+
+def _without_settings(value: Any) -> Any:
+    """Keep only tensors for the disk. Everything else (parameter groups) follows from configuration and schedule, and
+    is laid out differently where, say, experts have an optimizer of their own."""
+    if isinstance(value, dict):
+        return {key: _without_settings(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_settings(entry) for entry in value]
+    return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers that hold parameters: one for dense, one for expert-parallel weights."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def _fill_adam_state(optimizer: Any) -> None:
     """Give AdamW the state it otherwise makes in its first step: there is something to save, or to load into."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.is_stub_optimizer:
+    for part in _parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.Optimizer):
+            part.init_state_fn(part.optimizer, part.config)
             continue
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.Optimizer):
-            part.init_state_fn(inner, part.config)
-            continue
-        for group in inner.param_groups:
+        for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
                         "step": torch.tensor(0.0),
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
 
 
-def _own_step_counters(optimizer: Any) -> None:
-    """Megatron restores one step counter for all parameters; torch's AdamW advances each parameter's own."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.is_stub_optimizer:
-            continue
+def _adam_step(optimizer: Any) -> int:
+    """Updates taken so far. torch's AdamW counts them per parameter, fused ones per group."""
+    steps = {
+        int(holder["step"])
+        for part in _parts(optimizer)
+        for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        if "step" in holder
+    }
+    return max(steps, default=0)
+
+
+def _set_adam_step(optimizer: Any, step: int) -> None:
+    """Megatron restores one counter that all parameters share, but torch's AdamW advances each parameter's own."""
+    for part in _parts(optimizer):
         for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+            if "step" in state:
+                state["step"] = torch.tensor(float(step))
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = step
 
 
 def _layout() -> dict[str, int]:

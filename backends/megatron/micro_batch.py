@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.megatron.allgather import GatherSegments
 from backends.megatron.attention import PackedLayout, ResponseRows
 from backends.megatron.kernels import Segments
 from backends.megatron.ring import RingSegments
 from backends.megatron.rotary import rotary_table
-from slime_like.algorithms.context import ContextShard, split_for_context_parallel
+from slime_like.algorithms.context import ContextShard, Layout, split_for_context_parallel
 from slime_like.algorithms.packing import response_tokens
 from slime_like.trajectory import PackedTrajectory
 
@@ -43,6 +44,7 @@ class BatchBuilder:
         dtype: the model's dtype.
         inv_freq: (head_dim / 2,) rotary frequencies.
         context_group: ranks that share every pack.
+        context_layout: zigzag for the ring, contiguous for all-gather.
         multiple_of: local token counts are multiples of it (tensor-parallel size under sequence parallelism).
     """
 
@@ -50,6 +52,7 @@ class BatchBuilder:
     dtype: torch.dtype
     inv_freq: Tensor
     context_group: dist.ProcessGroup
+    context_layout: Layout
     multiple_of: int
 
     def build(self, packs: Sequence[PackedTrajectory], same_length: bool = False) -> list[MicroBatch]:
@@ -63,12 +66,11 @@ class BatchBuilder:
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self.context_group.size(), self.context_group.rank()
-        return split_for_context_parallel(pack, size, rank, layout="zigzag", multiple_of=multiple_of)
+        return split_for_context_parallel(pack, size, rank, layout=self.context_layout, multiple_of=multiple_of)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard) -> PackedLayout:
         cos, sin = rotary_table(self.inv_freq, shard.position_ids, self.dtype)
         boundaries = shard.cu_seqlens_padded
-        ring = self.context_group.size() > 1
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
         return PackedLayout(
             qkv_format="thd",
@@ -78,14 +80,22 @@ class BatchBuilder:
             max_seqlen_kv=shard.max_seqlen_padded,
             cos=cos,
             sin=sin,
-            segments=None if ring else Segments.of(boundaries),
-            ring=RingSegments.of(boundaries, self.context_group.size()) if ring else None,
+            **self._boundaries(shard),
             responses=ResponseRows(
                 index=shard.response_index,
                 targets=response_tokens(pack)[shard.response_slot],
                 temperatures=temperatures[shard.response_slot],
             ),
         )
+
+    def _boundaries(self, shard: ContextShard) -> dict[str, Any]:
+        boundaries = shard.cu_seqlens_padded
+        if self.context_group.size() == 1:
+            return {"segments": Segments.of(boundaries)}
+        if self.context_layout == "zigzag":
+            return {"ring": RingSegments.of(boundaries, self.context_group.size())}
+        begin = self.context_group.rank() * shard.tokens.numel()
+        return {"gather": GatherSegments.of(boundaries, shard.cu_seqlens_local, begin)}
 
 
 def _on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:

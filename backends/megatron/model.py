@@ -108,6 +108,8 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "pipeline_dtype": dtype,
+        # What has been sent to the next stage is needed there only.
+        "deallocate_pipeline_outputs": parallel.pipeline > 1,
         # Between two stages an interleaved schedule sends both ways at once, and batched messages would be confused:
         # it sends them one by one, and its micro-batches are padded to one length.
         "variable_seq_lengths": not interleaved,

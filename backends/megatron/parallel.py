@@ -1,4 +1,4 @@
-"""Process groups of one trainer rank, and which parallel layouts a model admits."""
+"""Process groups of one trainer rank."""
 
 from __future__ import annotations
 
@@ -9,81 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement
-
-
-def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    """Why this layout cannot run this model: one sentence per fault, with field, value and remedy."""
-    problems = _tensor_problems(parallel, dimensions) + _pipeline_problems(parallel, dimensions)
-    if parallel.sequence and parallel.tensor == 1:
-        problems.append("trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; switch it off")
-    return problems + _expert_problems(parallel, dimensions)
-
-
-def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    problems = []
-    counts = {
-        "attention heads": dimensions.num_heads,
-        "KV heads": dimensions.num_kv_heads,
-        "feed-forward columns": dimensions.moe_ffn_hidden_size or dimensions.ffn_hidden_size,
-    }
-    for what, count in counts.items():
-        if count % parallel.tensor:
-            problems.append(
-                f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {what}; "
-                f"use {_divisors(dimensions)}"
-            )
-    return problems
-
-
-def _divisors(dimensions: ModelDimensions) -> str:
-    ffn = dimensions.moe_ffn_hidden_size or dimensions.ffn_hidden_size
-    heads = dimensions.num_kv_heads
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and dimensions.num_heads % n == 0 and ffn % n == 0]
-    return " or ".join(filter(None, [", ".join(map(str, fits[:-1])), str(fits[-1])]))
-
-
-def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    problems = []
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    if dimensions.num_layers % stages:
-        problems.append(
-            f"trainer.parallel.pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline} does "
-            f"not divide the model's {dimensions.num_layers} layers; use sizes whose product does"
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        problems.append(
-            f"trainer.parallel.virtual_pipeline={parallel.virtual_pipeline} needs trainer.parallel.pipeline above 1; "
-            "set it to 1"
-        )
-    return problems
-
-
-def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    if dimensions.num_experts == 0:
-        if parallel.expert == 1:
-            return []
-        return [f"trainer.parallel.expert={parallel.expert}, but the model is dense; set it to 1"]
-    problems = []
-    if dimensions.num_experts % parallel.expert:
-        problems.append(
-            f"trainer.parallel.expert={parallel.expert} does not divide the model's {dimensions.num_experts} experts; "
-            "use a divisor"
-        )
-    replicas = parallel.tensor * parallel.context * parallel.data
-    if replicas % (parallel.expert * expert_tensor_size(parallel)):
-        problems.append(
-            f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {replicas}; "
-            "use a divisor of it"
-        )
-    if parallel.tensor > 1 and not parallel.sequence:
-        problems.append(
-            f"trainer.parallel.tensor={parallel.tensor} on a mixture of experts needs sequence parallelism; "
-            "set trainer.parallel.sequence=true"
-        )
-    return problems
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:

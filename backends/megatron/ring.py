@@ -123,7 +123,7 @@ class _ZigzagRing(torch.autograd.Function):
                 plan.causal,
                 scale,
             )
-            accumulated = _merged(accumulated, part, plan.q_rows)
+            accumulated = merged_attention(accumulated, part, plan.q_rows)
             if exchange is not None:
                 keys, values = exchange.wait()
         assert accumulated is not None
@@ -169,10 +169,13 @@ class _ZigzagRing(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _merged(
+def merged_attention(
     accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted mean of two partial results over the same queries, in the log-sum-exp's precision."""
+    """Softmax-weighted mean of two partial results (out, lse) over the same queries, in the precision of the lse.
+
+    ``part`` covers the queries ``rows`` of ``accumulated`` (none: all of them).
+    """
     part_out, part_lse = part[0].to(part[1].dtype), part[1]
     if accumulated is None:
         return part_out, part_lse

@@ -47,7 +47,7 @@ class Schedule:
         def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
             return self._whole(batch, output)
 
-        results = self._run(self._filled(packs), collect, forward_only=True)
+        results = self._run(self._filled(packs), collect, forward_only=True) if packs else []
         return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
 
     def _whole(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:

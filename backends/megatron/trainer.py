@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from backends.megatron import conversion, offload, parallel
+from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
@@ -26,11 +26,12 @@ from backends.megatron.step import StepSums, reduced_over_data, require_finite_l
 from slime_like.algorithms.losses import LossInputs, build_loss
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
-ATTENTION_CHOICES = ("auto", "ring")
+ATTENTION_CHOICES = ("auto", "ring", "allgather")
 
 
 class MegatronTrainer:
@@ -73,7 +74,7 @@ class MegatronTrainer:
             inverse_frequencies(dimensions)
         except ConfigError as error:
             return problems + error.problems
-        return problems + parallel.layout_problems(config.trainer.parallel, dimensions)
+        return problems + layout_problems(config.trainer.parallel, dimensions)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
@@ -139,6 +140,7 @@ class MegatronTrainer:
             dtype=getattr(torch, self.config.model.dtype),
             inv_freq=inverse_frequencies(self.dimensions).to(self.device),
             context_group=parallel_state.get_context_parallel_group(),
+            context_layout="contiguous" if self.config.trainer.attention == "allgather" else "zigzag",
             multiple_of=layout.tensor if layout.sequence else 1,
         )
 
@@ -237,15 +239,11 @@ class MegatronTrainer:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, scheduler and random state by Megatron's distributed checkpointing."""
-        from backends.megatron import checkpoint
-
         with self._phase("save"):
             checkpoint.save_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {})
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""
-        from backends.megatron import checkpoint
-
         with self._phase("load"):
             checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
 

@@ -221,18 +221,14 @@ def _layout(lengths: _Lengths) -> dict[str, Tensor]:
     starts = ends - lengths.total
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     segments = torch.cat([lengths.total, torch.tensor([lengths.padding])])
-    segment_starts = torch.cat([starts, torch.tensor([lengths.actual])])
     index = torch.cat([torch.arange(len(lengths.total_list)), torch.tensor([-1])])
     sequence_mask = index.repeat_interleave(segments, output_size=lengths.packed)
-    # Counting from the segment's start restarts every sequence, and the padding, at 0.
-    position_ids = torch.arange(lengths.packed)
-    position_ids -= segment_starts.repeat_interleave(segments, output_size=lengths.packed)
     parts = torch.stack([lengths.prompt, lengths.response], dim=1).flatten()
     is_response = torch.tensor([False, True]).repeat(len(lengths.total_list))
     response_mask = torch.zeros(lengths.packed, dtype=torch.bool)
     response_mask[: lengths.actual] = is_response.repeat_interleave(parts, output_size=lengths.actual)
     return {
-        "position_ids": position_ids,
+        "position_ids": _positions(lengths, ends),
         "sequence_mask": sequence_mask,
         "response_mask": response_mask,
         "cu_seqlens": cu_seqlens,
@@ -240,6 +236,15 @@ def _layout(lengths: _Lengths) -> dict[str, Tensor]:
         "prompt_lens": lengths.prompt,
         "response_lens": lengths.response,
     }
+
+
+def _positions(lengths: _Lengths, ends: Tensor) -> Tensor:
+    """Running count whose steps of 1 fall back to 0 where a segment, padding included, begins; one buffer, no other."""
+    steps = torch.ones(lengths.packed, dtype=torch.int64)
+    steps[0] = 0
+    begins = ends if lengths.padding else ends[:-1]
+    steps[begins] = 1 - lengths.total[: begins.numel()]
+    return steps.cumsum_(0)
 
 
 def _token_tensors(
@@ -254,7 +259,7 @@ def _token_tensors(
     token_weights = weights.repeat_interleave(lengths.response, output_size=lengths.num_responses)
     return {
         "tokens": torch.cat(pieces).to(torch.int64),
-        "targets": torch.where(loss_mask, responses, ignore_index),
+        "targets": torch.where(loss_mask, responses, torch.tensor(ignore_index), out=responses),
         "loss_mask": loss_mask,
         "token_weights": token_weights.mul_(loss_mask),
         "temperatures": torch.tensor([s.temperature for s in sequences], dtype=torch.float32),

@@ -8,15 +8,18 @@ from pydantic import Field, model_validator
 
 from slime_like.config.base import Section
 
+LOSSES = ("ppo_clip", "policy_gradient", "gspo", "cispo", "sft")
+ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_through")
+GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
+"""Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
+
 
 class AlgorithmConfig(Section):
     """Loss, advantages, reduction."""
 
-    loss: str = Field(
-        "ppo_clip", description="Loss name: ppo_clip, policy_gradient, sft, ... or `package.module:name`."
-    )
+    loss: str = Field("ppo_clip", description=f"Loss: {', '.join(LOSSES)}, or import path `package.module:name`.")
     advantage: str = Field(
-        "grpo", description="Advantage estimator: grpo, grpo_mean_only, dr_grpo, rloo, ... or import path."
+        "grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or import path `package.module:name`."
     )
     reduction: Literal["tokens", "samples", "groups", "constant"] = Field(
         "tokens",

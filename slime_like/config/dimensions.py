@@ -67,8 +67,10 @@ class ModelDimensions:
             )
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
+        if not isinstance(raw, dict):
+            raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
         return cls._from_raw(raw, path)
 
     @classmethod
@@ -94,6 +96,10 @@ class ModelDimensions:
         except KeyError as error:
             raise ConfigError(
                 [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
+            ) from error
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                [f"{path}: a value is unusable ({error}); re-export the checkpoint with transformers"]
             ) from error
 
 

@@ -66,7 +66,10 @@ def _value(field: Field, values: list[str], is_entry: bool) -> Any:
     if field.kind == "many" and not is_entry:
         return _many(field, values)
     if len(values) > 1:
-        raise ValueError(f"takes one value and got {len(values)} ({' '.join(values)}); put quotes around one value")
+        given = " ".join(values)
+        raise ValueError(
+            f"takes one value and got {len(values)} ({given}); quote it, and put the file before all flags"
+        )
     if field.kind == "text":
         return values[0]
     try:

@@ -16,17 +16,17 @@ def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> li
 
 
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    what = {
-        "attention heads": dimensions.num_heads,
-        "KV heads": dimensions.num_kv_heads,
-        "FFN columns": dimensions.moe_ffn_hidden_size or dimensions.ffn_hidden_size,
-    }
+    what = {"KV heads": dimensions.num_kv_heads, "attention heads": dimensions.num_heads}
+    if dimensions.num_experts == 0:
+        what["FFN columns"] = dimensions.ffn_hidden_size
+    elif parallel.expert == 1:  # with expert parallelism every expert is whole
+        what["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size
     fitting = [size for size in _divisors(dimensions.num_kv_heads) if all(n % size == 0 for n in what.values())]
     problems = [
         f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {_either(fitting)}"
         for name, count in what.items()
         if count % parallel.tensor
-    ][-1:]  # one is enough: the remedy is the same
+    ][:1]  # one is enough: the remedy is the same for all
     if parallel.sequence and parallel.tensor == 1:
         problems.append(
             "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
@@ -64,10 +64,15 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
             f"use {_either(_divisors(experts))}"
         )
     ranks = parallel.tensor * parallel.context * parallel.data
-    if ranks % parallel.expert:
+    if parallel.expert > 1 and ranks % parallel.expert:
         problems.append(
             f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
             f"use {_either(_divisors(ranks))}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        problems.append(
+            f"trainer.parallel.tensor={parallel.tensor} on a mixture of experts needs sequence parallelism; "
+            "set trainer.parallel.sequence=true"
         )
     return problems
 

@@ -34,11 +34,15 @@ class LoggingConfig(Section):
 
 
 class DebugConfig(Section):
-    """Switches for experiments on the method itself."""
+    """Switches for experiments on the method itself, and what is kept to look into a run."""
 
     shuffle_advantages: bool = Field(
         False, description="Permute advantages over the samples of a batch: a control that must not learn."
     )
+    samples_per_step: int = Field(
+        4, ge=0, description="Samples per logged step that go to the debug tables; 0 logs none."
+    )
+    tables_every: int = Field(10, ge=1, description="Log the debug tables every so many steps.")
 
 
 class ClusterConfig(Section):

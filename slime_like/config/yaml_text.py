@@ -81,8 +81,8 @@ def read_value(text: str) -> Any:
 
 
 def write_text(data: Any) -> str:
-    """YAML text which ``read_document`` reads back as ``data``."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """YAML text which ``read_document`` reads back as ``data``; ASCII, since PyYAML loses some line breaks otherwise."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen: set[int]) -> None:

@@ -98,7 +98,7 @@ def _model_config(family: str, overrides: dict[str, Any]) -> Any:
         raise ConfigError([f"family={family} is not a tiny model; use one of: {', '.join(_FAMILIES)}"])
     class_name, defaults = _FAMILIES[family]
     config_class = getattr(transformers, class_name)
-    known = config_class().to_dict().keys() | {"dtype"}
+    known = config_class().to_dict().keys() | _SIZES.keys() | {"dtype"}
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ConfigError([f"{name} is not a field of {class_name}; remove it" for name in unknown])

@@ -75,7 +75,9 @@ class Session:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
         tokenizer = load_tokenizer(config.model.path)
-        self.prompts = PromptSource(config.data.train, tokenizer, config.data, config.seed)
+        self.prompts = PromptSource(
+            config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised
+        )
         self.checkpoints = CheckpointStore(config.run_dir)
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)

@@ -3,13 +3,14 @@
 The bytes are read as little-endian 64-bit words, the last one filled with zeros. Words are taken in chunks of
 ``CHUNK_WORDS``; with all arithmetic modulo 2**64,
 
-    chunk_hash[c] = sum_i fold(word[c, i] * weight[i]),       fold(x) = x ^ (x >> 32)
+    chunk_hash[c] = sum_i fold(word[c, i]) * weight[i],       fold(x) = x ^ (x >> 32)
     hash          = mix(sum_c mix(chunk_hash[c] + mix(c)) + nbytes)
 
-``weight[i] = mix(i + 1) | 1`` is odd, so that no word can vanish, and depends on the position, so that a swap of two
-rows shows. ``fold`` keeps two changed top bits (two changed signs) from cancelling out, which a plain weighted sum
-would let pass. ``mix`` is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-generators, OOPSLA 2014). The hash finds damage and mix-ups; it is no protection against somebody who forges weights.
+``weight[i] = mix(i + 1) | 1`` is odd and ``fold`` is one-to-one, so that no change of one word can vanish; the weight
+depends on the position, so that a swap of two rows shows. ``fold`` carries a word's upper bits into its lower ones:
+modulo 2**64 they would otherwise meet only a few bits of the weight, and two changed signs would cancel out. ``mix`` is
+the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). The hash
+finds damage and mix-ups; it is no protection against somebody who forges weights.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ def _hash_chunks(words: Tensor) -> list[int]:
     parts = list(words[:whole].view(-1, CHUNK_WORDS).split(rows_at_once)) if whole else []
     hashes: list[Tensor] = []
     if parts:
-        product, shifted = torch.empty_like(parts[0]), torch.empty_like(parts[0])
-        hashes = [_weighted_fold(part, weights, product[: len(part)], shifted[: len(part)]) for part in parts]
+        scratch = torch.empty_like(parts[0])
+        hashes = [_weighted_sums(part, weights, scratch[: len(part)]) for part in parts]
     rest = words[whole:]
     if rest.numel():
-        buffers = (torch.empty_like(rest)[None], torch.empty_like(rest)[None])
-        hashes.append(_weighted_fold(rest[None], weights[: rest.numel()], *buffers))
+        hashes.append(_weighted_sums(rest[None], weights[: rest.numel()], torch.empty_like(rest)[None]))
     return torch.cat(hashes).tolist() if hashes else []
 
 
-def _weighted_fold(rows: Tensor, weights: Tensor, product: Tensor, shifted: Tensor) -> Tensor:
-    torch.mul(rows, weights, out=product)
-    torch.bitwise_right_shift(product, 32, out=shifted)
-    return product.bitwise_xor_(shifted).sum(dim=1)
+def _weighted_sums(rows: Tensor, weights: Tensor, folded: Tensor) -> Tensor:
+    """(len(rows),) int64; ``folded`` is scratch space of the rows' shape."""
+    torch.bitwise_right_shift(rows, 32, out=folded)
+    folded.bitwise_and_(0xFFFFFFFF).bitwise_xor_(rows)  # torch's shift copies the sign bit
+    return torch.mul(folded, weights, out=folded).sum(dim=1)
 
 
 @cache

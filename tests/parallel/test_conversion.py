@@ -7,13 +7,17 @@ logprob parity tests show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +27,7 @@ from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_ranks
 
@@ -167,27 +172,104 @@ def test_what_is_written_is_a_model_that_transformers_loads(tmp_path: Path) -> N
     assert (output / "generation_config.json").is_file() and (output / "chat_template.jinja").is_file()
 
 
+def test_a_checkpoint_is_cast_to_the_model_s_type(tmp_path: Path) -> None:
+    """float32 on disk, bfloat16 in the model: rounded once, and the written configuration says so."""
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    ((exported,),) = run_ranks(_round_trip, 1, tmp_path / "ranks", [config], [tmp_path / "out"])
+    original = load_file(config.model.path / "model.safetensors")
+    _same_bits(exported.tensors, {name: tensor.to(torch.bfloat16) for name, tensor in original.items()})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+def _failing(placement: RankPlacement, config: RunConfig, action: Callable[..., None], *arguments: Any) -> str:
+    """The message of the CheckpointError that ``action`` ends in on this rank."""
+    with megatron_runtime():
+        parallel.initialize(config, placement)
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        with pytest.raises(CheckpointError) as caught:
+            action(config, dimensions, *arguments)
+        parallel.leave()
+    return str(caught.value)
+
+
+def _load(config: RunConfig, dimensions: ModelDimensions, changes: dict[str, Any]) -> None:
+    """Into a model that was built with other dimensions than the checkpoint has."""
+    chunks = build_chunks(config, replace(dimensions, **changes))
+    conversion.load_hf_weights(chunks, config.model.path, dimensions)
+
+
 def test_one_rank_failing_ends_all(tmp_path: Path) -> None:
     """NaN in the last layer is read by the last stage only; the first one learns of it instead of waiting."""
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {"pipeline": 2})
     file = config.model.path / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = float("nan")
-    from safetensors.torch import save_file
-
     save_file(tensors, file, metadata={"format": "pt"})
-    messages = run_ranks(_load_error, 2, tmp_path / "ranks", config)
+    messages = run_ranks(_failing, 2, tmp_path / "ranks", config, _load, {})
     assert "failed on trainer rank 1" in messages[0]
     assert "model.layers.3.mlp.down_proj.weight holds NaN" in messages[1]
 
 
-def _load_error(placement: RankPlacement, config: RunConfig) -> str:
-    from slime_like.errors import CheckpointError
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_norm": False}, "no parameter of any rank takes model.layers.0.self_attn.k_norm.weight"),
+        (
+            {"qkv_bias": True},
+            "parameters that no rule of family qwen3 covers: decoder.layers.0.self_attention.linear_qkv",
+        ),
+        ({"ffn_hidden_size": 128}, r"decoder.layers.0.mlp.linear_fc1.weight has shape [128, 128]"),
+        ({"vocab_size": 100}, r"embedding.word_embeddings.weight has shape [64, 128]"),
+        ({"num_layers": 2}, "no parameter of any rank takes model.layers.2."),
+        ({"tied_embeddings": True}, "no parameter of any rank takes lm_head.weight"),
+    ],
+)
+def test_a_model_that_is_not_the_checkpoint_s_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {"tensor": 2})
+    assert all(message in found for found in run_ranks(_failing, 2, tmp_path / "ranks", config, _load, changes))
 
-    with megatron_runtime():
-        parallel.initialize(config, placement)
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        with pytest.raises(CheckpointError) as caught:
-            conversion.load_hf_weights(build_chunks(config, dimensions), config.model.path, dimensions)
-        parallel.leave()
-    return str(caught.value)
+
+def _save_on_a_full_disk(config: RunConfig, dimensions: ModelDimensions, output: Path) -> None:
+    """A limit on file size stands for the disk, on the last stage only."""
+    chunks = build_chunks(config, dimensions)
+    conversion.load_hf_weights(chunks, config.model.path, dimensions)
+    if parallel.coordinates().pipeline == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_alone(tmp_path: Path) -> None:
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {"tensor": 2, "pipeline": 2})
+    output = tmp_path / "out"
+    make_tiny_model(output, "qwen3", seed=5)
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    messages = run_ranks(_failing, 4, tmp_path / "ranks", config, _save_on_a_full_disk, output)
+    assert "could not be written" in messages[2] and "File too large" in messages[2]
+    assert all("failed on trainer rank 2" in messages[rank] for rank in (0, 1, 3))
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def _save(config: RunConfig, dimensions: ModelDimensions, output: Path) -> None:
+    conversion.save_hf(build_chunks(config, dimensions), dimensions, config.model.path, output)
+
+
+def test_saving_over_something_else_is_refused(tmp_path: Path) -> None:
+    (config,) = _configs(tmp_path / "hf", ("qwen3",), {})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file.txt").write_text("keep me")
+    for output, message in (
+        (tmp_path / "notes", "is no Hugging Face checkpoint"),
+        (config.model.path, "is the model that training started from"),
+    ):
+        names = sorted(file.name for file in output.iterdir())
+        (found,) = run_ranks(_failing, 1, tmp_path / f"ranks-{output.name}", config, _save, output)
+        assert message in found
+        assert sorted(file.name for file in output.iterdir()) == names

@@ -49,6 +49,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"context": 2},
     "cp4": {"context": 4},
+    "cp2-allgather": {"context": 2, "attention": "allgather"},
+    "cp4-allgather": {"context": 4, "attention": "allgather"},
+    "tp2-sp-cp2-allgather": {"tensor": 2, "sequence": True, "context": 2, "attention": "allgather"},
     "dp2": {"data": 2},
     "dp2-distributed": {"data": 2, "distributed": True},
     "tp2-cp2-dp2": {"tensor": 2, "context": 2, "data": 2},
@@ -56,6 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
     "full-recompute": {"recompute": "full"},
+    "selective-recompute": {"recompute": "selective"},
+    "tp2-pp2-sp-full-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
 }
 
 
@@ -107,7 +112,7 @@ def _config(
 ) -> RunConfig:
     settings = dict(layout)
     distributed = settings.pop("distributed", False)
-    recompute = settings.pop("recompute", "none")
+    options = {name: settings.pop(name) for name in ("recompute", "attention") if name in settings}
     return RunConfig(
         run_dir=run_dir,
         steps=STEPS,
@@ -116,7 +121,7 @@ def _config(
         trainer={
             "parallel": settings,
             "optimizer": {**OPTIMIZER, "distributed": distributed},
-            "recompute": recompute,
+            **options,
             "head_chunk_tokens": 8,
             "step_timeout_s": 60.0,
             "cpu_threads": 1,

@@ -1,0 +1,91 @@
+"""Logprob with entropy at T = 4,096, V = 32,000 against ``log_softmax`` and ``gather``: time and peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.algorithms.measure import Row, best_times, peak_bytes, time_rows
+from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, selective_log_softmax
+
+TOKENS, VOCABULARY, HIDDEN = 4096, 32000, 256
+PLAIN = "log_softmax, gather"
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+def rows() -> list[Row]:
+    """Forward with backward, and each alone; extra memory beyond the logits and their gradient."""
+    forms: dict[str, Score] = {
+        PLAIN: _plain,
+        "the same with entropy": _plain_with_entropy,
+        "selective_log_softmax": selective_log_softmax,
+        "logprobs_and_entropy": lambda logits, targets: torch.stack(logprobs_and_entropy(logits, targets)),
+    }
+    targets = _targets()
+    logits = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    forward = best_times({name: _forward(score, logits, targets) for name, score in forms.items()}, repeats=3)
+    both = best_times({name: _both(score, logits, targets) for name, score in forms.items()}, repeats=3)
+    found = time_rows("logprobs, forward", forward, PLAIN) + time_rows("logprobs, forward and backward", both, PLAIN)
+    del logits
+    for name, score in forms.items():
+        found.append(_memory_row(name, lambda logits, targets, s=score: s(logits, targets).sum().backward()))
+    return [*found, _fused_row()]
+
+
+def _plain(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def _plain_with_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    log_softmax = logits.log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return torch.stack([log_softmax.gather(1, targets[:, None])[:, 0], entropy])
+
+
+def _targets() -> Tensor:
+    return torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+def _forward(score: Score, logits: Tensor, targets: Tensor) -> Callable[[], object]:
+    return lambda: score(logits, targets)
+
+
+def _both(score: Score, logits: Tensor, targets: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        logits.grad = None
+        score(logits, targets).sum().backward()
+
+    return run
+
+
+def _memory_row(name: str, run: Callable[[Tensor, Tensor], object]) -> Row:
+    """The gradient is the one allocation that every form shares: it is taken off."""
+    targets, nbytes = _targets(), TOKENS * VOCABULARY * 4
+    peak = peak_bytes(
+        lambda: torch.randn(TOKENS, VOCABULARY).requires_grad_(),
+        lambda logits: run(logits, targets),  # type: ignore[arg-type]
+    )
+    extra = max(0, peak - nbytes)
+    return Row("logprobs, extra peak memory", name, extra / 2**20, "MiB", f"{extra / nbytes:.3f} of the logits")
+
+
+def _fused_row() -> Row:
+    """From hidden states: not even the logits exist, nor their gradient."""
+    targets, temperatures = _targets(), torch.ones(TOKENS)
+    nbytes = TOKENS * VOCABULARY * 4
+
+    def run(inputs: object) -> None:
+        hidden, weight = inputs  # type: ignore[misc]
+        logprobs, entropy = fused_logprobs(
+            hidden, weight, targets, temperatures, vocab_size=VOCABULARY, chunk_tokens=128
+        )
+        (logprobs.sum() + entropy.sum()).backward()
+
+    def prepare() -> tuple[Tensor, Tensor]:
+        return torch.randn(TOKENS, HIDDEN).requires_grad_(), torch.randn(VOCABULARY, HIDDEN).requires_grad_()
+
+    extra = peak_bytes(prepare, run)
+    note = f"{extra / nbytes:.3f} of the logits, gradients of hidden and weight included"
+    return Row("logprobs, extra peak memory", "fused_logprobs (chunks of 128)", extra / 2**20, "MiB", note)

@@ -1,0 +1,94 @@
+"""Measuring on one thread: CPU times of rivals taken in turn, peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from slime_like.errors import SlimeLikeError
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        case: what was measured.
+        form: which implementation.
+        value, unit: the figure.
+        note: a ratio, a bound, whether it is kept.
+    """
+
+    case: str
+    form: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+def best_times(forms: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
+    """Least CPU time of ``repeats`` runs of every form, in milliseconds.
+
+    CPU time, and forms in turn: other work on the machine then disturbs little, and all of them alike.
+    """
+    best = dict.fromkeys(forms, float("inf"))
+    for form in forms.values():
+        form()
+    for _ in range(repeats):
+        for name, form in forms.items():
+            start = time.process_time()
+            form()
+            best[name] = min(best[name], (time.process_time() - start) * 1e3)
+    return best
+
+
+def time_rows(case: str, times: Mapping[str, float], baseline: str) -> list[Row]:
+    """A row per form, with its speed relative to the baseline's."""
+    return [
+        Row(case, name, ms, "ms", "baseline" if name == baseline else f"{times[baseline] / ms:.2f} x as fast")
+        for name, ms in times.items()
+    ]
+
+
+def peak_bytes(prepare: Callable[[], object], run: Callable[[object], object]) -> int:
+    """Growth of resident memory at its highest while ``run`` works on what ``prepare`` made, in a forked process.
+
+    Raises:
+        SlimeLikeError: the process died or took longer than its bound.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_peak, args=(sender, prepare, run))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(TIMEOUT_S):
+            raise SlimeLikeError(f"the memory measurement took longer than {TIMEOUT_S} s; run it on a quieter machine")
+        return receiver.recv()
+    except EOFError as error:
+        raise SlimeLikeError("the memory measurement's process died; is there enough memory?") from error
+    finally:
+        process.kill()
+        process.join()
+
+
+def _peak(sender: Connection, prepare: Callable[[], object], run: Callable[[object], object]) -> None:
+    subject = prepare()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    kept = run(subject)
+    sender.send(_status("VmHWM") - before)
+    del kept
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise SlimeLikeError(f"/proc/self/status has no {field}; memory is measured on Linux only")

@@ -1,0 +1,137 @@
+"""Packing against Python lists and against memcpy; unpacking in one call against a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.algorithms.measure import Row, best_times, time_rows
+from slime_like.algorithms import pack_sequences, unpack_response_logprobs, unpack_sequences
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+
+LISTS = "python lists: tokens, masks, positions, advantages"
+NUM_SEQUENCES, PROMPT_LEN, RESPONSE_LEN = 1000, 128, 384
+
+
+def rows() -> list[Row]:
+    """1,000 sequences of 512 tokens."""
+    sequences = [_trajectory(index) for index in range(NUM_SEQUENCES)]
+    lists = [_as_lists(sequence) for sequence in sequences]
+    packed = pack_sequences(sequences)
+    nbytes = sum(tensor.nbytes for tensor in _tensors(packed))
+    plain = [_without_logprobs(sequence) for sequence in sequences]
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    times = best_times(
+        {
+            LISTS: lambda: _pack_lists(lists),
+            "pack_sequences, the same inputs": lambda: pack_sequences(plain),
+            "pack_sequences, with three logprobs and versions": lambda: pack_sequences(sequences),
+            f"memcpy of the pack's {nbytes / 2**20:.0f} MiB": lambda: target.copy_(source),
+        }
+    )
+    found = time_rows("pack 1,000 x 512 tokens", times, LISTS)
+    return found + _unpack_rows(packed, sequences)
+
+
+def _unpack_rows(packed: PackedTrajectory, sequences: Sequence[ScoredTrajectory]) -> list[Row]:
+    values = torch.rand(packed.targets.numel())
+    reference = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    found = time_rows(
+        "unpack response logprobs",
+        best_times(
+            {
+                "loop over boundaries, copied": lambda: _unpack_loop(packed, values),
+                "split, then a copy of each": lambda: [p.clone() for p in values.split(packed.response_lens.tolist())],
+                "unpack_response_logprobs": lambda: unpack_response_logprobs(packed, values),
+            }
+        ),
+        "loop over boundaries, copied",
+    )
+    whole = best_times({"unpack_sequences": lambda: unpack_sequences(packed)})
+    found.append(Row("unpack 1,000 x 512 tokens", "unpack_sequences", whole["unpack_sequences"], "ms", "all fields"))
+    cat = best_times({"torch.cat": lambda: torch.cat(reference)})
+    found.append(Row("concatenate reference logprobs", "torch.cat", cat["torch.cat"], "ms", "part of pack_sequences"))
+    return found
+
+
+def _unpack_loop(packed: PackedTrajectory, values: Tensor) -> list[Tensor]:
+    """One slice per sequence, its boundaries read off the tensor each time."""
+    parts, start = [], 0
+    for index in range(packed.num_sequences):
+        end = start + int(packed.response_lens[index].item())
+        parts.append(values[start:end].clone())
+        start = end
+    return parts
+
+
+def _pack_lists(samples: list[dict[str, list]]) -> dict[str, Tensor]:
+    """The common list-based form: extend Python lists, convert at the end."""
+    tokens: list[int] = []
+    masks: list[int] = []
+    positions: list[int] = []
+    advantages: list[float] = []
+    boundaries = [0]
+    for sample in samples:
+        tokens.extend(sample["tokens"])
+        masks.extend(sample["loss_mask"])
+        positions.extend(range(len(sample["tokens"])))
+        advantages.extend(sample["advantages"])
+        boundaries.append(boundaries[-1] + len(sample["tokens"]))
+    return {
+        "tokens": torch.tensor(tokens, dtype=torch.long),
+        "loss_masks": torch.tensor(masks, dtype=torch.int),
+        "position_ids": torch.tensor(positions, dtype=torch.int),
+        "advantages": torch.tensor(advantages, dtype=torch.float32),
+        "cu_seqlens": torch.tensor(boundaries, dtype=torch.int32),
+    }
+
+
+def _as_lists(sequence: ScoredTrajectory) -> dict[str, list]:
+    tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens]).tolist()
+    advantage = float(sequence.advantages)
+    return {
+        "tokens": tokens,
+        "loss_mask": sequence.loss_mask.int().tolist(),
+        "advantages": [advantage] * sequence.response_len,
+    }
+
+
+def _without_logprobs(sequence: ScoredTrajectory) -> ScoredTrajectory:
+    """Tokens, mask, advantage: what the list-based form is given."""
+    return replace(sequence, logprobs=None, ref_logprobs=None, old_logprobs=None, weight_versions=None)
+
+
+def _tensors(packed: PackedTrajectory) -> list[Tensor]:
+    values: list[Any] = [getattr(packed, name) for name in packed.__dataclass_fields__]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _trajectory(index: int) -> ScoredTrajectory:
+    generator = torch.Generator().manual_seed(index)
+
+    def logprobs() -> Tensor:
+        return -torch.rand(RESPONSE_LEN, generator=generator)
+
+    return ScoredTrajectory(
+        prompt_tokens=torch.randint(0, 32000, (PROMPT_LEN,), generator=generator),
+        response_tokens=torch.randint(0, 32000, (RESPONSE_LEN,), generator=generator),
+        prompt_len=PROMPT_LEN,
+        response_len=RESPONSE_LEN,
+        logprobs=logprobs(),
+        ref_logprobs=logprobs(),
+        old_logprobs=logprobs(),
+        rewards=torch.rand(1, generator=generator),
+        advantages=torch.randn((), generator=generator),
+        successes=torch.ones(1),
+        answer="",
+        sequence_id=str(index),
+        group_id=index // 8,
+        reward_metadata={},
+        policy_version=0,
+        loss_mask=torch.rand(RESPONSE_LEN, generator=generator) > 0.1,
+        weight_versions=torch.zeros(RESPONSE_LEN, dtype=torch.int64),
+    )

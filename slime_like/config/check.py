@@ -1,0 +1,189 @@
+"""What can be wrong with a configuration whose fields are each right: across fields, and against files on disk.
+
+Needs neither torch nor Ray, so that every problem is found before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
+from slime_like.config.layout import layout_problems
+from slime_like.config.run import RunConfig
+from slime_like.data.rows import SUFFIXES
+from slime_like.errors import ConfigError
+from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
+
+
+def check(config: RunConfig) -> list[str]:
+    """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
+    dimensions, problems = _dimensions(config.model.path, "model.path")
+    problems += _places(config)
+    problems += _names(config)
+    problems += _steps(config)
+    if not config.supervised:
+        problems += [*_sampling(config), *_evaluation(config), *_rewards(config)]
+    if dimensions is not None:
+        problems += layout_problems(config.trainer.parallel, dimensions)
+        problems += _lengths(config, dimensions)
+        problems += _reference(config, dimensions)
+    return problems
+
+
+def _dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
+    if not path.is_dir():
+        return None, [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
+    try:
+        return ModelDimensions.from_checkpoint(path), []
+    except ConfigError as error:
+        return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    """Files and directories, and packages that a setting needs."""
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        yield f"run_dir={config.run_dir} is a file; give a directory"
+    if not config.data.train:
+        yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
+    for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):
+        for file in files:
+            if file.suffix not in SUFFIXES:
+                yield f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files"
+            elif not file.is_file():
+                yield f"{field}={file} does not exist; give an existing file"
+    wanted = (("wandb", config.logging.wandb), ("tensorboard", config.logging.tensorboard))
+    for package, asked in wanted:
+        if asked and find_spec(package) is None:
+            yield f"logging.{package}=true, but the package is not installed; pip install {package}, or set it to false"
+
+
+def _names(config: RunConfig) -> Iterator[str]:
+    """Names of things that are looked up when the run starts."""
+    named = [("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP), "")]
+    importable = ", or `package.module:name`"
+    named.append(("algorithm.loss", config.algorithm.loss, list(LOSSES), importable))
+    if not config.supervised:
+        named.append(("algorithm.advantage", config.algorithm.advantage, list(ADVANTAGES), importable))
+        named.append(("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP), ""))
+    for field, name, known, otherwise in named:
+        if name not in known and not (otherwise and ":" in name):
+            yield f"{field}={name} is unknown; use one of: {', '.join(known) or '(none is installed)'}{otherwise}"
+
+
+def _steps(config: RunConfig) -> Iterator[str]:
+    """Do a step's samples suffice for its minibatches and replicas, and does the schedule make sense?"""
+    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
+    samples = 1 if config.supervised else config.rollout.samples_per_prompt
+    replicas = config.trainer.parallel.data
+    if minibatches > prompts:
+        yield (
+            f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}, and a group stays "
+            f"in one minibatch; use at most {prompts}"
+        )
+    elif prompts // minibatches * samples < replicas:
+        yield (
+            f"trainer.parallel.data={replicas} is more than the {prompts // minibatches * samples} samples of a "
+            "minibatch, and every replica needs one; lower it, or raise rollout.prompts_per_step"
+        )
+    optimizer = config.trainer.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"trainer.optimizer.min_lr={optimizer.min_lr:g} is above trainer.optimizer.lr={optimizer.lr:g}; "
+            "use at most the peak rate"
+        )
+    updates = config.steps * config.algorithm.epochs * minibatches
+    if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
+        yield (
+            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} optimizer "
+            f"steps to decay={optimizer.decay}; use fewer, or decay: constant"
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    """Training rollouts must be samples of the whole distribution, in groups that can be compared."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.top_p != 1.0:
+        yield (f"rollout.top_p={rollout.top_p:g} cuts the distribution that the loss assumes whole; use 1 for training")
+    if rollout.top_k != -1:
+        yield f"rollout.top_k={rollout.top_k} cuts the distribution that the loss assumes whole; use -1 for training"
+    if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        yield (
+            f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so that "
+            "every advantage is 0; use at least 2, or advantage: reinforce_pp"
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation.every > 0 and not evaluation.files:
+        yield f"evaluation.every={evaluation.every}, but evaluation.files is empty; give held-out files, or every: 0"
+    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+        yield (
+            f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} at evaluation.temperature=0 samples the "
+            "same response again and again; use 1, or a temperature above 0"
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    """Registered functions are found and their options tried; a user's own module is imported by the workers only."""
+    names = [function.name for function in config.reward.functions]
+    for index, function in enumerate(config.reward.functions):
+        field = f"reward.functions.{index}.name={function.name}"
+        if names.index(function.name) != index:
+            yield f"{field} is used twice; keep one"
+        elif function.name not in REGISTERED and not all(function.name.partition(":")):
+            yield f"{field} is unknown; use {', '.join(REGISTERED)} or `package.module:name`"
+        elif function.name in REGISTERED:
+            try:
+                check_options(function.name, resolve_reward(function.name), function.options)
+            except ValueError as error:
+                yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Every sequence must fit the model, the engine and a micro-batch; token ids must exist."""
+    rollout, prompt = config.rollout, config.data.max_prompt_tokens
+    for token in rollout.stop_token_ids:
+        if not 0 <= token < dimensions.vocab_size:
+            yield (
+                f"rollout.stop_token_ids={token} is no token of the model; its ids are 0 to {dimensions.vocab_size - 1}"
+            )
+    if config.supervised:
+        return
+    budget = config.trainer.target_tokens_per_batch
+    held_out = config.evaluation.max_new_tokens if config.evaluation.files else None
+    responses = [("rollout", rollout.max_new_tokens), ("evaluation", held_out)]
+    for section, response in responses:
+        if response is None:
+            continue
+        longest = prompt + response
+        terms = f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {longest} tokens"
+        limits = [("the model's max_position_embeddings", dimensions.max_position_embeddings)]
+        limits.append(("rollout.max_model_len", config.max_model_len))
+        if section == "rollout":
+            limits.append(("trainer.target_tokens_per_batch", budget))
+        for what, limit in limits:
+            if longest > limit:
+                yield f"{terms}, more than {what}={limit}; lower them" + ("" if "model's" in what else ", or raise it")
+    if rollout.max_model_len is not None and rollout.max_model_len > dimensions.max_position_embeddings:
+        yield (
+            f"rollout.max_model_len={rollout.max_model_len} is more than the model's "
+            f"max_position_embeddings={dimensions.max_position_embeddings}; use at most that"
+        )
+
+
+def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
+    path = config.reference.path
+    if config.algorithm.kl_coef == 0 or path is None:
+        return
+    reference, problems = _dimensions(path, "reference.path")
+    yield from problems
+    if reference is not None and reference.vocab_size != policy.vocab_size:
+        yield (
+            f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "
+            "logprobs cannot be compared; use a reference with the policy's tokenizer"
+        )

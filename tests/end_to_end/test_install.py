@@ -1,0 +1,52 @@
+"""A normal install, used from outside the source tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+PROBE = """
+import json, slime_like, backends.megatron.trainer, rollout.vllm.engine
+from importlib.metadata import distribution
+from slime_like.orchestration.plugins import load_backend, load_engine
+found = {p.name: p.value for p in distribution("slime-like").entry_points}
+print(json.dumps({
+    "files": [slime_like.__file__, backends.__file__, rollout.__file__],
+    "loaded": [load_backend("megatron").__name__, load_engine("vllm").__name__, load_engine("transformers").__name__],
+    "entry_points": sorted(found),
+}))
+"""
+
+
+def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    source = tmp_path / "source"  # a copy: building must not write into the tree under test
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
+    for name in filter(None, listing.decode().split("\0")):
+        if (REPO / name).is_file() and not name.startswith(("tests/", "docs/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((REPO / name).read_bytes())
+    subprocess.run([*pip, str(target), str(source)], check=True, timeout=120)
+
+    # PYTHONPATH comes before the editable install that the tests themselves use.
+    env = {**os.environ, "PYTHONPATH": str(target)}
+    answer = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=120
+    )
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert all(file.startswith(str(target)) for file in found["files"])
+    assert found["loaded"] == ["MegatronTrainer", "VllmEngine", "TransformersEngine"]
+    assert found["entry_points"] == ["megatron", "slime-like", "transformers", "vllm"]
+
+    script = target / "bin" / "slime-like"
+    helped = subprocess.run(
+        [sys.executable, str(script), "train", "--help"],
+        cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "--trainer.parallel.tensor" in helped.stdout

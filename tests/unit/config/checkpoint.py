@@ -1,0 +1,34 @@
+"""A checkpoint directory of which only ``config.json`` matters here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+QWEN3_8_KV_HEADS: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "num_hidden_layers": 12,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+
+def write_checkpoint(directory: Path, **changes: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(QWEN3_8_KV_HEADS | changes))
+    return directory

@@ -1,0 +1,139 @@
+"""A checkpoint that is not exactly the model of its config.json is refused, and the message names the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.hf_files import HfCheckpoint
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import CheckpointError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _require(directory: Path, ignored: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    model = ModelDimensions.from_checkpoint(directory)
+    with HfCheckpoint(directory) as checkpoint:
+        checkpoint.require(family_of(model).hf_shapes(model), ignored)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_expect_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, family)
+    _require(tmp_path)
+    model = ModelDimensions.from_checkpoint(tmp_path)
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert family_of(model).hf_shapes(model) == written
+
+
+def _drop(tensors: dict[str, Tensor]) -> None:
+    del tensors[UP], tensors["model.norm.weight"]
+
+
+def _add(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(2)
+
+
+def _transpose(tensors: dict[str, Tensor]) -> None:
+    tensors[UP] = tensors[UP].T.contiguous()
+
+
+def _quantise(tensors: dict[str, Tensor]) -> None:
+    tensors[UP] = tensors[UP].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_drop, rf"missing: {UP}, model.norm.weight"),
+        (_add, r"unexpected: model.layers.3.mlp.up_proj.weight"),
+        (_transpose, rf"wrong shape: {UP} is \[128, 256\], not \[256, 128\]"),
+        (_quantise, rf"floating-point type \(quantised\?\): {UP} \(I8\)"),
+    ],
+)
+def test_other_tensors_are_listed(damage: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        _require(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 50_000, -1])
+def test_a_file_that_is_cut_off_is_named(keep: int, tmp_path: Path) -> None:
+    """In its header, in its data, by one byte."""
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or cut off"):
+        _require(tmp_path)
+
+
+def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
+    """A second set of the same weights beside it (as some publishers add) is left alone."""
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+    for part, own in parts.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / part)
+    with pytest.raises(CheckpointError, match="tensors that another file has too"):
+        _require(tmp_path)
+    weight_map = {name: part for part, own in parts.items() for name in own}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    _require(tmp_path)
+
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"files that its index lists are missing: b\.safetensors"):
+        _require(tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    with pytest.raises(CheckpointError, match="missing: "):
+        _require(tmp_path)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="not an index"):
+        _require(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
+        HfCheckpoint(tmp_path)
+
+
+def test_only_the_range_that_is_asked_for_is_read_and_nan_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[UP][7, 3] = float("nan")
+    tensors[UP][0, 0], tensors[UP][1, 0] = float("inf"), float("-inf")  # a NaN sum, but no NaN
+    save_file(tensors, file)
+    with HfCheckpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.read(UP, 0, 0, 7), tensors[UP][:7])
+        assert torch.equal(checkpoint.read(UP, 1, 4, 9), tensors[UP][:, 4:13])
+        with pytest.raises(CheckpointError, match=f"{UP} holds NaN"):
+            checkpoint.read(UP, 0, 6, 4)
+        with pytest.raises(CheckpointError, match=f"{UP} holds NaN"):
+            checkpoint.read(UP, 1, 2, 4)
+
+
+def test_a_stored_copy_of_a_tied_head_may_be_ignored(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    _require(tmp_path, ignored={"lm_head.weight"})
+    with pytest.raises(CheckpointError, match=r"unexpected: lm_head\.weight"):
+        _require(tmp_path)

@@ -1,0 +1,91 @@
+"""A run directory as a training run leaves it: written by the logger itself, with text that wants to be markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slime_like.config import LoggingConfig, RunConfig
+from slime_like.config.load import save_config
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.names import evaluation_metrics, step_metrics
+from slime_like.observability.records import StepRecord
+from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.observability.records import grpo_stats, rl_record
+
+HOSTILE = (
+    "<script>document.title='hacked'</script>",
+    '"><img src=x onerror="document.title=\'hacked\'">',
+    "</script><script>document.title='hacked'</script>",
+    "<!--<script>",
+    "</td></tr></table>'\"&lt;",
+    "${1} [bold]{0}[/nope] %s",
+    "\x1b[2J\x07\u202eesrever\u2028\ud800",
+    "a\n  b\t<br>",
+)
+STEPS, TABLES_EVERY, SAMPLES, TOKENS = 30, 10, 4, 6
+ACCURACIES = {0: 0.25, 15: 0.5, 30: 0.875}
+
+
+def write_run(run_dir: Path, steps: int = STEPS, with_tables: bool = True) -> Path:
+    """Loss falls from 1/1 to 1/steps; rewards, times and lengths are those of ``rl_record``."""
+    run_dir.mkdir(parents=True)
+    config = RunConfig.model_validate({"run_dir": run_dir, "steps": steps, "model": {"path": run_dir / "model"}})
+    save_config(config, run_dir / "config.yaml")
+    logger = MetricLogger(LoggingConfig(tensorboard=False), run_dir)
+    for step in range(steps + 1):
+        if step:
+            logger.log(step, step_metrics(record(step)))
+        if step in ACCURACIES:
+            logger.log(step, evaluation_metrics(ACCURACIES[step], 16, 5.0, 0.0))
+        if step and with_tables and step % TABLES_EVERY == 0:
+            log_tables(logger, step)
+    logger.close()
+    return run_dir
+
+
+def record(step: int) -> StepRecord:
+    figures = {"loss": 1 / step, "policy_loss": 0.5 / step, "ratios": 1.0, "entropy": 2.0, "grad_norm": 0.5}
+    return replace(rl_record(), updates=[grpo_stats(**figures, engine_gap_mean=1e-6, engine_gap_max=1e-5)])
+
+
+def log_tables(logger: MetricLogger, step: int) -> None:
+    trajectories = [sample(step, index) for index in range(SAMPLES)]
+    pi = [np.linspace(-0.1, -3.0, TOKENS) for _ in trajectories]
+    for table in (
+        per_sample_table(step, trajectories, pi, grpo_stats(loss=1 / step), decode, SAMPLES),
+        per_token_table(step, trajectories, pi, decode, SAMPLES),
+    ):
+        logger.log_table(step, table.name, table.columns, table.rows)
+
+
+def sample(step: int, index: int) -> ScoredTrajectory:
+    """Advantages 10, 9, 8, 7 at positions 0 to 3; the first has a reference, the last token of each no loss."""
+    generated = torch.linspace(-0.1, -3.0, TOKENS) + 10.0 ** (index - 5)
+    return ScoredTrajectory(
+        prompt_tokens=torch.tensor([index]),
+        response_tokens=torch.arange(index, index + TOKENS) % len(HOSTILE),
+        prompt_len=1,
+        response_len=TOKENS,
+        logprobs=generated,
+        ref_logprobs=generated - 0.5 if index == 0 else None,
+        rewards=torch.tensor([float(index % 2)]),
+        advantages=torch.tensor(10.0 - index),
+        successes=torch.tensor([float(index % 2)]),
+        answer=HOSTILE[0],
+        sequence_id=f"{step}-{index}<i>",
+        group_id=step,
+        reward_metadata={"func_names": ["<b>math</b>"]},
+        policy_version=step,
+        loss_mask=torch.arange(TOKENS) < TOKENS - 1,
+        weight_versions=torch.full((TOKENS,), step),
+    )
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(HOSTILE[token] for token in tokens)

@@ -1,0 +1,274 @@
+"""The page read back with Python's own HTML parser; the figures against those the run was made of."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slime_like.config import LoggingConfig
+from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.observability import report_command, report_data
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.report import print_report, write_report
+from slime_like.observability.report_data import read_run, summary
+from slime_like.observability.report_panels import panels, phase_picture
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
+from tests.unit.observability.records import sft_record
+from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
+
+
+class Page(HTMLParser):
+    """Elements and texts of a page, and the JSON of its data blocks."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.blocks: dict[str, str] = {}
+        self._script: str | None = None
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if tag == "script":
+            self._script = attributes.get("id") or "page script"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.blocks[self._script] = self.blocks.get(self._script, "") + data
+        else:
+            self.texts.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "run <b>&")
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> Page:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def empty_run(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text(text)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------------- page
+def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
+    assert {name for name, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "br", "b", "i"})
+    assert [attributes.get("id") for name, attributes in page.tags if name == "script"] == [
+        "chart-data", "token-data", None,
+    ]  # fmt: skip
+    for name, attributes in page.tags:
+        assert {"src", "href", "style", "action"}.isdisjoint(attributes), name
+        assert not [attribute for attribute in attributes if attribute.startswith("on")], name
+
+
+def test_hostile_text_is_shown_as_it_was_said(page: Page) -> None:
+    shown = "".join(page.texts)
+    for text in HOSTILE[:6]:
+        assert text in shown
+    assert r"\x1b[2J\x07\u202eesrever\u2028\ud800" in shown
+    assert not set("\x1b\x07\u202e\u2028") & set(shown)
+
+
+def test_every_sample_and_token_is_there(page: Page) -> None:
+    logged = STEPS // TABLES_EVERY * SAMPLES
+    buttons = [attributes["data-sample"] for name, attributes in page.tags if "data-sample" in attributes]
+    assert sorted(map(int, filter(None, buttons))) == list(range(logged))
+    assert page.count("tr") == logged + 2  # a row each, and two headings
+    tokens = json.loads(page.blocks["token-data"])
+    assert len(tokens["samples"]) == logged
+    newest = tokens["samples"][0]
+    assert newest["label"] == "step 30, 30-0<i>, 6 tokens" and newest["note"] == ""
+    first = dict(zip(tokens["columns"], newest["rows"][0], strict=True))
+    assert first["Decoded Token"] == HOSTILE[0] and first["Loss Mask"] is True
+    assert first["Abs Diff Pi-Generated"] == pytest.approx(1e-5, rel=1e-2)
+    assert first["Abs Diff Pi-Ref"] == pytest.approx(0.5, rel=1e-4)
+    assert tokens["samples"][1]["rows"][0][tokens["columns"].index("Ref Logprob")] is None
+
+
+def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
+    titles = [panel.title for panel in panels(read_run(run_dir))[0]]
+    charts = dict(zip(titles, json.loads(page.blocks["chart-data"]), strict=True))
+    assert set(titles) >= {
+        "Reward", "Held-out accuracy", "Loss", "Importance ratio", "Clip fraction", "KL to the reference", "Entropy",
+        "Gradient norm", "Engine-to-trainer gap", "Response length",
+    }  # fmt: skip
+    loss, policy = charts["Loss"]["lines"]
+    assert loss["steps"] == list(range(1, STEPS + 1))
+    assert loss["values"] == pytest.approx([1 / step for step in range(1, STEPS + 1)], rel=1e-5)
+    assert policy["values"] == pytest.approx([0.5 / step for step in range(1, STEPS + 1)], rel=1e-5)
+    assert charts["Held-out accuracy"]["lines"][0]["values"] == [0.25, 0.5, 0.875]
+    assert page.count("svg") == len(titles) + 1
+
+
+def test_phase_shares(run_dir: Path) -> None:
+    """``phase_times``: 4 of 8 seconds generate, 2 train, 0.1 lie between the phases."""
+    picture = phase_picture(read_run(run_dir))
+    assert picture is not None
+    shares = dict(picture.shares)
+    assert (shares["generate"], shares["train"]) == pytest.approx((50, 25))
+    assert shares["orchestration"] == pytest.approx(1.25) and sum(shares.values()) == pytest.approx(100)
+
+
+def test_summary(run_dir: Path) -> None:
+    entries = dict(summary(read_run(run_dir)))
+    assert entries["model"] == f"{run_dir / 'model'}, bfloat16"
+    assert entries["trainer"] == "megatron, TP1 x PP1 x CP1 x DP1 (1 rank)"
+    assert entries["engine"].startswith("vllm, 1 engine of TP1")
+    assert entries["steps"] == "30 of 30"
+    assert entries["held-out accuracy"] == "0.250 (step 0) → 0.875 (step 30)"
+    assert entries["mean reward"] == "0.900 → 0.900 (first and last 3 steps)"
+    assert entries["trained tokens/s"].startswith("10 response tokens/s over 240.0 s")  # 80 tokens in 8 s, 30 times
+
+
+# ------------------------------------------------------------------------------------------------------ unusual runs
+def test_a_run_in_progress(tmp_path: Path) -> None:
+    """Lines cut short by a kill, in the metrics and in a table, are left out."""
+    run_dir = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", f"tables/{SAMPLE_TABLE}.jsonl", f"tables/{TOKEN_TABLE}.jsonl"):
+        path = run_dir / name
+        path.write_bytes(path.read_bytes()[:-20])
+    run = read_run(run_dir)
+    assert [len(run.tables[name].rows) for name in (SAMPLE_TABLE, TOKEN_TABLE)] == [11, 12 * TOKENS - 1]
+    assert max(record["step"] for record in run.records) == STEPS
+    assert write_report(run_dir).is_file()
+
+
+def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path) -> None:
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+    logger.log(1, {"train_actor_training/loss": 1.0})
+    rows = [(1, "a"), (2, "b"), (3, "c"), (2, "d"), (2, "e"), (2, "d")]
+    for count, (step, name) in enumerate(rows):
+        logger.log_table(step, SAMPLE_TABLE, ["Sequence ID", "count"], [[name, count]])
+    logger.close()
+    stored = read_run(tmp_path).tables[SAMPLE_TABLE].rows
+    assert [(row["Sequence ID"], row["count"]) for row in stored] == [("a", 0), ("d", 5), ("e", 4)]
+
+
+def test_a_long_run_keeps_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_data, "NEWEST_ROWS", 5)
+    monkeypatch.setattr(report_data, "NEWEST_TOKENS", 8)
+    run_dir = write_run(tmp_path / "run")
+    tables = read_run(run_dir).tables
+    assert (len(tables[SAMPLE_TABLE].rows), tables[SAMPLE_TABLE].left_out) == (5, 7)
+    assert (len(tables[TOKEN_TABLE].rows), tables[TOKEN_TABLE].left_out) == (8, 64)
+    page = Page(write_report(run_dir).read_text())
+    shown = "".join(page.texts)
+    assert "oldest 7 rows are in the run directory only" in shown and "oldest 64 tokens" in shown
+    notes = [sample["note"] for sample in json.loads(page.blocks["token-data"])["samples"]]
+    assert notes == ["The first 4 tokens are in the run directory only.", ""]
+
+
+def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path) -> None:
+    from slime_like.observability.names import step_metrics
+
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+    logger.log(1, step_metrics(sft_record()))
+    logger.close()
+    drawn, missing = panels(read_run(tmp_path))
+    assert "Loss" in [panel.title for panel in drawn] and {"Reward", "Held-out accuracy"} <= set(missing)
+    entries = dict(summary(read_run(tmp_path)))
+    assert entries["configuration"].startswith("not recorded") and entries["steps"] == "1"
+    shown = "".join(Page(write_report(tmp_path).read_text()).texts)
+    assert "Not logged in this run: Reward, Held-out accuracy" in shown and "Tokens of a sample" not in shown
+
+
+def test_a_loss_that_is_nan_is_seen(tmp_path: Path) -> None:
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+    for step in (1, 2, 3):
+        logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
+    logger.close()
+    assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
+    html = write_report(tmp_path).read_text()
+    assert html.count('<path class="non-finite"') == 2 and "NaN or infinite at 2 steps (marked)" in html
+
+
+def test_tables_of_ones_own_are_shown(tmp_path: Path) -> None:
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+    logger.log(1, {"train_actor_training/loss": 1.0})
+    logger.log_table(1, "mine", ["text", "flag", "list", "nothing"], [["x" * 5000, True, [1, None], None]])
+    logger.close()
+    page = Page(write_report(tmp_path).read_text())
+    assert {"mine", "yes", "[1, null]", "-", f"{'x' * 4000} … (1000 more characters)"} <= set(page.texts)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("files", "kind", "message"),
+    [
+        ({}, SlimeLikeError, r"there is no metrics\.jsonl in it; give the directory of a run"),
+        ({"metrics.jsonl": ""}, SlimeLikeError, r"holds no step yet; ask again"),
+        ({"metrics.jsonl": '{"st'}, SlimeLikeError, r"holds no step yet"),
+        ({"metrics.jsonl": '{"a": 1}\n'}, DataError, r"metrics\.jsonl:1: this line names no step"),
+        ({"metrics.jsonl": '{"step": 1}\n[]\n'}, DataError, r"metrics\.jsonl:2: "),
+        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, ConfigError, r"config\.yaml:2: not valid YAML"),
+        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, ConfigError, r"config\.yaml:1: holds no"),
+        ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, DataError, r"t\.jsonl:2: .*no row"),
+        ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"s\n'}, DataError, r"t\.jsonl:1: .*no row of a table"),
+    ],
+)
+def test_what_cannot_be_reported(tmp_path: Path, files: dict[str, str], kind: type[Exception], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(kind, match=message) as error:
+        write_report(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_output_file(tmp_path: Path, run_dir: Path) -> None:
+    assert write_report(run_dir, tmp_path / "new" / "page.html") == tmp_path / "new" / "page.html"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
+    with pytest.raises(SlimeLikeError, match="is a directory; give the file"):
+        write_report(run_dir, tmp_path)
+    with pytest.raises(SlimeLikeError, match=r"cannot be written \(.+\); choose another"):
+        write_report(run_dir, tmp_path / "new" / "page.html" / "below.html")
+
+
+# ------------------------------------------------------------------------------------------------------------ terminal
+def test_the_terminal_gets_the_essentials_and_no_control_character(run_dir: Path) -> None:
+    stream = io.StringIO()
+    print_report(run_dir, Console(file=stream, width=200, force_terminal=False))
+    printed = stream.getvalue()
+    for text in (
+        "0.250 (step 0) → 0.875 (step 30)",
+        "train_actor_training/loss",
+        "generate",
+        "50.0%",
+        "[bold]{0}[/nope]",
+    ):
+        assert text in printed
+    assert all(character == "\n" or character.isprintable() for character in printed)
+
+
+def test_the_command(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    report_command.add_parser(parser.add_subparsers(dest="command"))
+    output = tmp_path / "page.html"
+    assert report_command.run(parser.parse_args(["report", str(run_dir), "--output", str(output)])) == 0
+    assert output.is_file()
+    assert f"report: {output}" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""Debug tables against rows computed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config import LoggingConfig
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.observability.records import grpo_stats
+
+WORDS = {1: "2", 2: "+", 3: "=", 4: "5", 5: "<eos>"}
+STATS = grpo_stats(loss=0.5, policy_loss=0.25, kl_loss=0.125, ratios=1.5, clipfrac=0.75, approx_policy_kls=2.0)
+PI = [np.array([-0.5, -1.0, -4.0]), np.array([-2.0])]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(WORDS[token] for token in tokens)
+
+
+def samples() -> list[ScoredTrajectory]:
+    """The last token of the first carries no loss; the second has neither reference nor engine logprobs."""
+    first = ScoredTrajectory(
+        prompt_tokens=torch.tensor([1, 2, 1, 3]), response_tokens=torch.tensor([4, 5, 4]), prompt_len=4, response_len=3,
+        logprobs=torch.tensor([-0.25, -1.0, -1.0]), ref_logprobs=torch.tensor([-0.75, -1.5, -4.0]),
+        rewards=torch.tensor([1.0, 0.5]), advantages=torch.tensor(0.75), successes=torch.tensor([1.0, 0.0]),
+        answer="4", sequence_id="7-0", group_id=7, reward_metadata={"func_names": ["math", "format"]}, policy_version=3,
+        loss_mask=torch.tensor([True, True, False]), weight_versions=torch.tensor([3, 3, 4]), finish_reason="length",
+    )  # fmt: skip
+    second = ScoredTrajectory(
+        prompt_tokens=torch.tensor([2]), response_tokens=torch.tensor([5]), prompt_len=1, response_len=1,
+        logprobs=None, ref_logprobs=None, rewards=torch.tensor([0.0, 0.25]), advantages=torch.tensor(-0.75),
+        successes=torch.tensor([0.0, 1.0]), answer="", sequence_id="8-0", group_id=8,
+        reward_metadata={"func_names": ["math", "format"]}, policy_version=0, loss_mask=torch.tensor([True]),
+    )  # fmt: skip
+    return [first, second]
+
+
+def test_per_sample_rows() -> None:
+    table = per_sample_table(12, samples(), PI, STATS, decode, limit=4)
+    assert table.name == "per_sample_debug_table"
+    assert table.columns == [
+        "Sequence ID", "Prompt", "Response", "Advantages", "Response Length", "Step",
+        "Reward_math", "Success_math", "Reward_format", "Success_format",
+        "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls",
+        "Mean Abs Diff Pi-Ref", "Mean Abs Diff Pi-Generated", "Answer", "Group ID", "Weight Version", "Finish Reason",
+    ]  # fmt: skip
+    step_figures = [0.5, 0.25, 0.125, 1.5, 0.75, 2.0]
+    assert table.rows == [
+        ["7-0", "2+2=", "5<eos>5", 0.75, 3, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length"],
+        ["8-0", "+", "<eos>", -0.75, 1, 12, 0.0, 0.0, 0.25, 1.0, *step_figures, None, None, "", 8, None, "stop"],
+    ]
+
+
+def test_per_token_rows() -> None:
+    table = per_token_table(12, samples(), PI, decode, limit=4)
+    assert table.name == "per_token_debug_table"
+    assert table.columns == [
+        "Sequence ID", "Token Position", "Token ID", "Decoded Token", "Generated Logprob", "Ref Logprob", "Pi Logprob",
+        "Abs Diff Pi-Ref", "Abs Diff Pi-Generated", "Step", "Loss Mask", "Weight Version",
+    ]  # fmt: skip
+    assert table.rows == [
+        ["7-0", 0, 4, "5", -0.25, -0.75, -0.5, 0.25, 0.25, 12, True, 3],
+        ["7-0", 1, 5, "<eos>", -1.0, -1.5, -1.0, 0.5, 0.0, 12, True, 3],
+        ["7-0", 2, 4, "5", -1.0, -4.0, -4.0, 0.0, 3.0, 12, False, 4],
+        ["8-0", 0, 5, "<eos>", None, None, -2.0, None, None, 12, True, None],
+    ]
+
+
+@pytest.mark.parametrize(("limit", "rows", "tokens"), [(0, 0, 0), (1, 1, 3), (2, 2, 4), (9, 2, 4)])
+def test_the_limit_counts_samples(limit: int, rows: int, tokens: int) -> None:
+    assert len(per_sample_table(1, samples(), PI, STATS, decode, limit).rows) == rows
+    assert len(per_token_table(1, samples(), PI, decode, limit).rows) == tokens
+
+
+def test_a_sample_without_loss_has_no_mean_gap() -> None:
+    masked = replace(samples()[0], loss_mask=torch.zeros(3, dtype=torch.bool))
+    row = per_sample_table(1, [masked], PI[:1], STATS, decode, 1).rows[0]
+    assert row[-6:-4] == [None, None]
+
+
+def test_a_demonstration_has_no_rewards() -> None:
+    changes: dict[str, Any] = {
+        "rewards": torch.zeros(0),
+        "successes": torch.zeros(0),
+        "reward_metadata": {"func_names": []},
+    }
+    table = per_sample_table(1, [replace(samples()[1], **changes)], PI[1:], STATS, decode, 1)
+    assert table.columns[5:7] == ["Step", "loss"] and len(table.rows[0]) == len(table.columns)
+
+
+def test_no_samples_make_an_empty_table() -> None:
+    assert per_sample_table(1, [], [], STATS, decode, 4).rows == []
+    assert per_token_table(1, [], [], decode, 4).rows == []
+
+
+def broken(**changes: Any) -> Callable[[], object]:
+    return lambda: per_token_table(1, [replace(samples()[0], **changes)], PI[:1], decode, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (broken(logprobs=torch.zeros(2)), r"sample 7-0: logprobs has shape \(2,\); \(3,\) is needed"),
+        (broken(ref_logprobs=torch.zeros(3, 1)), r"sample 7-0: ref_logprobs has shape \(3, 1\)"),
+        (broken(loss_mask=torch.ones(4, dtype=torch.bool)), r"loss_mask has shape \(4,\)"),
+        (broken(weight_versions=torch.ones(1)), r"weight_versions has shape \(1,\)"),
+        (broken(response_len=4), r"pi_logprobs has shape \(3,\); \(4,\) is needed"),
+        (lambda: per_token_table(1, samples(), PI[:1], decode, 4), "1 arrays of policy logprobs for 2 trajectories"),
+        (lambda: per_token_table(1, samples(), PI, decode, -1), "limit=-1 is negative"),
+        (lambda: per_sample_table(1, samples(), PI[::-1], STATS, decode, 4), "sample 7-0: pi_logprobs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_reward_functions_must_be_the_same_for_all() -> None:
+    first, second = samples()
+    for changed in (
+        replace(second, reward_metadata={"func_names": ["format", "math"]}),
+        replace(second, rewards=torch.zeros(1)),
+        replace(second, successes=torch.zeros(3)),
+    ):
+        with pytest.raises(ValueError, match="sample 8-0: reward functions"):
+            per_sample_table(1, [first, changed], PI, STATS, decode, 4)
+
+
+def test_the_logger_stores_them(tmp_path: Path) -> None:
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+    tables = (per_sample_table(12, samples(), PI, STATS, decode, 4), per_token_table(12, samples(), PI, decode, 4))
+    for table in tables:
+        logger.log_table(12, table.name, table.columns, table.rows)
+    logger.close()
+    for table in tables:
+        lines = (tmp_path / "tables" / f"{table.name}.jsonl").read_text().splitlines()
+        expected = [{"step": 12, **dict(zip(table.columns, row, strict=True))} for row in table.rows]
+        assert [json.loads(line) for line in lines] == expected

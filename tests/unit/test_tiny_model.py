@@ -1,0 +1,94 @@
+"""The tiny checkpoint is a real one, as far as transformers can tell, and its data are what they claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.errors import ConfigError
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_every_family_loads_and_computes(family: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, family)
+    dimensions = ModelDimensions.from_checkpoint(tmp_path)
+    assert dimensions.family == family
+    assert (dimensions.hidden_size, dimensions.num_layers, dimensions.head_dim) == (128, 3, 32)
+    assert dimensions.qkv_bias == (family == "qwen2") and dimensions.tied_embeddings == (family == "qwen2")
+    assert (dimensions.rope_scaling is not None) == (family == "llama")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    logits = model(torch.arange(12)[None]).logits
+    assert logits.shape == (1, 12, dimensions.vocab_size) and logits.isfinite().all()
+
+
+def test_norms_and_biases_are_not_trivial(tmp_path: Path) -> None:
+    """Otherwise one that a conversion loses would not show."""
+    make_tiny_model(tmp_path, "qwen2")
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert tensor.unique().numel() > tensor.numel() // 2, name
+
+
+def test_the_seed_decides_and_overrides_are_fields_of_the_configuration(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_tiny_model(tmp_path / name, "qwen3", seed, num_hidden_layers=1, tie_word_embeddings=True, dtype="bfloat16")
+    files = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in "abc"}
+    assert files["a"] == files["b"] != files["c"]
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    assert "lm_head.weight" not in tensors and "model.layers.1.mlp.up_proj.weight" not in tensors
+    assert tensors["model.norm.weight"].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="hiden_size is not a field of Qwen3Config"):
+        make_tiny_model(tmp_path / "d", "qwen3", hiden_size=4)
+    with pytest.raises(ConfigError, match="family=gpt2"):
+        make_tiny_model(tmp_path / "d", "gpt2")
+    assert not (tmp_path / "d").exists()
+
+
+def test_tokenizer_is_one_token_per_byte_with_a_short_chat_template(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == ModelDimensions.from_checkpoint(tmp_path).vocab_size
+    for text in ("12+34=46", "naïve ∑\n\t 🙂"):
+        ids = tokenizer(text).input_ids
+        assert len(ids) == len(text.encode())
+        assert tokenizer.decode(ids) == text
+    turn: list[dict[str, Any]] = [{"role": "user", "content": "1+2="}]
+    rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    assert rendered == "<user>1+2=<assistant>"
+    assert len(tokenizer(rendered, add_special_tokens=False).input_ids) == 6
+    answered = tokenizer.apply_chat_template([*turn, {"role": "assistant", "content": "3"}], tokenize=False)
+    assert answered == rendered + "3<eos>"
+    eos = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    assert eos == tokenizer.eos_token_id == ModelDimensions.from_checkpoint(tmp_path).eos_token_ids[0]
+    assert tokenizer.pad_token_id not in (None, eos)
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_arithmetic_rows_are_right_and_held_out_pairs_are_unseen(tmp_path: Path) -> None:
+    make_arithmetic_data(tmp_path, seed=3)
+    train, held_out, sft = (_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
+    assert (len(train), len(held_out)) == (2000, 500)
+    for row in train + held_out:
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert int(a) < 50 and int(b) < 50
+        assert row["answer"] == row["response"] == str(int(a) + int(b))
+    prompts = {row["prompt"] for row in train}
+    assert len(prompts) == 2000 and len({row["prompt"] for row in held_out}) == 500
+    assert not prompts & {row["prompt"] for row in held_out}
+    assert {row["prompt"] for row in sft} == prompts and sft != train
+
+
+def test_more_rows_than_problems_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are 100 sums of two numbers below 10"):
+        make_arithmetic_data(tmp_path, num_train=90, num_eval=20, max_number=10)

@@ -1,0 +1,90 @@
+"""Tensors into a flat buffer and out again, and metadata over the wire."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
+from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
+from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_goes_in_comes_out(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    tensors = [(f"t{i}", (torch.randn(shape) * 9).to(dtype)) for i, (dtype, shape) in enumerate(kinds)]
+    buffer = torch.full((bucket_nbytes(WeightBucket(tensors)),), 255, dtype=torch.uint8)
+    entries = write_bucket(WeightBucket(tensors), buffer)
+    for (name, tensor), (seen_name, seen), entry in zip(tensors, read_bucket(entries, buffer), entries, strict=True):
+        assert (seen_name, seen.dtype, seen.shape) == (name, tensor.dtype, tensor.shape)
+        assert torch.equal(seen, tensor)
+        assert entry.offset % ALIGNMENT == 0
+        assert entry.checksum == tensor_checksum(tensor) == tensor_checksum(seen)
+
+
+def test_views_are_views() -> None:
+    buffer = torch.zeros(128, dtype=torch.uint8)
+    entries = write_bucket(WeightBucket([("a", torch.ones(4)), ("b", torch.ones(4))]), buffer)
+    (_, a), (_, b) = read_bucket(entries, buffer)
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_strided_sources_are_laid_out_in_row_major_order() -> None:
+    source = torch.arange(12.0).view(3, 4).t()
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    ((_, seen),) = read_bucket(write_bucket(WeightBucket([("t", source)]), buffer), buffer)
+    assert torch.equal(seen, source)
+
+
+def test_a_small_buffer_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="does not fit"):
+        write_bucket(WeightBucket([("t", torch.ones(100))]), torch.zeros(399, dtype=torch.uint8))
+
+
+def test_a_name_occurs_once() -> None:
+    bucket = WeightBucket([("t", torch.ones(1)), ("u", torch.ones(1)), ("t", torch.ones(1))])
+    with pytest.raises(WeightSyncError, match="names t more than once"):
+        write_bucket(bucket, torch.zeros(192, dtype=torch.uint8))
+
+
+GOOD = TensorEntry("t", "float32", (2, 3), 0, 24, 0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, nbytes=20),
+        replace(GOOD, shape=(2, 4)),
+        replace(GOOD, offset=48),
+        replace(GOOD, offset=-4),
+        replace(GOOD, offset=2),
+        replace(GOOD, dtype="float33"),
+        replace(GOOD, dtype="nn"),
+    ],
+)
+def test_contradicting_metadata_is_refused(bad: TensorEntry) -> None:
+    with pytest.raises(WeightSyncError, match="tensor t"):
+        list(read_bucket([bad], torch.zeros(64, dtype=torch.uint8)))
+
+
+def test_metadata_survives_the_wire() -> None:
+    metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (replace(GOOD, checksum=2**64 - 1),))
+    assert metadata_from_wire(json.loads(json.dumps(metadata_to_wire(metadata)))) == metadata
+    with pytest.raises(WeightSyncError, match="not the metadata"):
+        metadata_from_wire({"transport": "shared_memory"})

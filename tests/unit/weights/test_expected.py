@@ -1,0 +1,40 @@
+"""Which tensors a whole update has: those of the checkpoint, judged by what Hugging Face wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.weights.expected import expected_tensors, require_complete
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_and_shapes_of_the_checkpoint(tmp_path: Path, tied: bool) -> None:
+    make_tiny_model(tmp_path, family="qwen3", seed=0, tie_word_embeddings=tied)
+    weights = load_file(tmp_path / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert expected_tensors(tmp_path) == shapes
+    assert ("lm_head.weight" in shapes) is not tied
+    # Some checkpoints store the tied copy and computed buffers all the same: neither is a weight of its own.
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": weights["model.norm.weight"].clone()}
+    if tied:
+        extra["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(extra, tmp_path / "extra.safetensors")
+    assert expected_tensors(tmp_path) == shapes
+
+
+def test_a_directory_without_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="safetensors"):
+        expected_tensors(tmp_path)
+
+
+def test_missing_and_unknown_tensors_are_named() -> None:
+    require_complete({"a", "b"}, {"a", "b"}, "engine")
+    with pytest.raises(WeightSyncError, match=r"1 missing \(b\) and 1 unknown \(c\)"):
+        require_complete({"a", "c"}, {"a", "b"}, "engine")
+    with pytest.raises(WeightSyncError, match=r"5 missing \(t0, t1, t2, \.\.\.\)"):
+        require_complete(set(), {f"t{i}" for i in range(5)}, "engine")
