@@ -19,11 +19,13 @@ def train(config: RunConfig) -> TrainSummary:
     started = time.monotonic()
     with Session(config) as session:
         recorder = StepRecorder(session)
+        done = session.finished_steps
         if session.rollout:
-            session.rollout.sync.run(version=0)
-            recorder.evaluate(step=0)
+            session.rollout.sync.run(version=done)
+            if done == 0:
+                recorder.evaluate(step=0)
         clock, synced, reference = PhaseClock(), None, None
-        for step in range(1, config.steps + 1):
+        for step in range(done + 1, config.steps + 1):
             trajectories = session.source.next_batch(step, clock)
             batch = session.batcher.batch(trajectories)
             session.trainers.load_batch(batch.replicas)

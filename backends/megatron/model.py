@@ -108,8 +108,8 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "pipeline_dtype": dtype,
-        # What has been sent to the next stage is needed there only.
-        "deallocate_pipeline_outputs": parallel.pipeline > 1,
+        # What has been sent to the next stage is needed there only; an interleaved schedule may still be sending it.
+        "deallocate_pipeline_outputs": parallel.pipeline > 1 and not interleaved,
         # Between two stages an interleaved schedule sends both ways at once, and batched messages would be confused:
         # it sends them one by one, and its micro-batches are padded to one length.
         "variable_seq_lengths": not interleaved,

@@ -19,6 +19,7 @@ class CheckpointConfig(Section):
     """What is written to disk, and when."""
 
     every: int = Field(0, ge=0, description="Save every so many steps; 0 means at the end only.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are removed after a save.")
     export_hf: bool = Field(True, description="Also write a Hugging Face model at the end.")
 
 
@@ -58,6 +59,11 @@ class RunConfig(Section):
     run_dir: Path = Field(description="Directory of the run: metrics, logs, checkpoints, the resolved configuration.")
     steps: int = Field(100, ge=1, description="Training steps.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
+    resume: str = Field(
+        "auto",
+        description="auto: go on from the run directory's latest checkpoint, if it has one; never: start anew, an "
+        "earlier run of the directory is moved aside; or the path of a checkpoint.",
+    )
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")
     data: DataConfig = Field(default_factory=lambda: DataConfig(), description="Training prompts.")

@@ -81,7 +81,7 @@ def read_value(text: str) -> Any:
 
 
 def write_text(data: Any) -> str:
-    """YAML text which ``read_document`` reads back as ``data``; ASCII, since PyYAML loses some line breaks otherwise."""
+    """YAML text which ``read_document`` reads back as ``data``; ASCII, since PyYAML loses some characters else."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120)
 
 

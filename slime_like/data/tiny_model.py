@@ -6,9 +6,10 @@ trainers and engines treat it as any other model. The data are sums, which such 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     _initialise(model, torch.Generator().manual_seed(seed))
     model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(**_special_ids())
-    model.save_pretrained(directory)
+    with _without_progress_bar():
+        model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
 
 
@@ -104,6 +106,18 @@ def _model_config(family: str, overrides: dict[str, Any]) -> Any:
         raise ConfigError([f"{name} is not a field of {class_name}; remove it" for name in unknown])
     fields = {"dtype": "float32", **_SIZES, **defaults, **_special_ids(), **overrides}
     return config_class(**fields, architectures=[class_name.replace("Config", "ForCausalLM")])
+
+
+@contextlib.contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _special_ids() -> dict[str, int]:

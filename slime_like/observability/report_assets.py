@@ -124,7 +124,7 @@ SCRIPT = r"""
   // Tables: sort by a column (empty cells last either way), filter by text.
   const compare = (first, second) => {
     const left = first.dataset.value, right = second.dataset.value;
-    if (left !== undefined && right !== undefined) return Number(left) - Number(right);
+    if (left !== undefined && right !== undefined) return left.localeCompare(right);
     return first.textContent.localeCompare(second.textContent);
   };
   const sortBy = (table, column) => {

@@ -200,8 +200,9 @@ def _read_table(path: Path) -> StoredTable:
     columns: dict[str, None] = {}
     left_out = 0
     for row in _lines(path):
-        while rows and rows[-1]["step"] > row["step"]:
-            rows.pop()  # the run was resumed from before these: they belong to steps that were run again
+        if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
+            while rows and rows[-1]["step"] >= row["step"]:
+                rows.pop()
         columns.update(dict.fromkeys(row))
         rows.append(row)
         if len(rows) > (NEWEST_TOKENS if per_token else NEWEST_ROWS):

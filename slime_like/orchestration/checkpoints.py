@@ -4,18 +4,63 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
+_TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / _TRAINER
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Open the checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: it is missing, or its state cannot be read; the message says what to do.
+        """
+        file = path / _STATE
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+            return cls(path.resolve(), int(state["step"]), state)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"resume: {path} is no checkpoint ({_STATE} is missing); give another path"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
+            ) from error
+
 
 class CheckpointStore:
-    """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint."""
+    """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the run's directory.
+        keep: newest checkpoints that stay after a save.
+    """
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
         self._root = run_dir / "checkpoints"
+        self._keep = keep
+        for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
+            shutil.rmtree(partial)
 
     def save(self, step: int, trainers: TrainerGroup, state: dict[str, Any]) -> Path:
         """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
@@ -24,18 +69,21 @@ class CheckpointStore:
             CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
         """
         final = self._root / f"step-{step:06d}"
-        partial = self._root / f".partial-step-{step:06d}"
+        partial = self._root / f"{_PARTIAL}{final.name}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            trainers.save(partial / "trainer")
-            (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=1), encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
+            trainers.save(partial / _TRAINER)
+            (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
             partial.rename(final)
             self._point_latest(final)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"checkpoint of step {step}: could not write to {self._root}: {error}") from error
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._remove_old()
         return final
 
     def _point_latest(self, final: Path) -> None:
@@ -43,3 +91,33 @@ class CheckpointStore:
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         link.replace(self._root / "latest")
+
+    def _remove_old(self) -> None:
+        for old in sorted(self._root.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old)
+
+
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+    """What ``resume`` asks for; ``None`` means a new start.
+
+    Raises:
+        CheckpointError: a path was given, or ``latest`` exists, and cannot be read.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        return Checkpoint.read(Path(config.resume))
+    latest = config.run_dir / "checkpoints" / "latest"
+    return Checkpoint.read(latest) if latest.is_symlink() else None
+
+
+def prepare_run_dir(config: RunConfig) -> Checkpoint | None:
+    """Make the run directory and find what to resume. An earlier run not resumed is moved aside."""
+    checkpoint = find_checkpoint(config)
+    if checkpoint is None and (config.run_dir / "metrics.jsonl").exists():
+        number = 1
+        while (aside := config.run_dir.with_name(f"{config.run_dir.name}.{number}")).exists():
+            number += 1
+        config.run_dir.rename(aside)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return checkpoint

@@ -13,7 +13,7 @@ from slime_like.data.prompts import PromptSource, load_tokenizer
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
-from slime_like.orchestration.checkpoints import CheckpointStore
+from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore, prepare_run_dir
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.rollout_manager import RolloutManager
@@ -46,6 +46,7 @@ class Session:
         trainers: all trainer ranks.
         rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode.
         checkpoints, metrics, progress: where results go.
+        resumed: the checkpoint this run went on from, if any.
     """
 
     prompts: PromptSource
@@ -53,6 +54,7 @@ class Session:
     batcher: ExperienceBatcher
     trainers: TrainerGroup
     rollout: RolloutSide | None
+    resumed: Checkpoint | None
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -65,6 +67,11 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
+    @property
+    def finished_steps(self) -> int:
+        """Steps that the resumed checkpoint has behind it; 0 in a new run."""
+        return self.resumed.step if self.resumed else 0
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -72,13 +79,13 @@ class Session:
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
-        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self.resumed = prepare_run_dir(config)
         save_config(config, config.run_dir / "config.yaml")
         tokenizer = load_tokenizer(config.model.path)
         self.prompts = PromptSource(
             config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised
         )
-        self.checkpoints = CheckpointStore(config.run_dir)
+        self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
@@ -95,6 +102,10 @@ class Session:
         else:
             self.rollout = self._open_rollout(stack, tokenizer)
             self.source = RolloutSource(config, self.prompts, self.rollout.engines, self.rollout.scorer)
+        if self.resumed is not None:
+            self.prompts.load_state_dict(self.resumed.state["data"])
+            self.trainers.load(self.resumed.trainer)
+            self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 

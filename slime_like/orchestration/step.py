@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from slime_like.observability.curve import plot_reward_curve
-from slime_like.observability.names import evaluation_metrics, step_metrics
+from slime_like.observability.metrics import read_metrics, series
+from slime_like.observability.names import ACCURACY, evaluation_metrics, step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 from slime_like.orchestration.batcher import TrainingBatch
@@ -73,7 +74,6 @@ class StepRecorder:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._config = session.config
-        self._accuracies: dict[int, float] = {}
         self._trained_tokens = 0
         self._trained_s = 0.0
         self._dropped_prompts = 0
@@ -154,7 +154,6 @@ class StepRecorder:
         if rollout is None or rollout.evaluator is None:
             return
         result = rollout.evaluator.run(step)
-        self._accuracies[step] = result.accuracy
         metrics = evaluation_metrics(
             result.accuracy, result.num_responses, result.response_length_mean, result.truncated_fraction
         )
@@ -179,10 +178,10 @@ class StepRecorder:
         if not self._config.supervised:
             files["reward curve"] = run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])
-        steps = sorted(self._accuracies)
+        accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
         return TrainSummary(
-            accuracy_before=self._accuracies[steps[0]] if steps else None,
-            accuracy_after=self._accuracies[steps[-1]] if steps else None,
+            accuracy_before=accuracies[0] if accuracies else None,
+            accuracy_after=accuracies[-1] if accuracies else None,
             tokens_per_second=self._trained_tokens / self._trained_s if self._trained_s else 0.0,
             wall_s=wall_s,
             files=files,

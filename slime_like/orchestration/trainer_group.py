@@ -102,6 +102,9 @@ class TrainerGroup:
     def save(self, directory: Path) -> None:
         self._call("save", directory, phase="saving a checkpoint")
 
+    def load(self, directory: Path) -> None:
+        self._call("load", directory, phase="loading a checkpoint")
+
     def export_hf(self, directory: Path) -> None:
         self._call("export_hf", directory, phase="writing the Hugging Face model")
 

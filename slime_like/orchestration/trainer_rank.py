@@ -129,6 +129,9 @@ class TrainerRank:
     def save(self, directory: Path) -> None:
         self.backend.save(directory)
 
+    def load(self, directory: Path) -> None:
+        self.backend.load(directory)
+
     def export_hf(self, directory: Path) -> None:
         self.backend.export_hf(directory)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slime_like.rewards.protocol import encode, read_message
-from slime_like.rewards.registry import RewardCallable, check_options, resolve_reward
+from slime_like.rewards.registry import REGISTERED, RewardCallable, check_options, resolve_reward
 from slime_like.rewards.result import RewardResult
 
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +25,7 @@ _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
 
 def main() -> int:
     """Serve until standard input ends. Exit code 0 then, 1 where a reward function cannot be used."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
     _die_with_parent(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
     setup = read_message(requests)
@@ -61,11 +62,9 @@ class _Function:
         return result
 
     def warm_up(self) -> None:
-        """Compile what the first call compiles, outside any sample's time; what it answers does not matter."""
-        try:
+        """Compile what the first call compiles, outside any sample's time. A user's own function is not called."""
+        if self.name in REGISTERED:
             self(_WARM_UP)
-        except Exception as error:
-            print(f"warm-up of {self.name}: {error!r}", file=sys.stderr)
 
 
 def _outcome(functions: list[_Function], item: dict[str, str]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     # PYTHONPATH comes before the editable install that the tests themselves use.
     env = {**os.environ, "PYTHONPATH": str(target)}
     answer = subprocess.run(
-        [sys.executable, "-c", PROBE], cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROBE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
+    assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout.splitlines()[-1])
     assert all(file.startswith(str(target)) for file in found["files"])
     assert found["loaded"] == ["MegatronTrainer", "VllmEngine", "TransformersEngine"]

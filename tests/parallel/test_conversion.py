@@ -221,7 +221,7 @@ def test_one_rank_failing_ends_all(tmp_path: Path) -> None:
             "parameters that no rule of family qwen3 covers: decoder.layers.0.self_attention.linear_qkv",
         ),
         ({"ffn_hidden_size": 128}, r"decoder.layers.0.mlp.linear_fc1.weight has shape [128, 128]"),
-        ({"vocab_size": 100}, r"embedding.word_embeddings.weight has shape [64, 128]"),
+        ({"vocab_size": 100}, r"embedding.word_embeddings.weight has shape [128, 128]"),
         ({"num_layers": 2}, "no parameter of any rank takes model.layers.2."),
         ({"tied_embeddings": True}, "no parameter of any rank takes lm_head.weight"),
     ],

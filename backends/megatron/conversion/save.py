@@ -115,6 +115,8 @@ def _finish(partial: Path, directory: Path, source_dir: Path, dimensions: ModelD
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _copy_companions(source_dir, partial, dtype)
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
         for file in partial.iterdir():
             _sync(file)
         _replace(partial, directory)
