@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -18,6 +19,18 @@ def new_children(before: Collection[int]) -> list[int]:
     """Descendants that are not in ``before``, without Python's own resource tracker, which ends with this process."""
     children = psutil.Process().children(recursive=True)
     return [child.pid for child in children if child.pid not in before and not _is_tracker(child)]
+
+
+def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
+    """Files whose path begins with ``prefix`` and which one of these processes has mapped into its memory."""
+    found: set[Path] = set()
+    for pid in process_ids:
+        try:
+            lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        found |= {Path(line[line.index(prefix) :]) for line in lines if prefix in line}
+    return tuple(sorted(found))
 
 
 def end_processes(process_ids: Iterable[int], grace_s: float) -> None:

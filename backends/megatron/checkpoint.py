@@ -124,7 +124,7 @@ def _restore(
     for index, chunk in enumerate(model_chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"])
-    pass
+    _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, scheduler, loaded["scheduler"])
 
 

@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from slime_like.errors import TrainerError
@@ -83,7 +84,7 @@ def _applied(patch: Patch) -> Iterator[None]:
 
 
 def _patches() -> list[Patch]:
-    return [*_device_patches(), *_random_patches(), *_expert_patches(), *_optimizer_patches()]
+    return [*_device_patches(), *_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
 
 
 # -------------------------------------------------------------------------------------------------- device and streams
@@ -228,6 +229,43 @@ def _cpu_tracker(random: ModuleType) -> type:
                 torch.set_rng_state(outside)
 
     return CpuRngStatesTracker
+
+
+# ---------------------------------------------------------------------------------------------------------- pipeline
+_ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
+
+
+def _pipeline_patches() -> list[Patch]:
+    return [Patch(_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", _tagged_p2p_ops)]
+
+
+def _tagged_p2p_ops(
+    *,
+    tensor_send_prev: torch.Tensor | None,
+    tensor_recv_prev: torch.Tensor | None,
+    tensor_send_next: torch.Tensor | None,
+    tensor_recv_next: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> list[Any]:
+    """Megatron's batched messages, with a tag for each direction.
+
+    Of two stages each is the other's next and previous one. Untagged, an activation and a gradient sent in one batch
+    could be received as each other.
+    """
+    messages = (
+        (dist.isend, tensor_send_prev, prev_pipeline_rank, _GRADIENT_TAG),
+        (dist.irecv, tensor_recv_prev, prev_pipeline_rank, _ACTIVATION_TAG),
+        (dist.isend, tensor_send_next, next_pipeline_rank, _ACTIVATION_TAG),
+        (dist.irecv, tensor_recv_next, next_pipeline_rank, _GRADIENT_TAG),
+    )
+    operations = [
+        dist.P2POp(operation, tensor, peer, group, tag)
+        for operation, tensor, peer, tag in messages
+        if tensor is not None
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 # ------------------------------------------------------------------------------------------------- mixture of experts

@@ -101,6 +101,9 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
 def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     parallel = config.trainer.parallel
     interleaved = parallel.virtual_pipeline > 1
+    # Two stages are each other's next and previous at once: batched NCCL messages of both directions would be confused
+    # (on the CPU they carry tags). Micro-batches are padded to one length, for shapes are sent the same way.
+    overlapped = interleaved and torch.cuda.is_available()
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -108,13 +111,11 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "pipeline_dtype": dtype,
-        # What has been sent to the next stage is needed there only; an interleaved schedule may still be sending it.
-        "deallocate_pipeline_outputs": parallel.pipeline > 1 and not interleaved,
-        # Between two stages an interleaved schedule sends both ways at once, and batched messages would be confused:
-        # it sends them one by one, and its micro-batches are padded to one length.
+        # What has been sent to the next stage is needed there only; an overlapped schedule may still be sending it.
+        "deallocate_pipeline_outputs": parallel.pipeline > 1 and not overlapped,
         "variable_seq_lengths": not interleaved,
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": overlapped,
+        "batch_p2p_comm": not overlapped,
     }
 
 

@@ -47,17 +47,21 @@ class RingSegments:
 
 
 class _Exchange:
-    """One hop: sends tensors to the next rank while those of the previous rank arrive."""
+    """One hop: sends tensors to the next rank while those of the previous rank arrive.
 
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    Every tensor has a tag from ``first_tag`` on, so that two exchanges under way at once cannot be confused (backends
+    without tags deliver in the order of the calls, which is the same on every rank).
+    """
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, first_tag: int = 0) -> None:
         ranks = dist.get_process_group_ranks(group)
         following, previous = ranks[(group.rank() + 1) % len(ranks)], ranks[group.rank() - 1]
         self._sent = [tensor.contiguous() for tensor in tensors]
         self._received = [torch.empty_like(tensor) for tensor in self._sent]
         operations: list[dist.P2POp] = []
-        for sent, received in zip(self._sent, self._received, strict=True):
-            operations.append(dist.P2POp(dist.isend, sent, following, group))
-            operations.append(dist.P2POp(dist.irecv, received, previous, group))
+        for tag, (sent, received) in enumerate(zip(self._sent, self._received, strict=True), first_tag):
+            operations.append(dist.P2POp(dist.isend, sent, following, group, tag))
+            operations.append(dist.P2POp(dist.irecv, received, previous, group, tag))
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
@@ -161,7 +165,7 @@ class _ZigzagRing(torch.autograd.Function):
                 dk, dv = homeward.wait()
             _add(dk, plan.k_rows, parts[1])
             _add(dv, plan.k_rows, parts[2])
-            homeward = _Exchange([dk, dv], group)
+            homeward = _Exchange([dk, dv], group, first_tag=2)
             if onward is not None:
                 keys, values = onward.wait()
         assert homeward is not None

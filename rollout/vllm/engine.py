@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollout.processes import end_processes, new_children, process_ids
+from rollout.processes import end_processes, mapped_files, new_children, process_ids
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config.dimensions import ModelDimensions
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 10.0
 _HEALTH_TIMEOUT_S = 10.0
+_SHARED_FILES = "/dev/shm/vllm_dist_"
+"""Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind."""
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._promised: dict[str, int] = {}
         self._process_ids: tuple[int, ...] = ()
+        self._shared_files: tuple[Path, ...] = ()
         self._paused = False
         self._asleep: set[str] = set()
         self._resume_after_update = False
@@ -79,10 +83,10 @@ class VllmEngine:
                 await llm.get_supported_tasks()
         except BaseException as error:
             self._abandoned = True
-            self._process_ids = tuple(new_children(before))
+            self._note_processes(before)
             await self.stop()
             raise self._start_error(error, timeout) from error
-        self._process_ids = tuple(new_children(before))
+        self._note_processes(before)
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         check_request(request, self._dimensions, self._config.max_model_len)
@@ -122,6 +126,19 @@ class VllmEngine:
         self._paused = False
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        """Join the weight transport. A second sender of the same session needs no second call.
+
+        Raises:
+            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (its own
+                ``reload_weights`` does, too), so that updates would be silently wrong.
+        """
+        from rollout.vllm.arguments import on_cpu
+
+        if self._dimensions.num_experts and on_cpu():
+            raise EngineError(
+                f"{self._name}: vLLM cannot update the weights of a mixture-of-experts model on a CPU; "
+                "use rollout.engine=transformers there"
+            )
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
         await self._sync_call("connect", self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments))
 
@@ -206,7 +223,13 @@ class VllmEngine:
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
         await asyncio.to_thread(end_processes, self._process_ids, _STOP_TIMEOUT_S)
-        self._process_ids = ()
+        for path in self._shared_files:
+            path.unlink(missing_ok=True)
+        self._process_ids, self._shared_files = (), ()
+
+    def _note_processes(self, before: Collection[int]) -> None:
+        self._process_ids = tuple(new_children(before))
+        self._shared_files = mapped_files(self._process_ids, _SHARED_FILES)
 
     def _import(self) -> None:
         from rollout.vllm.arguments import prepare_environment

@@ -219,32 +219,41 @@ def _layout(lengths: _Lengths) -> dict[str, Tensor]:
     """Every tensor that follows from the lengths alone."""
     ends = lengths.total.cumsum(0)
     starts = ends - lengths.total
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-    segments = torch.cat([lengths.total, torch.tensor([lengths.padding])])
-    index = torch.cat([torch.arange(len(lengths.total_list)), torch.tensor([-1])])
-    sequence_mask = index.repeat_interleave(segments, output_size=lengths.packed)
-    parts = torch.stack([lengths.prompt, lengths.response], dim=1).flatten()
-    is_response = torch.tensor([False, True]).repeat(len(lengths.total_list))
-    response_mask = torch.zeros(lengths.packed, dtype=torch.bool)
-    response_mask[: lengths.actual] = is_response.repeat_interleave(parts, output_size=lengths.actual)
     return {
         "position_ids": _positions(lengths, ends),
-        "sequence_mask": sequence_mask,
-        "response_mask": response_mask,
-        "cu_seqlens": cu_seqlens,
+        "sequence_mask": _sequence_mask(lengths, ends),
+        "response_mask": _response_mask(lengths, starts, ends),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         "sequence_map": torch.stack([starts, ends], dim=1),
         "prompt_lens": lengths.prompt,
         "response_lens": lengths.response,
     }
 
 
+# Each of these is a running sum of its steps, summed in place: one buffer of T entries and no other.
 def _positions(lengths: _Lengths, ends: Tensor) -> Tensor:
-    """Running count whose steps of 1 fall back to 0 where a segment, padding included, begins; one buffer, no other."""
+    """Steps of 1 that fall back to 0 where a segment, padding included, begins."""
     steps = torch.ones(lengths.packed, dtype=torch.int64)
     steps[0] = 0
     begins = ends if lengths.padding else ends[:-1]
     steps[begins] = 1 - lengths.total[: begins.numel()]
     return steps.cumsum_(0)
+
+
+def _sequence_mask(lengths: _Lengths, ends: Tensor) -> Tensor:
+    steps = torch.zeros(lengths.packed, dtype=torch.int64)
+    steps[ends[:-1]] = 1
+    mask = steps.cumsum_(0)
+    mask[lengths.actual :] = -1
+    return mask
+
+
+def _response_mask(lengths: _Lengths, starts: Tensor, ends: Tensor) -> Tensor:
+    """Up by 1 where a response begins, down where it ends."""
+    steps = torch.zeros(lengths.packed + 1, dtype=torch.int8)
+    steps[starts + lengths.prompt] = 1
+    steps[ends] = -1
+    return steps.cumsum_(0)[:-1].to(torch.bool)
 
 
 def _token_tensors(
@@ -259,7 +268,8 @@ def _token_tensors(
     token_weights = weights.repeat_interleave(lengths.response, output_size=lengths.num_responses)
     return {
         "tokens": torch.cat(pieces).to(torch.int64),
-        "targets": torch.where(loss_mask, responses, torch.tensor(ignore_index), out=responses),
+        # Filling by index costs by the masked tokens, which are few, and not by all of them.
+        "targets": responses.index_fill_(0, (~loss_mask).nonzero().squeeze(1), ignore_index),
         "loss_mask": loss_mask,
         "token_weights": token_weights.mul_(loss_mask),
         "temperatures": torch.tensor([s.temperature for s in sequences], dtype=torch.float32),

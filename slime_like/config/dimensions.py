@@ -85,6 +85,10 @@ class ModelDimensions:
             )
         if raw.get("use_sliding_window") or (family == "mistral" and raw.get("sliding_window")):
             raise ConfigError([f"{path}: sliding-window attention is not supported; use a checkpoint without it"])
+        if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+            raise ConfigError(
+                [f"{path}: layers without experts between layers with them are not supported; use another checkpoint"]
+            )
         try:
             return cls(
                 family=family,

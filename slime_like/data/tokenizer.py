@@ -22,8 +22,8 @@ def load_tokenizer(path: Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # damaged files raise what the parser met first
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(
             f"{path}: its tokenizer cannot be loaded ({reason}); copy the checkpoint's files again"
         ) from error

@@ -35,7 +35,8 @@ svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); stroke-width: 1; } .axis { stroke: var(--soft); }
 .tick { fill: var(--soft); font-size: 11px; }
 .cursor { stroke: var(--soft); stroke-dasharray: 3 3; }
-polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } polyline.faint { stroke-width: 1; opacity: .45; }
+polyline { fill: none; stroke-width: 2.6; stroke-linejoin: round; }
+polyline.series-1 { stroke-width: 1.3; } polyline.faint { stroke-width: 1; opacity: .45; }
 .non-finite, .cut { fill: var(--hot); }
 polyline.series-0 { stroke: var(--series-0); } circle.series-0 { fill: var(--series-0); }
 polyline.series-1 { stroke: var(--series-1); } circle.series-1 { fill: var(--series-1); }
@@ -124,7 +125,7 @@ SCRIPT = r"""
   // Tables: sort by a column (empty cells last either way), filter by text.
   const compare = (first, second) => {
     const left = first.dataset.value, right = second.dataset.value;
-    if (left !== undefined && right !== undefined) return left.localeCompare(right);
+    if (left !== undefined && right !== undefined) return Number(left) - Number(right);
     return first.textContent.localeCompare(second.textContent);
   };
   const sortBy = (table, column) => {

@@ -41,7 +41,7 @@ def run_config(model: Path, run_dir: Path, **rollout: Any) -> RunConfig:
         rollout=RolloutConfig(
             **{
                 "max_new_tokens": MAX_NEW_TOKENS,
-                "start_timeout_s": 120,
+                "start_timeout_s": 300,
                 "request_timeout_s": 60,
                 "samples_per_prompt": 4,
                 **rollout,

@@ -7,6 +7,8 @@ random numbers drawn after loading with those drawn after saving.
 
 from __future__ import annotations
 
+import resource
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2},
     "tp2-sp-dp2-distributed": {"tensor": 2, "sequence": True, "data": 2, "distributed": True},
     "pp2-interleaved-distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
-    "cp2-dp2-distributed": {"context": 2, "data": 2, "distributed": True},
+    "cp2-distributed": {"context": 2, "distributed": True},
     "ep2-distributed": {"data": 2, "expert": 2, "distributed": True},
     "ep2": {"data": 2, "expert": 2},
 }
@@ -127,7 +129,16 @@ def _run(function: Any, config: RunConfig, directory: Path, checkpoint: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [*((name, "float32") for name in LAYOUTS), ("tp2-sp-dp2-distributed", "bfloat16")]
+    ("layout", "dtype"),
+    [
+        ("single", "float32"),
+        ("single-distributed", "float32"),
+        ("tp2", "bfloat16"),
+        ("tp2-sp-dp2-distributed", "bfloat16"),
+        ("pp2-interleaved-distributed", "float32"),
+        ("ep2-distributed", "float32"),
+        ("ep2", "float32"),
+    ],
 )
 def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, tmp_path: Path) -> None:
     config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
@@ -149,7 +160,7 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, tmp_path: Pa
         ("tp2-sp-dp2-distributed", "single-distributed"),
         ("single-distributed", "pp2-interleaved-distributed"),
         ("pp2-interleaved-distributed", "tp2-sp-dp2-distributed"),
-        ("cp2-dp2-distributed", "single-distributed"),
+        ("cp2-distributed", "single-distributed"),
         ("tp2", "single"),
         ("ep2-distributed", "single-distributed"),
     ],
@@ -205,3 +216,28 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
+
+
+def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path) -> str:
+    """A limit on file size stands for the disk, on the second rank only."""
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    if placement.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with trainer.runtime, pytest.raises(CheckpointError) as caught:
+        save_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+    trainer.shutdown()
+    return str(caught.value)
+
+
+def test_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> None:
+    """Nobody waits for the rank that could not write, and what was written does not load."""
+    config = _config(_model(tmp_path / "model", "tp2"), tmp_path, LAYOUTS["tp2"])
+    checkpoint = tmp_path / "checkpoint"
+    first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint)
+    assert "failed on trainer rank 1" in first
+    assert "__1_0.distcp: could not be written" in second
+    ((message,), _) = run_ranks(_errors, 2, tmp_path / "errors", config, [checkpoint])
+    assert "not a whole training checkpoint" in message

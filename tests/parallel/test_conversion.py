@@ -8,9 +8,10 @@ logprob parity tests show.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,45 @@ def test_a_checkpoint_is_cast_to_the_model_s_type(tmp_path: Path) -> None:
     original = load_file(config.model.path / "model.safetensors")
     _same_bits(exported.tensors, {name: tensor.to(torch.bfloat16) for name, tensor in original.items()})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class _FusedNames:
+    """A model chunk under the names that Transformer Engine's fused modules give the same parameters."""
+
+    def __init__(self, chunk: Any) -> None:
+        self.decoder = chunk.decoder
+        self._chunk = chunk
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield from self._chunk.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._chunk.named_parameters():
+            name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+            if ".experts." not in name and "router" not in name:
+                name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+            yield re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.weight", r"\2.weight\1", name), parameter
+
+
+def _load_under_fused_names(placement: RankPlacement, configs: list[RunConfig]) -> list[bool]:
+    same = []
+    with megatron_runtime():
+        parallel.initialize(configs[0], placement)
+        for config in configs:
+            dimensions = ModelDimensions.from_checkpoint(config.model.path)
+            plain, fused = build_chunks(config, dimensions), build_chunks(config, dimensions)
+            conversion.load_hf_weights(plain, config.model.path, dimensions)
+            conversion.load_hf_weights([_FusedNames(chunk) for chunk in fused], config.model.path, dimensions)
+            pairs = zip(plain[0].parameters(), fused[0].parameters(), strict=True)
+            same.append(all(torch.equal(one, other) for one, other in pairs))
+        parallel.leave()
+    return same
+
+
+def test_transformer_engine_s_fused_names_are_understood(tmp_path: Path) -> None:
+    configs = _configs(tmp_path / "hf", ("qwen2", "qwen3_moe"), {"data": 2, "expert": 2})[1:]
+    configs += _configs(tmp_path / "hf", ("qwen2",), {"data": 2})
+    assert run_ranks(_load_under_fused_names, 2, tmp_path / "ranks", configs) == [[True, True]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- faults

@@ -13,10 +13,12 @@ from slime_like.rewards.response_length import response_length
 RIGHT = [
     ("46", "46"), ("46", " 46\n"), ("46", "046"), ("46", "46."), ("46", "12+34=46"), ("46", "The answer is 46."),
     ("46", r"so \boxed{46}"), ("46", "$46$"), ("-3", "-3"), ("0", "0"), ("46", "46.0"), ("0.5", "1/2"),
-    ("1000", "1,000"), ("1,000", "1000"), ("1000", "1e3"), ("1e3", "1000"), ("1.5e-2", "0.015"), ("1000", r"$10^3$"),
+    ("1000", "1,000"), ("1,000", "1000"), ("1000", "1e3"), ("1e3", "1000"), ("1.5e-2", "0.015"),
+    ("1000", r"$10^3$"), ("1500", r"\boxed{1.5 \times 10^3}"),
     (r"\frac{1}{2}", "0.5"), (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"), (r"$\frac12$", r"\boxed{1/2}"),
     (r"\boxed{7}", "7"), ("x^2+1", r"\boxed{1+x^2}"), (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"), ("x=3", r"\boxed{3}"),
-    ("(1,2)", r"\boxed{(1,2)}"), (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("50%", r"\boxed{50\%}"), ("46", "first 12, then 46"),
+    ("(1,2)", r"\boxed{(1,2)}"), (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("50%", r"\boxed{50\%}"),
+    ("46", "first 12, then 46"),
     ("Paris", r"\boxed{\text{Paris}}"), ("Paris", "paris."), ("B", "(B)"), ("True", "true"),
     ("46", "no 45\n" + "filler " * 2000 + "\nthe answer is 46"),
 ]  # fmt: skip
@@ -48,14 +50,14 @@ def test_options_of_math_verify() -> None:
     assert math_verify("", r"\boxed{46}", "46", require_boxed=True).success
     cut = math_verify("", "1 " * 40 + "46", "46", max_chars=20)
     assert cut.success
-    assert cut.metadata == {"cut_chars": 64}
+    assert cut.metadata == {"cut_chars": 62}
 
 
 def test_a_cut_never_makes_a_number_from_half_of_one() -> None:
     assert not math_verify("", "1234567 " + "x" * 10, "4567", max_chars=15).success
 
 
-@pytest.mark.parametrize("answer", ["", "???", "(" * 40 + "1" + ")" * 40, "1+" * 600 + "1"], ids=lambda a: repr(a[:9]))
+@pytest.mark.parametrize("answer", ["", "(" * 40 + "1" + ")" * 40, "1+" * 600 + "1"], ids=lambda a: repr(a[:9]))
 def test_a_ground_truth_that_cannot_be_parsed_is_an_error(answer: str) -> None:
     with pytest.raises(ValueError, match="ground truth"):
         math_verify("", "46", answer)

@@ -70,7 +70,7 @@ def user_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 @pytest.fixture(scope="module")
 def math_pool() -> Iterator[RewardPool]:
-    with RewardPool(RewardConfig(timeout_s=3.0)) as pool:
+    with RewardPool(RewardConfig(timeout_s=1.5)) as pool:
         yield pool
 
 
@@ -177,7 +177,6 @@ def test_equal_items_are_scored_once(user_config: Callable[..., RewardConfig], t
 
 HOSTILE = {
     "power tower": r"$10^{10^{10}}$",
-    "plain tower": "10^10^10",
     "factorial": r"\boxed{9999999!}",
     "nesting": "$" + "(" * 1000 + "1" + ")" * 1000 + "$",
     "fractions": "$" + r"\frac{1}{" * 500 + "1" + "}" * 500 + "$",

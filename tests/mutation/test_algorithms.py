@@ -1,0 +1,185 @@
+"""Known bugs of packed RL training put back into the algorithm layer, one at a time: the named tests must fail.
+
+The sources are copied and changed in a temporary folder; tests run against that copy in a forked process. What this
+does not cover: bugs of the parallel layer, of engines and of the orchestration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+import slime_like
+
+ROOT = Path(__file__).parents[2]
+SOURCES = Path(slime_like.__file__).parent
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``before`` becomes ``after`` in ``slime_like/algorithms/<file>``; then ``caught_by`` must fail."""
+
+    bug: str
+    file: str
+    before: str
+    after: str
+    caught_by: str
+
+
+MUTATIONS = [
+    Mutation(
+        "logits are read at the token instead of before it",
+        "packing.py",
+        "nonzero().squeeze(1) - 1",
+        "nonzero().squeeze(1)",
+        "test_logprobs.py::test_response_logprobs_of_each_sequence_alone",
+    ),
+    Mutation(
+        "the last response token carries no loss",
+        "packing.py",
+        "    steps[ends] = -1\n",
+        "    steps[ends - 1] = -1\n",
+        "test_packing.py::test_layout_written_out_by_loops",
+    ),
+    Mutation(
+        "padding belongs to the last sequence",
+        "packing.py",
+        "    mask[lengths.actual :] = -1\n",
+        "",
+        "test_packing.py::test_padding_belongs_to_nobody",
+    ),
+    Mutation(
+        "positions run on over the pack",
+        "packing.py",
+        "    steps[begins] = 1 - lengths.total[: begins.numel()]\n",
+        "",
+        "test_packing.py::test_layout_written_out_by_loops",
+    ),
+    Mutation(
+        "the zigzag layout gets contiguous chunks",
+        "context.py",
+        'if layout == "contiguous":\n        total',
+        "if True:\n        total",
+        "test_context.py::test_zigzag_written_out_by_loops",
+    ),
+    Mutation(
+        "positions stay behind when the zigzag moves the tokens",
+        "context.py",
+        "position_ids=offset,",
+        "position_ids=torch.arange(offset.numel(), device=offset.device),",
+        "test_context.py::test_split_and_merge_are_inverse",
+    ),
+    Mutation(
+        "every micro-batch takes its own mean",
+        "losses/loss.py",
+        "* inputs.token_weights).sum()",
+        "* inputs.token_weights).sum() / inputs.token_weights.sum().clamp_min(1e-6)",
+        "test_losses.py::test_token_losses",
+    ),
+    Mutation(
+        "a fully masked sample counts in the denominator",
+        "reduction.py",
+        "return float(sum(count > 0 for count in loss_token_counts))",
+        "return float(len(loss_token_counts))",
+        "test_reduction.py::test_a_fully_masked_sample_adds_nothing",
+    ),
+    Mutation(
+        "groups are told apart by position",
+        "advantages.py",
+        "torch.unique(ids,",
+        "torch.unique_consecutive(ids,",
+        "test_advantages.py::test_group_formulas_on_uneven_shuffled_groups",
+    ),
+    Mutation(
+        "the ratio is taken against a detached copy of itself",
+        "losses/policy.py",
+        '(inputs.logprobs - required(inputs, "old_logprobs")).exp()',
+        "(inputs.logprobs - inputs.logprobs.detach()).exp()",
+        "test_losses.py::test_ratio_and_clip_fraction_come_from_the_old_policy",
+    ),
+    Mutation(
+        "the head scores without the sampling temperature",
+        "head.py",
+        "return logits.div_(temperatures.to(dtype)[:, None])",
+        "return logits",
+        "test_head.py::test_any_sharding_equals_the_whole",
+    ),
+    Mutation(
+        "response logprobs ignore the temperature",
+        "logprobs.py",
+        "if temperature != 1.0 else None",
+        "if temperature < 0 else None",
+        "test_logprobs.py::test_response_logprobs_of_each_sequence_alone",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug)
+def test_mutation_is_caught(mutation: Mutation, tmp_path: Path) -> None:
+    target = f"tests/unit/algorithms/{mutation.caught_by}"
+    copy_sources(tmp_path, mutation)
+    assert run_forked(tmp_path, target) == pytest.ExitCode.TESTS_FAILED, f"{target} passes although {mutation.bug}"
+
+
+def test_the_copy_passes_without_mutation(tmp_path: Path) -> None:
+    """Otherwise a broken copy would look like a caught mutation."""
+    copy_sources(tmp_path, None)
+    targets = sorted({f"tests/unit/algorithms/{mutation.caught_by}" for mutation in MUTATIONS})
+    assert run_forked(tmp_path, *targets) == pytest.ExitCode.OK
+
+
+def copy_sources(folder: Path, mutation: Mutation | None) -> None:
+    shutil.copytree(SOURCES, folder / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
+    if mutation is None:
+        return
+    file = folder / "slime_like" / "algorithms" / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.before) == 1, f"{mutation.file} no longer has exactly one {mutation.before!r}; adapt it"
+    file.write_text(text.replace(mutation.before, mutation.after))
+
+
+def run_forked(folder: Path, *targets: str) -> int:
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, targets))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        pytest.fail(f"the forked test run took longer than {TIMEOUT_S} s")
+    return process.exitcode
+
+
+def _run(folder: Path, targets: tuple[str, ...]) -> None:
+    """Forget the real modules, import the copy instead, and run the named tests quietly."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("slime_like", "tests")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    importlib.import_module("slime_like")  # before pytest puts the real tree in front of the path
+    # One failing example is enough; searching for the smallest would take most of the time.
+    settings.register_profile("mutation", phases=(Phase.explicit, Phase.generate))
+    settings.load_profile("mutation")
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
+    arguments = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+        *(str(ROOT / target) for target in targets),
+    ]
+    code = pytest.main(arguments)
+    module = sys.modules.get("slime_like.algorithms")
+    came_from_copy = module is not None and str(module.__file__).startswith(str(folder))
+    os._exit(int(code) if came_from_copy else 100)

@@ -1,0 +1,259 @@
+"""Prompts: what is read, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.config import DataConfig
+from slime_like.data.prompts import PromptSource, load_tokenizer
+from slime_like.data.tiny_model import byte_tokenizer
+from slime_like.errors import DataError
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+CONFIG = DataConfig(max_prompt_tokens=16)
+SUMS: list[dict[str, Any]] = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "response": str(2 * i)} for i in range(10)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def source_of(path: Path, rows: list[dict[str, Any]], seed: int = 0, **changes: Any) -> PromptSource:
+    return PromptSource([write_rows(path, rows)], TOKENIZER, CONFIG.model_copy(update=changes), seed)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "sums.jsonl", SUMS)
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return TOKENIZER.decode(list(tokens))
+
+
+MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+# row, configuration, prompt as text, answer
+READ: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"prompt": "1+1=", "answer": "2"}, {}, "<user>1+1=<assistant>", "2"),
+    ({"prompt": "1+1=", "answer": "2"}, {"apply_chat_template": False}, "1+1=", "2"),
+    ({"prompt": MESSAGES, "answer": "2"}, {}, "<system>Add.<user>1+1=<assistant>", "2"),
+    ({"prompt": "1+1=", "answer": 2}, {}, "<user>1+1=<assistant>", "2"),
+    ({"prompt": "1+1=", "answer": 0.5}, {}, "<user>1+1=<assistant>", "0.5"),
+    ({"q": "1+1=", "a": "2"}, {"prompt_key": "q", "answer_key": "a"}, "<user>1+1=<assistant>", "2"),
+    ({"x": {"q": "1+1=", "y": {"a": "2"}}}, {"prompt_key": "x.q", "answer_key": "x.y.a"}, "<user>1+1=<assistant>", "2"),
+    ({"x.q": "1", "x": {"q": "2"}, "answer": "2"}, {"prompt_key": "x.q"}, "<user>1<assistant>", "2"),
+    ({"input_token_ids": [33, 34], "prompt": "ignored", "answer": "2"}, {}, text((33, 34)), "2"),
+    ({"ids": [33, 34], "answer": "2"}, {"token_ids_key": "ids"}, text((33, 34)), "2"),
+    ({"prompt": "é", "answer": "ü"}, {"apply_chat_template": False}, "é", "ü"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("row", "changes", "prompt", "answer"), READ, ids=[str(case[0]) for case in READ])
+def test_rows_become_prompts(
+    tmp_path: Path, suffix: str, row: dict[str, Any], changes: dict[str, Any], prompt: str, answer: str
+) -> None:
+    [found] = source_of(tmp_path / f"rows{suffix}", [row], **changes).next(1)
+    assert text(found.tokens) == prompt
+    assert found.answer == answer
+    assert found.response_tokens is None
+
+
+def test_a_rendered_prompt_is_what_the_tokenizer_makes_of_it(file: Path) -> None:
+    source = PromptSource([file], TOKENIZER, CONFIG.model_copy(update={"shuffle": False}), seed=0)
+    for row, prompt in zip(SUMS, source.next(10), strict=True):
+        expected = TOKENIZER.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
+        )
+        assert list(prompt.tokens) == expected
+        assert prompt.response_tokens == (*TOKENIZER.encode(row["response"]), EOS)
+
+
+def test_jsonl_and_parquet_are_the_same(tmp_path: Path) -> None:
+    lines, table = (source_of(tmp_path / f"rows{suffix}", SUMS, seed=5) for suffix in (".jsonl", ".parquet"))
+    assert lines.next(25) == table.next(25)
+
+
+def test_files_are_read_in_their_order_and_empty_lines_skipped(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a.jsonl", SUMS[:4])
+    second = write_rows(tmp_path / "b.parquet", SUMS[4:])
+    first.write_text("\n" + first.read_text() + "\n  \n")
+    source = PromptSource([first, second], TOKENIZER, CONFIG.model_copy(update={"shuffle": False}), seed=0)
+    assert [prompt.answer for prompt in source.next(10)] == [row["answer"] for row in SUMS]
+
+
+def test_every_epoch_is_another_permutation_and_the_seed_decides(file: Path) -> None:
+    prompts = PromptSource([file], TOKENIZER, CONFIG, seed=3).next(30)
+    epochs = [[prompt.row for prompt in prompts[start : start + 10]] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(10)]}) == 4
+    assert [prompt.epoch for prompt in prompts] == [0] * 10 + [1] * 10 + [2] * 10
+    assert [prompt.group_id for prompt in prompts] == list(range(30))
+    assert PromptSource([file], TOKENIZER, CONFIG, seed=3).next(30) == prompts
+    assert [p.row for p in PromptSource([file], TOKENIZER, CONFIG, seed=4).next(10)] != epochs[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(before=st.integers(0, 35), after=st.integers(1, 25), shuffle=st.booleans())
+def test_a_saved_position_goes_on_exactly(
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, shuffle: bool
+) -> None:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    straight = source_of(path, SUMS, shuffle=shuffle)
+    straight.next(before)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = source_of(path, SUMS, shuffle=shuffle)
+    resumed.next(2)
+    resumed.load_state_dict(state)
+    assert resumed.next(after) == straight.next(after)
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path) -> None:
+    state = PromptSource([file], TOKENIZER, CONFIG, seed=0).state_dict()
+    changed = [*SUMS[:9], {**SUMS[9], "answer": "19"}]
+    with pytest.raises(DataError, match="content is not that of the checkpoint"):
+        source_of(tmp_path / "changed.jsonl", changed).load_state_dict(state)
+    with pytest.raises(DataError, match="seed is not that of the checkpoint"):
+        PromptSource([file], TOKENIZER, CONFIG, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="number of usable rows is not"):
+        PromptSource([file], TOKENIZER, CONFIG.model_copy(update={"max_prompt_tokens": 6}), 0).load_state_dict(
+            state | {"num_rows": 3}
+        )
+    moved = tmp_path / "moved.jsonl"
+    file.rename(moved)
+    PromptSource([moved], TOKENIZER, CONFIG, seed=0).load_state_dict(state)
+
+
+def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 14, 15, 200)]
+    source = source_of(tmp_path / "rows.jsonl", rows, shuffle=False)
+    assert source.dropped_prompts == 2
+    assert source.num_rows == 2
+    assert [len(prompt.tokens) for prompt in source.next(2)] == [7, 16]
+
+
+# file content, configuration, what the error must say (FILE stands for the path)
+FAULTY: list[tuple[str, dict[str, Any], str]] = [
+    ("{\n", {}, "FILE:1: no valid JSON"),
+    ('{"prompt": "a", "answer": "b"}\nnonsense', {}, "FILE:2: no valid JSON"),
+    ("[1]", {}, "FILE:1: holds a list; one object per line belongs here"),
+    ("[" * 100_000, {}, "FILE:1: no valid JSON"),
+    ('{"answer": "b"}', {}, "FILE:1: has neither 'prompt' nor 'input_token_ids'; set data.prompt_key to its key"),
+    ('{"prompt": "", "answer": "b"}', {}, "FILE:1: 'prompt' is empty; remove the row"),
+    ('{"prompt": "", "answer": "b"}', {"apply_chat_template": False}, "FILE:1: 'prompt' is empty; remove the row"),
+    ('{"prompt": 3, "answer": "b"}', {}, "FILE:1: 'prompt' is neither text nor a list of messages"),
+    ('{"prompt": [], "answer": "b"}', {}, "FILE:1: 'prompt' is neither text nor a list of messages"),
+    ('{"prompt": [{"role": "user"}], "answer": "b"}', {}, "FILE:1: 'prompt' is neither text nor a list of messages"),
+    (
+        '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}',
+        {"apply_chat_template": False},
+        "FILE:1: 'prompt' is a list of messages; set data.apply_chat_template: true",
+    ),
+    ('{"prompt": "a"}', {}, "FILE:1: the answer 'answer' is missing"),
+    ('{"prompt": "a", "answer": ["b"]}', {}, "FILE:1: the answer 'answer' is a list"),
+    ('{"prompt": "a", "answer": true}', {}, "FILE:1: the answer 'answer' is a bool"),
+    ('{"input_token_ids": [], "answer": "b"}', {}, "FILE:1: the prompt has no token"),
+    ('{"input_token_ids": "ab", "answer": "b"}', {}, "FILE:1: 'input_token_ids' is no list of whole numbers"),
+    ('{"input_token_ids": [1, true], "answer": "b"}', {}, "FILE:1: 'input_token_ids' is no list of whole numbers"),
+    ('{"input_token_ids": [1, 264], "answer": "b"}', {}, "FILE:1: 'input_token_ids' has the id 264, but the tokenizer"),
+    ('{"input_token_ids": [-1], "answer": "b"}', {}, "FILE:1: 'input_token_ids' has the id -1, but the tokenizer"),
+    ("", {}, "FILE:0: no row is left (0 prompts are over data.max_prompt_tokens=16)"),
+    ('{"prompt": "' + "x" * 99 + '", "answer": "b"}', {}, "FILE:0: no row is left (1 prompts are over"),
+]
+
+
+@pytest.mark.parametrize(("content", "changes", "message"), FAULTY, ids=[case[2][:60] for case in FAULTY])
+def test_a_bad_row_is_named_by_file_and_line(
+    tmp_path: Path, content: str, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0)
+    assert str(caught.value).startswith(message.replace("FILE", str(path)))
+
+
+@pytest.mark.parametrize(("response", "found"), [(None, "is missing"), ("", "is empty"), (5, "is a int")])
+def test_supervised_mode_needs_every_demonstration(tmp_path: Path, response: Any, found: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [SUMS[0], {"prompt": "a", "answer": "b", "response": response}])
+    with pytest.raises(DataError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG, seed=0, need_responses=True)
+    assert str(caught.value).startswith(f"{path}:2: the demonstration 'response' {found}")
+    if response != "":  # an empty text is no demonstration in either mode
+        last = PromptSource([path], TOKENIZER, CONFIG.model_copy(update={"shuffle": False}), seed=0).next(2)[1]
+        assert last.response_tokens is None
+
+
+def test_supervised_mode_needs_no_answer(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}])
+    [prompt] = PromptSource([path], TOKENIZER, CONFIG, seed=0, need_responses=True).next(1)
+    assert prompt.answer == ""
+    assert text(prompt.response_tokens or ()) == "b<eos>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.csv", "x", "file type '.csv' is unknown"),
+        ("a.parquet", "x", "no valid Parquet"),
+        ("a.jsonl", None, "cannot be read"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | None, reason: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG, seed=0)
+    assert str(caught.value).startswith(f"{path}:0: ")
+    assert reason in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\xff", "answer": "1"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:1: no valid JSON"):
+        PromptSource([path], TOKENIZER, CONFIG, seed=0)
+
+
+def test_a_tokenizer_without_template_or_eos_is_told_what_to_do(file: Path) -> None:
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(DataError, match=r":1: the tokenizer has no chat template; set data.apply_chat_template: false"):
+        PromptSource([file], bare, CONFIG, seed=0)
+    bare = byte_tokenizer()
+    bare.eos_token = None
+    with pytest.raises(DataError, match=r":1: the tokenizer has no EOS token"):
+        PromptSource([file], bare, CONFIG, seed=0)
+
+
+def test_a_template_that_refuses_a_row_names_it(file: Path) -> None:
+    strict = byte_tokenizer()
+    strict.chat_template = "{{ raise_exception('only system turns') }}"
+    with pytest.raises(DataError, match=r":1: the chat template refuses 'prompt' \(only system turns\)"):
+        PromptSource([file], strict, CONFIG, seed=0)
+
+
+def test_the_checkpoints_tokenizer_is_loaded(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    loaded = load_tokenizer(tmp_path / "model")
+    assert loaded.encode("12+34=") == TOKENIZER.encode("12+34=")
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path / "model")
