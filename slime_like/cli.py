@@ -16,6 +16,7 @@ from slime_like.config.check import check
 from slime_like.config.help import fields_help
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.observability import report_command
 
 if TYPE_CHECKING:
     from slime_like.orchestration.step import TrainSummary
@@ -47,6 +48,8 @@ def _run(argv: list[str]) -> int:
         has_file = len(argv) > 1 and not argv[1].startswith("--")
         return _train(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
     arguments = _parser().parse_args(argv)
+    if arguments.command == "report":
+        return report_command.run(arguments)
     return _make_tiny_model(arguments.out, arguments.family, arguments.seed, arguments.force)
 
 
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_make_tiny_model(commands)
+    report_command.add_parser(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Errors meant for people: one sentence that names what, where, and the remedy. The CLI prints them without traceback."""
+"""Errors meant for people: one sentence that says what, where, and the remedy. The CLI prints no traceback for them."""
 
 from __future__ import annotations
 

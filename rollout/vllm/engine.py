@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from slime_like.config import RunConfig
 
-_STOP_TIMEOUT_S = 10.0
+_SHUTDOWN_S = 3.0
+"""For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
 _HEALTH_TIMEOUT_S = 10.0
 _SHARED_FILES = "/dev/shm/vllm_dist_"
 """Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind."""
@@ -219,10 +220,10 @@ class VllmEngine:
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # it would report the end of the core as a failure
-            await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
-        await asyncio.to_thread(end_processes, self._process_ids, _STOP_TIMEOUT_S)
+        await asyncio.to_thread(end_processes, self._process_ids, _SHUTDOWN_S)
         for path in self._shared_files:
             path.unlink(missing_ok=True)
         self._process_ids, self._shared_files = (), ()
@@ -244,7 +245,7 @@ class VllmEngine:
 
         llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
         if self._abandoned:  # the start timed out while this thread could not be interrupted
-            llm.shutdown(_STOP_TIMEOUT_S)
+            llm.shutdown(_SHUTDOWN_S)
         return llm
 
     def _start_error(self, error: BaseException, timeout: float) -> BaseException:

@@ -74,11 +74,7 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} cannot scale logits; give a positive one (1 for greedy samples)")
     targets = response_tokens(packed)
-    scale = (
-        torch.full(targets.shape, temperature, dtype=torch.float64, device=logits.device)
-        if temperature != 1.0
-        else None
-    )
+    scale = None if temperature == 1.0 else logits.new_full(targets.shape, temperature, dtype=torch.float64)
     rows = response_logit_index(packed)
     return _SelectiveLogSoftmax.apply(logits, targets, scale, rows, False)[0]
 

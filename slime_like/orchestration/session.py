@@ -6,6 +6,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.config.load import save_config
@@ -40,6 +41,7 @@ class Session:
 
     Attributes:
         config: the run's configuration.
+        tokenizer: the model's own.
         prompts: training prompts and their position.
         source: yields a step's trajectories.
         batcher: packs them.
@@ -55,6 +57,7 @@ class Session:
     trainers: TrainerGroup
     rollout: RolloutSide | None
     resumed: Checkpoint | None
+    tokenizer: Any
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -81,7 +84,7 @@ class Session:
         config = self.config
         self.resumed = prepare_run_dir(config)
         save_config(config, config.run_dir / "config.yaml")
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = self.tokenizer = load_tokenizer(config.model.path)
         self.prompts = PromptSource(
             config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised
         )
@@ -109,7 +112,7 @@ class Session:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 
-    def _open_rollout(self, stack: ExitStack, tokenizer: object) -> RolloutSide:
+    def _open_rollout(self, stack: ExitStack, tokenizer: Any) -> RolloutSide:
         """Trainers and engines import and load at the same time; each is waited for with its own bound."""
         config = self.config
         engines = RolloutManager(config)

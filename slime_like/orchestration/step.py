@@ -15,6 +15,7 @@ from slime_like.observability.names import ACCURACY, evaluation_metrics, step_me
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 from slime_like.orchestration.batcher import TrainingBatch
+from slime_like.orchestration.debug_tables import debug_tables
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.weight_sync import SyncReport
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
@@ -113,6 +114,15 @@ class StepRecorder:
         )
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
+        self._log_tables(step, trajectories, updates[-1])
+
+    def _log_tables(self, step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats) -> None:
+        debug = self._config.debug
+        if self._config.supervised or debug.samples_per_step == 0 or (step > 1 and step % debug.tables_every):
+            return
+        decode = self._session.tokenizer.decode
+        for table in debug_tables(step, trajectories, self._session.trainers, stats, decode, debug.samples_per_step):
+            self._session.metrics.log_table(step, table.name, table.columns, table.rows)
 
     def _rewards(self, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
         if self._config.supervised:

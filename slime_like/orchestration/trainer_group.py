@@ -13,7 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement
 from slime_like.orchestration.calls import gather
-from slime_like.orchestration.trainer_rank import TrainerRank
+from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
@@ -82,6 +82,11 @@ class TrainerGroup:
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats:
         answers = self._call("train_minibatch", index, denominator, phase="training")
         return next(stats for stats in answers if stats is not None)
+
+    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
+        """Frozen logprobs of the named sequences of the loaded batch, from whichever rank holds them."""
+        answers = self._call("response_logprobs", sequence_ids, phase="reporting logprobs")
+        return {name: logprobs for answer in answers for name, logprobs in answer.items()}
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray:
         answers = self._call("probe", sequences, phase="scoring the weight-sync probe")

@@ -7,6 +7,7 @@ import resource
 import socket
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +15,9 @@ import numpy as np
 import ray
 import ray.util
 import torch
+from torch import Tensor
 
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing import pack_sequences, unpack_response_logprobs
 from slime_like.config import RunConfig
 from slime_like.interfaces import (
     BucketMetadata,
@@ -30,6 +32,14 @@ from slime_like.weights.transports.base import Sender
 from slime_like.weights.transports.registry import open_sender
 
 Minibatch = list[PackedTrajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLogprobs:
+    """(response_len,) logprobs of one sequence as frozen at the start of the step; no reference without a KL term."""
+
+    policy: Tensor
+    reference: Tensor | None
 
 
 class TrainerRank:
@@ -88,6 +98,21 @@ class TrainerRank:
         self.backend.begin_step()
         self.backend.accumulate(self._minibatches[index])
         return self.backend.finish_step(denominator)
+
+    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
+        """Policy and reference logprobs of those of the named sequences that this rank holds and has scored."""
+        wanted = set(sequence_ids)
+        found: dict[str, FrozenLogprobs] = {}
+        for pack in (pack for minibatch in self._minibatches for pack in minibatch):
+            if pack.old_logprobs is None or wanted.isdisjoint(pack.sequence_ids):
+                continue
+            policy = unpack_response_logprobs(pack, pack.old_logprobs)
+            frozen = pack.ref_logprobs
+            reference = [None] * len(policy) if frozen is None else unpack_response_logprobs(pack, frozen)
+            for name, own, other in zip(pack.sequence_ids, policy, reference, strict=True):
+                if name in wanted:
+                    found.setdefault(name, FrozenLogprobs(own.cpu(), None if other is None else other.cpu()))
+        return found
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
         """Teacher-forced logprobs at temperature 1 of every token but the first, all sequences end to end."""

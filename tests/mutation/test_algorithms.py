@@ -116,8 +116,8 @@ MUTATIONS = [
     Mutation(
         "response logprobs ignore the temperature",
         "logprobs.py",
-        "if temperature != 1.0 else None",
-        "if temperature < 0 else None",
+        "None if temperature == 1.0 else",
+        "None if temperature > 0 else",
         "test_logprobs.py::test_response_logprobs_of_each_sequence_alone",
     ),
 ]

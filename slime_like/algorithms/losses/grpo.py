@@ -121,15 +121,7 @@ class GRPOLoss:
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
-        stats = output.sums.to_stats(denominator, 0.0, 0.0)
-        return (
-            output.loss / denominator,
-            stats.policy_loss,
-            stats.kl_loss,
-            stats.ratios,
-            stats.clipfrac,
-            logprobs.detach(),
-        )
+        return (output.loss / denominator, *_figures(output, denominator), logprobs.detach())
 
     __call__ = forward
 
@@ -147,6 +139,11 @@ class GRPOLoss:
             torch.tensor(sizes, device=mask.device)
         )
         return per_token, step_denominator(reduction, counts, groups)
+
+
+def _figures(output: LossOutput, denominator: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stats = output.sums.to_stats(denominator, 0.0, 0.0)
+    return stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
 
 
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

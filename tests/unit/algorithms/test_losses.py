@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from slime_like.algorithms import GRPOLoss, LossInputs, LossSums, build_loss, value_loss
+from slime_like.algorithms import LossInputs, LossSums, build_loss, value_loss
 from slime_like.algorithms.losses import PolicyTerms, kl_estimate
 from slime_like.config.algorithm import AlgorithmConfig
 
@@ -343,74 +343,3 @@ def test_value_loss() -> None:
     assert clipped.loss.item() == pytest.approx(0.5 * (0.5 * 1.5**2 + 2.0 * 1.5**2))
     assert clipped.clipped.item() == 2
     assert not torch.autograd.grad(clipped.loss, values)[0].any()
-
-
-# ---------------------------------------------------------------------------------------------------------- GRPOLoss
-def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(3)
-    logits = torch.randn(4, 6, 11, generator=g, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(0, 11, (4, 6), generator=g)
-    reference = -3 * torch.rand(4, 6, generator=g, dtype=torch.float64)
-    advantages = torch.randn(4, generator=g, dtype=torch.float64)
-    return logits, targets, reference, advantages, torch.rand(4, 6, generator=g) > 0.3
-
-
-@pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2], [4, 1, 1]], ids=str)
-def test_chunked_padded_logits(sizes: list[int]) -> None:
-    """A plain dense computation with everything kept; chunks of uneven sizes change nothing."""
-    logits, targets, reference, advantages, mask = logits_case()
-    loss, policy, kl, ratio, clipfrac, logprobs = GRPOLoss(AlgorithmConfig(kl_coef=0.2)).forward(
-        list(logits.split(sizes, dim=1)), targets, reference, advantages, mask
-    )
-    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    difference = reference - expected
-    dense_kl = (difference.exp() - difference - 1)[mask].mean()
-    dense_policy = -(advantages[:, None].expand(4, 6)[mask]).mean()
-    assert torch.allclose(logprobs, expected)
-    assert (policy.item(), kl.item()) == pytest.approx((dense_policy.item(), dense_kl.item()))
-    assert (ratio.item(), clipfrac.item()) == (1.0, 0.0)
-    assert loss.item() == pytest.approx((dense_policy + 0.2 * dense_kl).item())
-    surrogate = -(advantages[:, None] * expected)[mask].mean() + 0.2 * dense_kl
-    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, surrogate)]
-    assert torch.allclose(*gradients, atol=1e-14)
-
-
-@pytest.mark.parametrize("reduction", ["tokens", "samples", "groups", "constant"])
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
-def test_packed_and_padded_agree(reduction: str, name: str) -> None:
-    logits, targets, reference, advantages, _ = logits_case()
-    old = (logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0] + 0.1).detach()
-    lengths = torch.tensor([6, 2, 5, 1])
-    mask = torch.arange(6)[None] < lengths[:, None]
-    config = AlgorithmConfig(
-        loss=name, kl_coef=0.2, reduction=reduction, constant_length=7 if reduction == "constant" else None
-    )
-    groups = [1, 1, 2, 2]
-    padded = GRPOLoss(config).forward(logits, targets, reference, advantages, mask, old_logprobs=old, group_ids=groups)
-    packed = GRPOLoss(config).forward(
-        logits[mask],
-        targets[mask],
-        reference[mask],
-        advantages.repeat_interleave(lengths),
-        old_logprobs=old[mask],
-        response_lens=lengths,
-        group_ids=groups,
-    )
-    for a, b in zip(padded[:5], packed[:5], strict=True):
-        assert a.item() == pytest.approx(b.item(), rel=1e-12)
-    gradients = [torch.autograd.grad(x[0], logits, retain_graph=True)[0] for x in (padded, packed)]
-    assert torch.allclose(*gradients, atol=1e-15)
-
-
-def test_grpo_loss_errors() -> None:
-    logits, targets, reference, advantages, mask = logits_case()
-    with pytest.raises(ValueError, match=r"chunks of \[5\] tokens do not cover"):
-        GRPOLoss(AlgorithmConfig()).forward(logits[:, :5], targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="give response_lens"):
-        GRPOLoss(AlgorithmConfig(reduction="samples")).forward(
-            logits[0], targets[0], reference[0], advantages[0].expand(6)
-        )
-    with pytest.raises(ValueError, match="needs group_ids"):
-        GRPOLoss(AlgorithmConfig(reduction="groups")).forward(logits, targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="needs old_logprobs"):
-        GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(reference.flatten(), advantages=torch.zeros(24))
