@@ -6,9 +6,11 @@ Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is refu
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from slime_like import __version__
@@ -19,6 +21,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability import report_command
 
 if TYPE_CHECKING:
+    from slime_like.config import RunConfig
     from slime_like.orchestration.step import TrainSummary
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -43,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] == ["train"] and not {"-h", "--help"} & set(argv):
+    if argv[:1] in (["train"], ["eval"]) and not {"-h", "--help"} & set(argv):
         # The flags take any number of values, so only the first argument can be the file.
         has_file = len(argv) > 1 and not argv[1].startswith("--")
-        return _train(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
+        config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
+        return _train(config) if argv[0] == "train" else _evaluate(config)
     arguments = _parser().parse_args(argv)
     if arguments.command == "report":
         return report_command.run(arguments)
@@ -59,24 +63,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train(commands)
+    _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
+    _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
     _add_make_tiny_model(commands)
     report_command.add_parser(commands)
     return parser
 
 
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train a model as a YAML file and flags describe it",
-        usage="slime-like train [CONFIG.yaml] [--section.field VALUE ...]",
-        description="Train. Every field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+def _add_configured(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, what: str
+) -> None:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        usage=f"slime-like {name} [CONFIG.yaml] [--section.field VALUE ...]",
+        description=f"{what} Every field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
         "relative to the current directory.",
         epilog=fields_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
 
 
 def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,11 +100,32 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
 
 
-def _train(path: Path | None, flags: list[str]) -> int:
+def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
     config = load_config(path, flags)
     problems = check(config)
     if problems:
         raise ConfigError(problems)
+    signal.signal(signal.SIGTERM, _terminate)
+    return config
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End like Ctrl-C does, so that a scheduler's SIGTERM leaves nothing running either."""
+    raise KeyboardInterrupt
+
+
+def _evaluate(config: RunConfig) -> int:
+    if not config.evaluation.files:
+        raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
+    from slime_like.evaluate import evaluate
+
+    result = evaluate(config)
+    print(f"held-out accuracy: {result.accuracy:.3f} over {result.num_responses} responses")
+    print(f"response length: {result.response_length_mean:.1f} tokens, {result.truncated_fraction:.1%} truncated")
+    return 0
+
+
+def _train(config: RunConfig) -> int:
     from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 
     _print_summary(train(config))

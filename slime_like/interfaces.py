@@ -275,9 +275,10 @@ class TrainerBackend(Protocol):
         """
 
     def export_weights(self) -> Iterator[WeightBucket]:
-        """Hugging-Face-named buckets of at most ``config.sync.bucket_mb``; ranks that do not send yield nothing.
+        """Hugging-Face-named buckets of at most ``config.sync.bucket_mb``.
 
-        Collective inside the tensor- and expert-parallel groups of a stage: all their ranks must exhaust it.
+        Collective inside the tensor- and expert-parallel groups of a stage: all their ranks exhaust it in step. The
+        one that sends yields tensors, those that only take part in its gathers yield empty buckets, others nothing.
         """
 
     def export_hf(self, directory: Path) -> None:

@@ -29,7 +29,7 @@ def train(config: RunConfig) -> TrainSummary:
             trajectories = session.source.next_batch(step, clock)
             batch = session.batcher.batch(trajectories)
             session.trainers.load_batch(batch.replicas)
-            if session.rollout:
+            if not config.supervised:
                 with clock.phase("score"):
                     reference = score(session, trajectories)
             with clock.phase("train"):

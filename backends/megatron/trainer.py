@@ -80,6 +80,8 @@ class MegatronTrainer:
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
         problems = self.check(self.config)
+        if torch.cuda.is_available() and self.config.model.dtype == "float32":
+            problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
         if problems:
             raise ConfigError(problems)
         self._set_threads()

@@ -44,6 +44,10 @@ class DebugConfig(Section):
         4, ge=0, description="Samples per logged step that go to the debug tables; 0 logs none."
     )
     tables_every: int = Field(10, ge=1, description="Log the debug tables every so many steps.")
+    save_rollouts: Path | None = Field(None, description="Directory to keep every step's scored rollouts in.")
+    load_rollouts: Path | None = Field(
+        None, description="Directory of kept rollouts to train on instead of generating; no engine is started."
+    )
 
 
 class ClusterConfig(Section):

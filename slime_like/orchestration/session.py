@@ -19,7 +19,7 @@ from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.scoring import Scorer
-from slime_like.orchestration.sources import DemonstrationSource, ExperienceSource, RolloutSource
+from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource, RolloutSource
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.rewards.pool import RewardPool
@@ -28,7 +28,7 @@ from slime_like.weights.transports.shared_memory import cleanup
 
 @dataclass(slots=True)
 class RolloutSide:
-    """What supervised mode does without."""
+    """What a run without engines does without."""
 
     engines: RolloutManager
     scorer: Scorer
@@ -46,7 +46,7 @@ class Session:
         source: yields a step's trajectories.
         batcher: packs them.
         trainers: all trainer ranks.
-        rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode.
+        rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode and when training on kept rollouts.
         checkpoints, metrics, progress: where results go.
         resumed: the checkpoint this run went on from, if any.
     """
@@ -98,9 +98,10 @@ class Session:
         self.trainers = TrainerGroup(config)
         stack.callback(self.trainers.shutdown)
         self.trainers.launch()
-        if config.supervised:
+        if config.supervised or config.debug.load_rollouts:
             self.rollout = None
-            self.source = DemonstrationSource(config, self.prompts)
+            dump = config.debug.load_rollouts
+            self.source = DumpedSource(dump) if dump else DemonstrationSource(config, self.prompts)
             self.trainers.setup()
         else:
             self.rollout = self._open_rollout(stack, tokenizer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from slime_like.config import RunConfig
+from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from slime_like.observability.phases import PhaseClock
@@ -57,6 +59,17 @@ class DemonstrationSource:
         with clock.phase("wait"):
             prompts = self._prompts.next(self._config.rollout.prompts_per_step)
         return [_demonstration(prompt) for prompt in prompts]
+
+
+class DumpedSource:
+    """Rollouts that an earlier run kept: the training side alone, without engines or rewards."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        with clock.phase("wait"):
+            return load_trajectories(dump_path(self._directory, step))
 
 
 def _demonstration(prompt: Prompt) -> ScoredTrajectory:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics, step_metrics
@@ -92,6 +93,8 @@ class StepRecorder:
         times: PhaseTimes,
     ) -> None:
         """Log one training step."""
+        if self._config.debug.save_rollouts:
+            save_trajectories(dump_path(self._config.debug.save_rollouts, step), trajectories)
         lengths = [trajectory.response_len for trajectory in trajectories]
         self._trained_tokens += sum(lengths)
         self._trained_s += times.step_s

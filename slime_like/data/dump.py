@@ -1,0 +1,46 @@
+"""Scored trajectories on disk: a step's rollouts, to be trained on again without any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from slime_like.errors import DataError
+from slime_like.trajectory import ScoredTrajectory
+
+_VERSION = 1
+_FIELDS = tuple(field.name for field in fields(ScoredTrajectory))
+
+
+def dump_path(directory: Path, step: int) -> Path:
+    """Where the rollouts of ``step`` lie in ``directory``."""
+    return directory / f"step-{step:06d}.pt"
+
+
+def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
+    """Write plain tensors, numbers and text only, so that reading needs no trust in the file."""
+    rows = [{name: getattr(trajectory, name) for name in _FIELDS} for trajectory in trajectories]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save({"version": _VERSION, "trajectories": rows}, partial)
+    partial.replace(path)
+
+
+def load_trajectories(path: Path) -> list[ScoredTrajectory]:
+    """Read what ``save_trajectories`` wrote, every field equal.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another version of this format.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}:0: no such rollout dump; debug.load_rollouts needs one file per step, from step 1 on")
+    try:
+        content = torch.load(path, weights_only=True)
+        if content["version"] != _VERSION:
+            raise DataError(f"{path}:0: rollout dump of version {content['version']}, this program reads {_VERSION}")
+        return [ScoredTrajectory(**row) for row in content["trajectories"]]
+    except (RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}:0: damaged rollout dump ({error}); save it again with debug.save_rollouts") from error

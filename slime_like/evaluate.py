@@ -1,0 +1,33 @@
+"""Held-out accuracy of a Hugging Face model, by the engines and rewards that training uses; no trainer is started."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from slime_like.config import RunConfig
+from slime_like.data.prompts import load_tokenizer
+from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.evaluation import EvaluationResult, Evaluator
+from slime_like.orchestration.rollout_manager import RolloutManager
+from slime_like.orchestration.scoring import Scorer
+from slime_like.rewards.pool import RewardPool
+
+
+def evaluate(config: RunConfig) -> EvaluationResult:
+    """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
+
+    Raises:
+        SlimeLikeError: in one sentence; every process has ended by then.
+    """
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(config.model.path)
+    with ExitStack() as stack:
+        stack.enter_context(Cluster(config.cluster, config.run_dir))
+        engines = RolloutManager(config)
+        stack.callback(engines.shutdown)
+        engines.launch()
+        pool = RewardPool(config.reward)
+        stack.callback(pool.close)
+        pool.start()
+        engines.start()
+        return Evaluator(config, engines, Scorer(config, pool, tokenizer), tokenizer).run(step=0)

@@ -1,0 +1,64 @@
+"""Rotary frequencies and rotation against Hugging Face's own functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from backends.megatron.rotary import apply_rotary, inverse_frequencies, rotary_table
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import ConfigError
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _dimensions(directory: Path, rope: dict[str, Any]) -> tuple[ModelDimensions, LlamaConfig]:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=100,
+        rope_parameters={"rope_theta": 500000.0, **rope},
+    )
+    (directory / "config.json").write_text(json.dumps(config.to_dict()))
+    return ModelDimensions.from_checkpoint(directory), config
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, _LLAMA3])
+def test_rotation_is_hugging_faces(rope: dict[str, Any], tmp_path: Path) -> None:
+    dimensions, config = _dimensions(tmp_path, rope)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 5000, (50,), generator=generator)
+    q, k = torch.randn(50, 2, 32, generator=generator), torch.randn(50, 1, 32, generator=generator)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    table = rotary_table(inverse_frequencies(dimensions), positions, torch.float32)
+    for ours, theirs in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(apply_rotary(ours, *table), theirs[0].transpose(0, 1), rtol=0, atol=2e-6)
+
+
+def test_backward_is_the_inverse_rotation() -> None:
+    x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.rand(6, 1, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda t: apply_rotary(t, angles.cos(), angles.sin()), (x,))
+
+
+def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
+    dimensions, _ = _dimensions(tmp_path, {"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(ConfigError, match="'yarn' is not supported; use linear, llama3 or none"):
+        inverse_frequencies(dimensions)
