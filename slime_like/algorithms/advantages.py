@@ -89,7 +89,8 @@ def compute_advantages(
         rewards: (N,) total reward of every sample.
         group_ids: (N,) group of every sample; groups may be uneven and in any order, but must be complete.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
-        options: ``eps`` (spread of rewards that counts as none, default 1e-6; without effect where none is taken) and, where a standard deviation is taken,
+        options: ``eps`` (spread of rewards that counts as none, default 1e-6; without effect where no
+            statistic of the group is taken) and, where a standard deviation is taken,
             ``ddof`` (default 1, the sample standard deviation).
 
     Returns:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Integer  # type: ignore[import-untyped]
 
 from slime_like.rewards.result import RewardResult
 
@@ -84,6 +85,8 @@ def _ground_truth(answer: str) -> Any:
     """Plain numbers and delimited LaTeX parse as they are; bare LaTeX only inside a box."""
     if len(answer) > _MAX_ANSWER_CHARS or _depth(answer) > _MAX_DEPTH:
         raise ValueError(f"the ground truth {answer[:40]!r}... is too long or nested too deeply")
+    if _INTEGER.fullmatch(answer):
+        return [Integer(answer), answer]  # what parse would return, at a hundredth of its time
     plain = _plain_decimals(answer)
     delimited = _NUMBER.fullmatch(plain) or "$" in plain or "\\boxed" in plain
     parsed = parse(plain if delimited else f"\\boxed{{{plain}}}", parsing_timeout=None)

@@ -57,6 +57,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-cp2-dp2": {"tensor": 2, "context": 2, "data": 2},
     "tp2-pp2-cp2-sp-distributed": {"tensor": 2, "pipeline": 2, "context": 2, "sequence": True, "distributed": True},
     "ep2": {"data": 2, "expert": 2},
+    "cp2-ep2-distributed": {"context": 2, "expert": 2, "distributed": True},
+    "pp2-dp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
     "full-recompute": {"recompute": "full"},
     "selective-recompute": {"recompute": "selective"},
@@ -152,6 +154,8 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_moe", "ep2"),
         ("qwen3_moe", "tp2-sp-ep2"),
         ("qwen3_moe", "tp2-sp"),
+        ("qwen3_moe", "cp2-ep2-distributed"),
+        ("qwen3_moe", "pp2-dp2-ep2"),
     ],
 )
 def test_other_families_compute_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
@@ -90,6 +90,9 @@ KEYS = st.text("abcXYZ_", min_size=1)
 
 @settings(max_examples=100, deadline=None)
 @given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN)))
+@example(
+    entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}
+)
 def test_what_is_written_reads_back_equal(entries: dict[str, Any]) -> None:
     document = read_document(write_text(entries), "x.yaml")
     assert document.problems == []
