@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_MARK = "SLIME_TEST_MARK"
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -24,40 +26,60 @@ class Finished:
 
 
 class Command:
-    """``slime-like ARGUMENTS`` in a process group of its own; every descendant carries a mark in its environment."""
+    """``slime-like ARGUMENTS`` in a process group of its own.
 
-    def __init__(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._mark = uuid.uuid4().hex
+    The test process becomes the subreaper of whatever the command orphans, so that every descendant can be found
+    through the process tree, whatever it calls itself.
+    """
+
+    def __init__(self, arguments: Sequence[str], log_dir: Path) -> None:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
-        env = {**os.environ, **(environment or {}), _MARK: self._mark}
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=env,
                 start_new_session=True,
             )
 
-    def stderr(self) -> str:
-        return self._err.read_text()
-
-    def stdout(self) -> str:
-        return self._out.read_text()
+    @property
+    def output(self) -> str:
+        return self._out.read_text() + self._err.read_text()
 
     def interrupt(self) -> None:
         """What Ctrl-C on a terminal does: SIGINT to the whole foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def kill(self) -> None:
+        """SIGKILL to the command itself, as the kernel's out-of-memory killer does."""
+        self.process.kill()
+
     def wait_for(self, text: str, timeout_s: float) -> None:
         """Until standard output or standard error contains ``text``."""
         deadline = time.monotonic() + timeout_s
-        while text not in self.stdout() + self.stderr():
+        while text not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"never printed {text!r}:\n{self.stdout()}\n{self.stderr()}")
-            time.sleep(0.1)
+                raise AssertionError(f"never printed {text!r}:\n{self.output}")
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Living processes that the command started, directly or not."""
+        found = []
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in self._before and child.pid != self.process.pid and not _is_zombie(child):
+                found.append(child)
+        return found
+
+    def named(self, title: str) -> psutil.Process:
+        """The descendant whose process title contains ``title``."""
+        matches = [process for process in self.descendants() if title in _title(process)]
+        assert matches, f"no descendant is called {title!r}: {[_title(p) for p in self.descendants()]}"
+        return matches[0]
 
     def finish(self, timeout_s: float) -> Finished:
         try:
@@ -66,37 +88,37 @@ class Command:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-        return Finished(code, self.stdout(), self.stderr(), self._left_behind())
-
-    def marked(self) -> list[int]:
-        """Process ids of every living descendant."""
-        needle = f"{_MARK}={self._mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if (
-                        needle in (entry / "environ").read_bytes()
-                        and b"State:\tZ" not in (entry / "status").read_bytes()
-                    ):
-                        found.append(int(entry.name))
-                except (FileNotFoundError, PermissionError, ProcessLookupError):
-                    continue  # it ended while we looked
-        return found
+        return Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
 
     def _left_behind(self, grace_s: float = 10.0) -> list[str]:
-        """Descendants still alive after a short grace (Ray's daemons end a moment after their driver)."""
+        """Titles of descendants still alive after a short grace: Ray's daemons end a moment after their driver."""
         deadline = time.monotonic() + grace_s
-        while self.marked() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        left = []
-        for pid in self.marked():
-            try:
-                left.append((Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:160])
-                os.kill(pid, signal.SIGKILL)
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return left
+        while self.descendants() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = self.descendants()
+        titles = [_title(process) for process in left]
+        for process in left:
+            process.kill()
+        return titles
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    """Ended, but not yet waited for; orphans that were handed to us are waited for here."""
+    try:
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return False
+        if process.ppid() == os.getpid():
+            os.waitpid(process.pid, os.WNOHANG)
+    except (psutil.NoSuchProcess, ChildProcessError):
+        pass  # it went away while we looked
+    return True
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:160] or process.name()
+    except psutil.NoSuchProcess:
+        return "(ended)"
 
 
 def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0) -> Finished:

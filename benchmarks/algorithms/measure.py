@@ -1,4 +1,4 @@
-"""Measuring on one thread: CPU times of rivals taken in turn, peak memory in a process of its own."""
+"""Measuring on one thread: CPU times, and peak memory in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ class Row:
     note: str = ""
 
 
-def best_times(forms: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
-    """Least CPU time of ``repeats`` runs of every form, in milliseconds.
+def best_times(forms: Mapping[str, Callable[[], object]], repeats: int = 25) -> dict[str, float]:
+    """Least CPU time of ``repeats`` runs of every form, in milliseconds; CPU time, since others may use the machine.
 
-    CPU time, and forms in turn: other work on the machine then disturbs little, and all of them alike.
+    One form after the other, each warm: in turns, a form that fills the caches would slow the one after it.
     """
-    best = dict.fromkeys(forms, float("inf"))
-    for form in forms.values():
-        form()
+    return {name: _best_time(form, repeats) for name, form in forms.items()}
+
+
+def _best_time(form: Callable[[], object], repeats: int) -> float:
+    form()
+    times = []
     for _ in range(repeats):
-        for name, form in forms.items():
-            start = time.process_time()
-            form()
-            best[name] = min(best[name], (time.process_time() - start) * 1e3)
-    return best
+        start = time.process_time()
+        form()
+        times.append(time.process_time() - start)
+    return min(times) * 1e3
 
 
 def time_rows(case: str, times: Mapping[str, float], baseline: str) -> list[Row]:

@@ -1,0 +1,87 @@
+"""A run that is killed and started again ends as one that was not: same samples, same figures."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_like.data.dump import dump_path, load_trajectories
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.processes import Command, run
+
+STEPS = 6
+SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+
+
+def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
+    """The transformers engine: it starts at once, and these tests are about everything around it."""
+    return tiny.rl_flags(
+        root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", "2",
+        "--algorithm.minibatches", "2", "--algorithm.epochs", "2", "--algorithm.kl_coef", "0.01",
+        "--debug.save_rollouts", str(root / "rollouts"), *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    finished = run(flags(tiny, root), root / "log")
+    assert finished.code == 0, finished.stderr
+    return root
+
+
+def assert_same(root: Path, whole: Path) -> None:
+    for step in range(1, STEPS + 1):
+        ours, theirs = (load_trajectories(dump_path(r / "rollouts", step)) for r in (root, whole))
+        assert [t.sequence_id for t in ours] == [t.sequence_id for t in theirs]
+        assert all(torch.equal(a.response_tokens, b.response_tokens) for a, b in zip(ours, theirs, strict=True))
+    final = {row["step"]: row for row in steps_of(root / "run")}  # a step run again counts once, the last time
+    for expected in steps_of(whole / "run"):
+        for name in SAME:
+            key = f"train_actor_training/{name}"
+            assert final[expected["step"]][key] == pytest.approx(expected[key], abs=1e-6), (expected["step"], name)
+
+
+@pytest.mark.parametrize("moment", ["step 1/", "step 3/", "checkpoint of step 4"])
+def test_killed_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path, moment: str) -> None:
+    command = Command(flags(tiny, tmp_path), tmp_path / "log")
+    command.wait_for(moment, timeout_s=120)
+    command.kill()
+    killed = command.finish(timeout_s=30)
+    assert killed.code == -9 and killed.left_behind == []
+    finished = run(flags(tiny, tmp_path), tmp_path / "log-again")
+    assert finished.code == 0, finished.stderr
+    assert ("resumed from" in finished.stderr) == (moment != "step 1/")
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(uninterrupted: Path) -> None:
+    """Two epochs of two minibatches: the first update's ratio is 1, so a mean that moves comes from later ones."""
+    rows = steps_of(uninterrupted / "run")
+    assert all(row["train_actor_training/old_gap_max"] < 1e-6 for row in rows)
+    assert any(abs(row["train_actor_training/ratios"] - 1) > 1e-4 for row in rows)
+    assert any(row["train_actor_training/clipfrac"] > 0 for row in rows)
+
+
+def test_resume_never_moves_the_earlier_run_aside(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
+    shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
+    finished = run(flags(tiny, tmp_path, "--steps", "1", "--resume", "never"), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1]
+    assert [row["step"] for row in steps_of(tmp_path / "run.1")] == list(range(1, STEPS + 1))
+
+
+def test_kept_rollouts_train_alone_and_give_the_same_first_step(
+    tiny: Tiny, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """No engine, no reward: the same samples on the same weights have the same loss."""
+    replay = ["--debug.load_rollouts", str(uninterrupted / "rollouts"), "--debug.save_rollouts", "none"]
+    finished = run(flags(tiny, tmp_path, *replay, "--checkpoint.every", "0"), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    for ours, theirs in zip(steps_of(tmp_path / "run"), steps_of(uninterrupted / "run"), strict=True):
+        key = "train_actor_training/loss"
+        assert ours[key] == pytest.approx(theirs[key], abs=1e-6)
