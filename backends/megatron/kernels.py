@@ -68,10 +68,10 @@ class AttentionKernel(Protocol):
 
 
 class CpuFlash:
-    """torch's flash attention for CPU, segment by segment. Runs in float32, float64 and bfloat16.
+    """torch's flash attention for CPU. Runs in float32, float64 and bfloat16.
 
-    Segments are views of one split and results are joined at once: at tens of tokens per sequence, what happens between
-    the operator's calls weighs as much as the calls.
+    The operator knows batches, not boundaries: segments of equal lengths go through one call together. At tens of
+    tokens per sequence a call per segment would cost more than the arithmetic.
     """
 
     def forward(
@@ -80,11 +80,12 @@ class CpuFlash:
         with without_redirection():
             op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-            queries = _by_segment(q, q_segments)
-            keys, values = _by_segment(k, k_segments), _by_segment(v, k_segments)
-            parts = [op(*qkv, 0.0, causal, scale=scale) for qkv in zip(queries, keys, values, strict=True)]
-            out = torch.cat([part[0].squeeze(0).transpose(0, 1) for part in parts])
-            return out, torch.cat([part[1].squeeze(0) for part in parts], dim=1)
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+            for same in _alike(q_segments, k_segments):
+                part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
+                same.q.put(out, part)
+                same.q.put(lse, statistics)
+            return out, lse.t().contiguous()
 
     def backward(
         self,
@@ -101,16 +102,17 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         with without_redirection():
             op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            groups = k.shape[1]
+            groups, statistics = k.shape[1], lse.t()
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-            grads, queries, outs = (_by_segment(x, q_segments) for x in (grad, q, out))
-            keys, values = _by_segment(k, k_segments), _by_segment(v, k_segments)
-            statistics = [x.contiguous().unsqueeze(0) for x in lse.split(q_segments.lengths, dim=1)]
-            parts = [
-                op(*tensors, 0.0, causal, scale=scale)
-                for tensors in zip(grads, queries, keys, values, outs, statistics, strict=True)
-            ]
-            dq, dk, dv = (torch.cat([part[i].squeeze(0).transpose(0, 1) for part in parts]) for i in range(3))
+            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            for same in _alike(q_segments, k_segments):
+                rows, columns = same.q, same.k
+                parts = op(
+                    rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out),
+                    rows.of(statistics).contiguous(), 0.0, causal, scale=scale,
+                )  # fmt: skip
+                for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                    place.put(whole, part)
             return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
 
 
@@ -175,9 +177,47 @@ def kernel_for(device: torch.device) -> AttentionKernel:
     return CudaFlash() if device.type == "cuda" else CpuFlash()
 
 
-def _by_segment(x: Tensor, segments: Segments) -> tuple[Tensor, ...]:
-    """(T, heads, D) to views (1, heads, length, D)."""
-    return x.transpose(0, 1).unsqueeze(0).split(segments.lengths, dim=2)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The tokens of some segments of one length: a slice of the flat axis where there is one segment, else an index."""
+
+    where: slice | Tensor
+    length: int
+
+    @classmethod
+    def of_segments(cls, starts: list[int], length: int) -> _Rows:
+        if len(starts) == 1:
+            return cls(slice(starts[0], starts[0] + length), length)
+        return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
+
+    def of(self, x: Tensor) -> Tensor:
+        """(T, heads, ...) to (segments, heads, length, ...)."""
+        return x[self.where].unflatten(0, (-1, self.length)).transpose(1, 2)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Write (segments, heads, length, ...) into its rows of ``whole`` (T, heads, ...)."""
+        whole[self.where] = part.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Segments whose query lengths agree, and whose key lengths agree."""
+
+    q: _Rows
+    k: _Rows
+
+
+def _alike(q_segments: Segments, k_segments: Segments) -> list[_Alike]:
+    starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    pairs = zip(pairwise(q_segments.host), pairwise(k_segments.host), strict=True)
+    for (q_start, q_end), (k_start, k_end) in pairs:
+        own = starts.setdefault((q_end - q_start, k_end - k_start), ([], []))
+        own[0].append(q_start)
+        own[1].append(k_start)
+    return [
+        _Alike(_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
+        for (q_length, k_length), (q_starts, k_starts) in starts.items()
+    ]
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

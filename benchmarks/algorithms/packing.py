@@ -14,6 +14,14 @@ from slime_like.algorithms import pack_sequences, unpack_response_logprobs, unpa
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 LISTS = "python lists: tokens, masks, positions, advantages"
+LISTS_OF_ALL = "python lists: those, three logprobs, versions"
+FEW = {"tokens": torch.long, "loss_mask": torch.int, "advantages": torch.float32}
+LOGPROBS = {
+    "logprobs": torch.float32,
+    "old_logprobs": torch.float32,
+    "ref_logprobs": torch.float32,
+    "weight_versions": torch.long,
+}
 NUM_SEQUENCES, PROMPT_LEN, RESPONSE_LEN = 1000, 128, 384
 
 
@@ -27,13 +35,19 @@ def rows() -> list[Row]:
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     times = best_times(
         {
-            LISTS: lambda: _pack_lists(lists),
+            LISTS: lambda: _pack_lists(lists, FEW),
             "pack_sequences, the same inputs": lambda: pack_sequences(plain),
-            "pack_sequences, with three logprobs and versions": lambda: pack_sequences(sequences),
             f"memcpy of the pack's {nbytes / 2**20:.0f} MiB": lambda: target.copy_(source),
         }
     )
     found = time_rows("pack 1,000 x 512 tokens", times, LISTS)
+    times = best_times(
+        {
+            LISTS_OF_ALL: lambda: _pack_lists(lists, FEW | LOGPROBS),
+            "pack_sequences": lambda: pack_sequences(sequences),
+        }
+    )
+    found += time_rows("the same with three logprobs and versions", times, LISTS_OF_ALL)
     return found + _unpack_rows(packed, sequences)
 
 
@@ -68,32 +82,28 @@ def _unpack_loop(packed: PackedTrajectory, values: Tensor) -> list[Tensor]:
     return parts
 
 
-def _pack_lists(samples: list[dict[str, list]]) -> dict[str, Tensor]:
+def _pack_lists(samples: list[dict[str, list]], names: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """The common list-based form: extend Python lists, convert at the end."""
-    tokens: list[int] = []
-    masks: list[int] = []
+    flat: dict[str, list] = {name: [] for name in names}
     positions: list[int] = []
-    advantages: list[float] = []
     boundaries = [0]
     for sample in samples:
-        tokens.extend(sample["tokens"])
-        masks.extend(sample["loss_mask"])
+        for name, values in flat.items():
+            values.extend(sample[name])
         positions.extend(range(len(sample["tokens"])))
-        advantages.extend(sample["advantages"])
         boundaries.append(boundaries[-1] + len(sample["tokens"]))
-    return {
-        "tokens": torch.tensor(tokens, dtype=torch.long),
-        "loss_masks": torch.tensor(masks, dtype=torch.int),
-        "position_ids": torch.tensor(positions, dtype=torch.int),
-        "advantages": torch.tensor(advantages, dtype=torch.float32),
-        "cu_seqlens": torch.tensor(boundaries, dtype=torch.int32),
-    }
+    packed = {name: torch.tensor(flat[name], dtype=dtype) for name, dtype in names.items()}
+    packed["position_ids"] = torch.tensor(positions, dtype=torch.int)
+    packed["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32)
+    return packed
 
 
 def _as_lists(sequence: ScoredTrajectory) -> dict[str, list]:
     tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens]).tolist()
     advantage = float(sequence.advantages)
+    more = {name: getattr(sequence, name).tolist() for name in LOGPROBS}
     return {
+        **more,
         "tokens": tokens,
         "loss_mask": sequence.loss_mask.int().tolist(),
         "advantages": [advantage] * sequence.response_len,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -83,11 +86,15 @@ def _compiled_ms(count: int) -> float:
     try:
         return receiver.recv() if receiver.poll(COMPILE_LIMIT_S) else float("inf")
     finally:
-        process.terminate()
+        # The compiler starts workers of its own; they share the process group that `_time_compiled` opened.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
 
 def _time_compiled(sender: Connection, count: int) -> None:
+    os.setsid()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     x, lengths, masks = _samples(count)

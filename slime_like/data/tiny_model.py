@@ -68,6 +68,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Configuration class of transformers, and what differs from ``_SIZES``."""
 
 
+_DEMONSTRATIONS = 4
+
+
 def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> None:
     """Write a randomly initialised checkpoint into ``directory``.
 
@@ -155,13 +158,21 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_arithmetic_data(
-    directory: Path, seed: int = 0, num_train: int = 2000, num_eval: int = 500, max_number: int = 50
+    directory: Path,
+    seed: int = 0,
+    num_train: int = 2200,
+    num_eval: int = 300,
+    max_number: int = 50,
+    slip: float = 0.65,
 ) -> None:
     """Write ``train.jsonl``, ``sft.jsonl`` and ``eval.jsonl``: sums of two numbers from 0 to ``max_number - 1``.
 
     Rows are ``{"prompt": "12+34=", "answer": "46", "response": "46"}``. Training and held-out problems are disjoint as
-    *ordered* pairs: with 12+34 held out, 34+12 may be trained on. ``sft.jsonl`` has the rows of ``train.jsonl`` in
-    another order.
+    *ordered* pairs: with 12+34 held out, 34+12 may be trained on.
+
+    ``sft.jsonl`` demonstrates every training problem four times, by a careless teacher: the response of a demonstration
+    is one too high with probability ``slip``. A model that imitates them knows addition and mostly answers wrong; that
+    is the habit which rewards can break, and imitation cannot.
 
     Raises:
         ConfigError: fewer ordered pairs exist than rows are asked for.
@@ -181,10 +192,12 @@ def make_arithmetic_data(
     train, held_out = pairs[:num_train], pairs[num_train : num_train + num_eval]
     _write_rows(directory / "train.jsonl", train)
     _write_rows(directory / "eval.jsonl", held_out)
-    shuffle(train)
-    _write_rows(directory / "sft.jsonl", train)
+    demonstrated = train * _DEMONSTRATIONS
+    shuffle(demonstrated)
+    slips = random.Random(seed + 1)
+    _write_rows(directory / "sft.jsonl", demonstrated, lambda: int(slips.random() < slip))
 
 
-def _write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
-    rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a, b in pairs)
+def _write_rows(path: Path, pairs: list[tuple[int, int]], error: Callable[[], int] = lambda: 0) -> None:
+    rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b + error())} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

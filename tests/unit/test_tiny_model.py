@@ -85,15 +85,17 @@ def _rows(file: Path) -> list[dict[str, str]]:
 def test_arithmetic_rows_are_right_and_held_out_pairs_are_unseen(tmp_path: Path) -> None:
     make_arithmetic_data(tmp_path, seed=3)
     train, held_out, sft = (_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
-    assert (len(train), len(held_out)) == (2000, 500)
+    assert (len(train), len(held_out)) == (2200, 300)
     for row in train + held_out:
         a, b = row["prompt"].removesuffix("=").split("+")
         assert int(a) < 50 and int(b) < 50
         assert row["answer"] == row["response"] == str(int(a) + int(b))
     prompts = {row["prompt"] for row in train}
-    assert len(prompts) == 2000 and len({row["prompt"] for row in held_out}) == 500
+    assert len(prompts) == 2200 and len({row["prompt"] for row in held_out}) == 300
     assert not prompts & {row["prompt"] for row in held_out}
-    assert {row["prompt"] for row in sft} == prompts and sft != train
+    assert {row["prompt"] for row in sft} == prompts and len(sft) == 4 * 2200
+    errors = [int(row["response"]) - int(row["answer"]) for row in sft]
+    assert set(errors) == {0, 1} and 0.62 < sum(errors) / len(errors) < 0.68
 
 
 def test_more_rows_than_problems_are_refused(tmp_path: Path) -> None:
