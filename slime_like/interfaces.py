@@ -206,7 +206,10 @@ class RolloutEngine(Protocol):
 # ------------------------------------------------------------------------------------------------------------- trainer
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where one trainer rank runs: its place in the world and how to meet the others."""
+    """Where one trainer rank runs: its place in the world and how to meet the others.
+
+    ``local_rank`` is the index of its device among those that its process can see.
+    """
 
     rank: int
     world_size: int

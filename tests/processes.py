@@ -90,8 +90,8 @@ class Command:
                 self.process.wait()
         return Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
 
-    def _left_behind(self, grace_s: float = 10.0) -> list[str]:
-        """Titles of descendants still alive after a short grace: Ray's daemons end a moment after their driver."""
+    def _left_behind(self, grace_s: float = 30.0) -> list[str]:
+        """Titles of descendants still alive after a short grace: Ray's agents notice a killed driver after some seconds."""
         deadline = time.monotonic() + grace_s
         while self.descendants() and time.monotonic() < deadline:
             time.sleep(0.1)

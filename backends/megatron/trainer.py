@@ -31,8 +31,6 @@ from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
-ATTENTION_CHOICES = ("auto", "ring", "allgather")
-
 
 class MegatronTrainer:
     """One rank of a Megatron-core trainer. See ``TrainerBackend`` for the meaning of every method.
@@ -63,12 +61,6 @@ class MegatronTrainer:
     def check(config: RunConfig) -> list[str]:
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = schedule_problems(config)
-        attention = config.trainer.attention
-        if attention not in ATTENTION_CHOICES:
-            problems.append(
-                f"trainer.attention={attention} is not offered by the megatron backend; "
-                f"use one of: {', '.join(ATTENTION_CHOICES)}"
-            )
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             inverse_frequencies(dimensions)

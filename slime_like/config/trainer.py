@@ -49,8 +49,9 @@ class TrainerConfig(Section):
     target_tokens_per_batch: int = Field(
         8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
     )
-    attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = Field(
-        "auto", description="Attention implementation; auto picks the best that is installed."
+    attention: Literal["auto", "ring", "allgather"] = Field(
+        "auto",
+        description="Context-parallel attention: zigzag ring, or all-gather of keys and values; auto is the ring.",
     )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
     head_chunk_tokens: int = Field(1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory.")

@@ -76,6 +76,13 @@ class ExperienceBatcher:
             )
         context = self._config.trainer.parallel.context
         lengths = [padded_length(t.total_len, context) for t in minibatch]
+        for trajectory, length in zip(minibatch, lengths, strict=True):
+            if length > budget:
+                raise DataError(
+                    f"sequence {trajectory.sequence_id} takes {length} tokens of a micro-batch (padding for "
+                    f"trainer.parallel.context={context} included), more than trainer.target_tokens_per_batch={budget}; "
+                    "raise that, or lower the limits of prompt and response"
+                )
         partitions = partition_by_tokens(lengths, budget, self._replicas)
         packs = [
             [pack_sequences([minibatch[i] for i in indices], pad_token_id=self._pad_token_id) for indices in replica]

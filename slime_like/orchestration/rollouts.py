@@ -87,13 +87,13 @@ def _to_trajectory(
             f"sequence {sequence_id}: the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
             f"{len(generation.weight_versions)} versions; a response has at least one token and one of each per token"
         )
-    versions = torch.as_tensor(generation.weight_versions, dtype=torch.int64)
+    versions = torch.tensor(generation.weight_versions, dtype=torch.int64)  # a copy: Ray's arrays are read-only
     return UnscoredTrajectory(
         prompt_tokens=prompt_tokens,
-        response_tokens=torch.as_tensor(generation.token_ids, dtype=torch.int64),
+        response_tokens=torch.tensor(generation.token_ids, dtype=torch.int64),
         prompt_len=len(prompt_tokens),
         response_len=length,
-        logprobs=torch.as_tensor(generation.logprobs, dtype=torch.float32),
+        logprobs=torch.tensor(generation.logprobs, dtype=torch.float32),
         answer=prompt.answer,
         sequence_id=sequence_id,
         policy_version=int(versions[0]),

@@ -49,7 +49,8 @@ class TrainerGroup:
             timeout_s=timeout,
             error=TrainerError,
         )[0]
-        placements = [RankPlacement(rank, len(self._ranks), rank, host, port) for rank in range(len(self._ranks))]
+        # Ray shows every actor its own device only, so that each is device 0 of its process.
+        placements = [RankPlacement(rank, len(self._ranks), 0, host, port) for rank in range(len(self._ranks))]
         self._coordinates = self._call_each("setup", [(p,) for p in placements], phase="setting up", timeout_s=timeout)
 
     def _actor_options(self) -> dict[str, Any]:

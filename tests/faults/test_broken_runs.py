@@ -1,0 +1,88 @@
+"""Processes that die, disks that fill, files that change: bounded, one sentence, the last good checkpoint intact."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tiny
+from tests.faults.test_failures import one_sentence
+from tests.processes import Command, run
+
+
+def quick(tiny: Tiny, run_dir: Path, *more: str) -> list[str]:
+    """The transformers engine starts at once; no evaluation."""
+    return tiny.rl_flags(run_dir, "--rollout.engine", "transformers", "--evaluation.files", "[]", *more)
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "who"),
+    [
+        ("transformers", "ray::EngineActor", "engine 0 (transformers)"),
+        ("vllm", "VLLM::EngineCore", "engine 0 (vllm)"),
+        ("transformers", "ray::TrainerRank", "trainer rank 0"),
+    ],
+)
+def test_a_killed_process_ends_the_run_with_one_sentence(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: str, who: str
+) -> None:
+    """Killed at whatever the run is doing; the sentence says who, and in which phase."""
+    flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.prompts_per_step", "32"]
+    command = Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
+    command.wait_for("step 1/", timeout_s=120)
+    command.named(victim).kill()
+    killed = time.monotonic()
+    finished = command.finish(timeout_s=60)
+    assert finished.code == 1
+    assert time.monotonic() - killed < 30
+    sentence = one_sentence(finished)
+    assert who in sentence
+    assert " while " in sentence or ", " in sentence
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint of the tiny model, not for two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=11m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(tiny: Tiny, tmp_path: Path, small_disk: Path) -> None:
+    run_dir = small_disk / "run"
+    flags = ["--steps", "4", "--checkpoint.every", "1", "--logging.tensorboard", "false"]
+    finished = run(quick(tiny, run_dir, *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert "No space left" in one_sentence(finished)
+    checkpoints = run_dir / "checkpoints"
+    assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 1
+    assert not list(checkpoints.glob(".partial*"))
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused_at_resume(tiny: Tiny, tmp_path: Path) -> None:
+    """A data file that changed, and a checkpoint that lost bytes."""
+    data = tmp_path / "train.jsonl"
+    data.write_text((tiny.data / "train.jsonl").read_text())
+    flags = ["--data.train", str(data), "--checkpoint.export_hf", "false"]
+    assert run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log-0").code == 0
+
+    data.write_text(data.read_text() + json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    changed = run(quick(tiny, tmp_path / "run", *flags, "--steps", "3"), tmp_path / "log-1")
+    assert changed.code == 1
+    assert str(data) in one_sentence(changed) and "not that of the checkpoint" in changed.stderr
+
+    data.write_text((tiny.data / "train.jsonl").read_text())
+    largest = max((tmp_path / "run/checkpoints/latest/trainer").rglob("*"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    corrupt = run(quick(tiny, tmp_path / "run", *flags, "--steps", "3"), tmp_path / "log-2")
+    assert corrupt.code == 1
+    assert "checkpoint" in one_sentence(corrupt).lower()

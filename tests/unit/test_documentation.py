@@ -1,0 +1,122 @@
+"""The examples of ``docs/extending.md`` run, and its configuration fragments are valid.
+
+Python blocks are whole files named in their first line; they are written to a directory and the ``try_*.py`` ones are
+executed, with the entry points of the TOML blocks installed beside them. Each example states what it proves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slime_like.config import RunConfig
+from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP
+
+DOCS = Path(__file__).parents[2] / "docs"
+_FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+_REPO_PATH = re.compile(r"`((?:slime_like|backends|rollout|tests|scripts|configs|benchmarks|docs)/[\w./-]*\w/?)`")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        """Name in the first line: ``# name.py``."""
+        match = re.match(r"# (\w+\.py)\n", self.text)
+        assert match, f"a Python block must begin with its file's name: {self.text[:60]!r}"
+        return match[1]
+
+
+def blocks(language: str) -> list[Block]:
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    found = [Block(match[2], textwrap.dedent(match[3])) for match in _FENCE.finditer(text)]
+    return [block for block in found if block.language == language]
+
+
+EXAMPLES = sorted(block.file for block in blocks("python") if block.file.startswith("try_"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """All files of the page in one importable directory, its entry points installed; forgotten afterwards."""
+    for block in blocks("python"):
+        (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    installed = tmp_path / "example-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "\n".join(block.text.replace('"', "").replace("project.entry-points.", "") for block in blocks("toml"))
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward workers
+    modules = [Path(block.file).stem for block in blocks("python")]
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_runs(example: str, project: Path) -> None:
+    runpy.run_path(str(project / example), run_name="__main__")
+
+
+def test_every_example_is_tried() -> None:
+    """A file that no ``try_*.py`` stands beside would rot unseen."""
+    files = {block.file for block in blocks("python")}
+    assert {f"try_{name}" for name in files if not name.startswith("try_")} == set(EXAMPLES)
+    assert len(EXAMPLES) == 6
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.text.split(":")[0])
+def test_configuration_fragments_are_valid(block: Block, tmp_path: Path) -> None:
+    fragment = yaml.safe_load(block.text)
+    RunConfig(**{"run_dir": tmp_path, "model": {"path": tmp_path}, **fragment})
+
+
+def test_entry_point_groups_are_those_that_are_looked_up() -> None:
+    groups = [group for block in blocks("toml") for group in tomllib.loads(block.text)["project"]["entry-points"]]
+    assert sorted(groups) == sorted([ENGINE_GROUP, BACKEND_GROUP])
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_pages_name_only_files_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    linked = [page.parent / target for target in _LINK.findall(text) if "://" not in target]
+    named = [DOCS.parent / path for path in _REPO_PATH.findall(text) if not path.endswith("seed_oss.py")]
+    missing = [str(path.relative_to(DOCS.parent)) for path in [*linked, *named] if not path.exists()]
+    assert missing == []
+
+
+def test_messages_that_troubleshooting_explains_exist() -> None:
+    """The first column quotes fragments of messages; each must stand in the sources as it is quoted."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    fragments = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    root = DOCS.parent
+    files = [file for folder in ("slime_like", "backends", "rollout") for file in (root / folder).rglob("*.py")]
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in [*files, root / "scripts" / "environment.sh"])
+    assert len(fragments) > 10
+    assert [fragment for fragment in fragments if fragment not in sources] == []
+
+
+def test_figures_that_pages_name_are_logged() -> None:
+    """Names of metrics, as ``slime_like/observability/names.py`` composes them."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    named = set(re.findall(r"`((?:train_actor_\w+|ref_actor_\w+|weights)/[\w ]+)`", pages))
+    source = (DOCS.parent / "slime_like" / "observability" / "names.py").read_text(encoding="utf-8")
+    assert len(named) >= 4
+    assert [name for name in named if name.split("/")[0] not in source or name.split("/")[1] not in source] == []
