@@ -26,6 +26,8 @@ class Tiny:
             "--evaluation.max_prompts", "16",
             "--evaluation.every", "0",
             "--steps", "2",
+            "--trainer.optimizer.warmup_steps", "0",
+            "--trainer.optimizer.decay", "constant",
             "--rollout.prompts_per_step", "8",
             "--rollout.samples_per_prompt", "4",
             "--logging.progress", "plain",
@@ -39,6 +41,8 @@ class Tiny:
             "--model.path", str(self.model),
             "--data.train", str(self.data / "sft.jsonl"),
             "--steps", "20",
+            "--trainer.optimizer.warmup_steps", "0",
+            "--trainer.optimizer.decay", "constant",
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip

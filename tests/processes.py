@@ -91,7 +91,7 @@ class Command:
         return Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
-        """Titles of descendants still alive after a short grace: Ray's agents notice a killed driver after some seconds."""
+        """Titles of descendants still alive after a grace: Ray's agents notice a killed driver after seconds."""
         deadline = time.monotonic() + grace_s
         while self.descendants() and time.monotonic() < deadline:
             time.sleep(0.1)

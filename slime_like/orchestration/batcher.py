@@ -80,8 +80,8 @@ class ExperienceBatcher:
             if length > budget:
                 raise DataError(
                     f"sequence {trajectory.sequence_id} takes {length} tokens of a micro-batch (padding for "
-                    f"trainer.parallel.context={context} included), more than trainer.target_tokens_per_batch={budget}; "
-                    "raise that, or lower the limits of prompt and response"
+                    f"trainer.parallel.context={context} included), more than "
+                    f"trainer.target_tokens_per_batch={budget}; raise that, or lower the limits of prompt and response"
                 )
         partitions = partition_by_tokens(lengths, budget, self._replicas)
         packs = [

@@ -35,7 +35,6 @@ def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
         ("qwen3_moe", {"parallel": {"expert": 3, "data": 3}}, ["trainer.parallel.expert=3", "4 experts"]),
         ("qwen3_moe", {"parallel": {"expert": 4, "data": 2}}, ["trainer.parallel.expert=4", "= 2"]),
         ("qwen3_moe", {"parallel": {"tensor": 2}}, ["trainer.parallel.tensor=2", "sequence=true"]),
-        ("qwen3", {"attention": "transformer_engine"}, ["trainer.attention=transformer_engine", "ring"]),
         ("qwen3", {"optimizer": {"decay": "linear", "warmup_steps": 100}}, ["warmup_steps=100", "100 optimizer steps"]),
         ("qwen3", {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, ["min_lr=1e-05", "lr=1e-06"]),
     ],
