@@ -12,6 +12,7 @@ import ray
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.orchestration import guard
 
 
 class Cluster:
@@ -30,12 +31,16 @@ class Cluster:
             where = self._config.address or "on this machine"
             raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
         self._link_logs()
+        raylet = _raylet_pid()
+        self._guard = guard.start(raylet) if raylet is not None else None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ray.shutdown()
+        if self._guard is not None:
+            guard.dismiss(self._guard)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -57,3 +62,10 @@ class Cluster:
             return
         link.unlink(missing_ok=True)
         link.symlink_to(logs)
+
+
+def _raylet_pid() -> int | None:
+    """Process id of the raylet that this process started; ``None`` where it joined a running cluster."""
+    node = ray._private.worker._global_node
+    processes = node.all_processes.get("raylet", []) if node is not None else []
+    return processes[0].process.pid if processes else None

@@ -22,6 +22,8 @@ def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", "2",
         "--algorithm.minibatches", "2", "--algorithm.epochs", "2", "--algorithm.kl_coef", "0.01",
+        # The untrained model never adds right; letters it does write, by chance.
+        "--reward.functions", "[{name: format, options: {pattern: '.*[a-m].*'}}]",
         "--debug.save_rollouts", str(root / "rollouts"), *more,
     )  # fmt: skip
 
@@ -46,16 +48,16 @@ def assert_same(root: Path, whole: Path) -> None:
             assert final[expected["step"]][key] == pytest.approx(expected[key], abs=1e-6), (expected["step"], name)
 
 
-@pytest.mark.parametrize("moment", ["step 1/", "step 3/", "checkpoint of step 4"])
-def test_killed_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path, moment: str) -> None:
+def test_killed_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
+    """Killed after step 3: the checkpoint of step 2 is the last, so step 3 is run again."""
     command = Command(flags(tiny, tmp_path), tmp_path / "log")
-    command.wait_for(moment, timeout_s=120)
+    command.wait_for("step 3/", timeout_s=120)
     command.kill()
     killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
     finished = run(flags(tiny, tmp_path), tmp_path / "log-again")
     assert finished.code == 0, finished.stderr
-    assert ("resumed from" in finished.stderr) == (moment != "step 1/")
+    assert "step-000002 after step 2" in finished.stderr
     assert_same(tmp_path, uninterrupted)
 
 
