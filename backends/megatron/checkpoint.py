@@ -82,8 +82,9 @@ def load_checkpoint(
     try:
         loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{directory}: does not fit this model or is damaged ({error}); use a checkpoint of the same model"
+            f"{directory}: checkpoint does not fit this model or is damaged ({reason}); use one of the same model"
         ) from error
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import socket
 from collections import deque
@@ -13,12 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 import ray
-import ray.util
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.packing import pack_sequences, unpack_response_logprobs
 from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
 from slime_like.interfaces import (
     BucketMetadata,
     RankCoordinates,
@@ -32,6 +33,9 @@ from slime_like.weights.transports.base import Sender
 from slime_like.weights.transports.registry import open_sender
 
 Minibatch = list[PackedTrajectory]
+
+
+_RENDEZVOUS_PORTS = range(21_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,9 @@ class TrainerRank:
 
     # -------------------------------------------------------------------------------------------------------- start
     def address(self) -> tuple[str, int]:
-        """This host's address and a port that is free on it, for the rendezvous of all ranks."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        """This node's address in the cluster and a port that is free on it, for the rendezvous of all ranks."""
+        host: str = ray._private.worker.global_worker.node_ip_address
+        return host, _free_port(host)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -170,6 +172,21 @@ class TrainerRank:
             self._sender.close()
         if self._backend is not None:
             self._backend.shutdown()
+
+
+def _free_port(host: str) -> int:
+    """A free port below the range that the kernel hands out by itself, so that nobody is given it before we listen."""
+    ports = random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50)
+    for port in ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise TrainerError(
+        f"no free port among 50 tried between {_RENDEZVOUS_PORTS[0]} and {_RENDEZVOUS_PORTS[-1]} on {host}"
+    )
 
 
 def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:

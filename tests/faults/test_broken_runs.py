@@ -34,7 +34,10 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     """Killed at whatever the run is doing; the sentence says who, and in which phase."""
     flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.prompts_per_step", "32"]
     command = Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
-    command.wait_for("step 1/", timeout_s=120)
+    command.wait_for("starting", timeout_s=30)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
+        assert command.process.poll() is None, command.output
+        time.sleep(0.1)
     command.named(victim).kill()
     killed = time.monotonic()
     finished = command.finish(timeout_s=60)
@@ -62,7 +65,7 @@ def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(tiny: Tiny, tmp_pat
     flags = ["--steps", "4", "--checkpoint.every", "1", "--logging.tensorboard", "false"]
     finished = run(quick(tiny, run_dir, *flags), tmp_path / "log")
     assert finished.code == 1
-    assert "No space left" in one_sentence(finished)
+    assert "could not be written" in one_sentence(finished) and "free space" in finished.stderr
     checkpoints = run_dir / "checkpoints"
     assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 1
     assert not list(checkpoints.glob(".partial*"))
