@@ -30,7 +30,7 @@ class Tiny:
             "--trainer.optimizer.decay", "constant",
             "--rollout.prompts_per_step", "8",
             "--rollout.samples_per_prompt", "4",
-            # An untrained model never adds right; letters it does write, by chance, so that there is something to learn.
+            # An untrained model never adds right; letters it does write, by chance: something to learn.
             "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
             "--logging.progress", "plain",
             *more,
