@@ -33,8 +33,7 @@ class Command:
     """
 
     def __init__(self, arguments: Sequence[str], log_dir: Path) -> None:
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+        _adopt_orphans(True)
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -88,7 +87,9 @@ class Command:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-        return Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
+        finished = Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
+        _adopt_orphans(False)  # other tests expect the system to collect what they orphan
+        return finished
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
         """Titles of descendants still alive after a grace: Ray's agents notice a killed driver after seconds."""
@@ -100,6 +101,12 @@ class Command:
         for process in left:
             process.kill()
         return titles
+
+
+def _adopt_orphans(on: bool) -> None:
+    """Make the test process the parent of whatever its descendants orphan, or stop being that."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def _is_zombie(process: psutil.Process) -> bool:
