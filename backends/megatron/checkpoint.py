@@ -82,7 +82,8 @@ def load_checkpoint(
     try:
         loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = lines[-1] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"  # between them is a traceback
         raise CheckpointError(
             f"{directory}: checkpoint does not fit this model or is damaged ({reason}); use one of the same model"
         ) from error

@@ -80,7 +80,8 @@ class CpuFlash:
         with without_redirection():
             op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+            precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
             for same in _alike(q_segments, k_segments):
                 part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
                 same.q.put(out, part)
