@@ -7,7 +7,7 @@ ensure_environment
 cd "$REPO"
 SEED="${SEED:-0}"
 DIR="${DIR:-runs/quickstart}"
-SLIME="${SLIME:-$VENV/bin/slime-like}"
+SLIME="$VENV/bin/slime-like"
 started=$SECONDS
 
 say "making a tiny Qwen3 and sums of two numbers below 50 in $DIR/model"
