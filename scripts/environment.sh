@@ -32,13 +32,13 @@ check_machine() {
 install_torch() {
     local pin version
     pin=$(grep '^torch==' "$REPO/constraints.txt")
-    version=$("$VENV/bin/pip" install --dry-run --quiet --no-deps --report - "$pin" 2>/dev/null |
+    version=$("$VENV/bin/pip" install --dry-run -qq --no-deps --report - "$pin" 2>/dev/null |
         "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2>/dev/null || true)
     if [ "${version%+cpu}" != "$version" ]; then
-        "$VENV/bin/pip" install --quiet --no-deps "torch==$version"
+        "$VENV/bin/pip" install -qq --no-deps "torch==$version"
     else
         say "pip offers no CPU build of $pin; taking it from $TORCH_CPU_INDEX"
-        "$VENV/bin/pip" install --quiet --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
+        "$VENV/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
             die "no CPU build of $pin could be installed from $TORCH_CPU_INDEX; check the network, or install a '+cpu' wheel of it into $VENV by hand and start again"
     fi
     refuse_cuda_torch
@@ -55,7 +55,7 @@ install_locked() { # $1: runtime | dev
     local list
     list=$(mktemp)
     if [ "$1" = dev ]; then grep '# dev$' "$REPO/constraints.txt" >"$list"; else grep -v -e '# dev$' -e '^torch==' "$REPO/constraints.txt" >"$list"; fi
-    "$VENV/bin/pip" install --quiet --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
+    "$VENV/bin/pip" install -qq --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
 
@@ -75,7 +75,7 @@ ensure_environment() { # $1: runtime (default) | dev
         [[ "$(torch_version)" == "$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)+cpu" ]] || install_torch
         install_locked runtime
         refuse_cuda_torch
-        "$VENV/bin/pip" install --quiet --no-deps --no-build-isolation --editable "$REPO"
+        "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable "$REPO"
     fi
     printf '%s' "$key" >"$stamp"
 }
