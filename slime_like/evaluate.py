@@ -8,6 +8,7 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import load_tokenizer
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import EvaluationResult, Evaluator
+from slime_like.orchestration.placement import Placement, bundle_sizes
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.scoring import Scorer
 from slime_like.rewards.pool import RewardPool
@@ -22,8 +23,10 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as stack:
-        stack.enter_context(Cluster(config.cluster, config.run_dir))
-        engines = RolloutManager(config)
+        slots = sum(bundle_sizes(config, with_trainers=False))
+        stack.enter_context(Cluster(config.cluster, config.run_dir, slots))
+        placement = stack.enter_context(Placement(config, with_trainers=False))
+        engines = RolloutManager(config, placement)
         stack.callback(engines.shutdown)
         engines.launch()
         pool = RewardPool(config.reward)

@@ -195,9 +195,10 @@ class RolloutEngine(Protocol):
     async def health(self) -> EngineHealth: ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back (colocated mode)."""
+        """Give the device's memory back (colocated mode); running requests end as aborted, weights are remembered."""
 
-    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None: ...
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Take it again. With "weights" alone the engine can be updated; it samples when both are back."""
 
     async def stop(self) -> None:
         """End the engine and every process it started."""
@@ -292,8 +293,8 @@ class TrainerBackend(Protocol):
 
     def load(self, directory: Path) -> None: ...
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory."""
+    def offload(self, keep_weights: bool = False) -> None:
+        """Move gradients, optimizer state and, unless ``keep_weights``, weights to host memory; may be repeated."""
 
     def onload(self) -> None: ...
 

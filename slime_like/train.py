@@ -28,6 +28,8 @@ def train(config: RunConfig) -> TrainSummary:
         for step in range(done + 1, config.steps + 1):
             trajectories = session.source.next_batch(step, clock)
             batch = session.batcher.batch(trajectories)
+            with clock.phase("sync"):
+                session.turns.training()
             session.trainers.load_batch(batch.replicas)
             if not config.supervised:
                 with clock.phase("score"):

@@ -16,6 +16,7 @@ from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import local_block_spec
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.layout import layers_per_stage
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times the tensor-parallel size, as Megatron's own tools do."""
@@ -34,6 +35,7 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> Transf
         **_architecture(dimensions),
         **_experts(config, dimensions),
         **_parallelism(config, dtype),
+        **_stages(config, dimensions.num_layers),
         **_recompute(config),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -118,6 +120,16 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
     }
+
+
+def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
+    """Megatron is told which layers lie where only if they do not divide evenly, as it assumes otherwise."""
+    parallel = config.trainer.parallel
+    layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
+    if len(set(layers)) == 1:
+        return {}
+    stages = [["decoder"] * count for count in layers]
+    return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
 
 
 def _recompute(config: RunConfig) -> dict[str, Any]:

@@ -9,14 +9,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 
-def to_host(chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
-    """Free the device. Gradients are dropped: a step must not be open. Without CUDA there is nothing to move."""
+def to_host(chunks: Sequence[DistributedDataParallel], optimizer: Any, keep_weights: bool = False) -> None:
+    """Free the device. Gradients are dropped: a step must not be open. Without CUDA there is nothing to move.
+
+    May be called again, first with ``keep_weights``, then without.
+    """
     if not torch.cuda.is_available():
         return
     for chunk in chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            buffer.offload_to_cpu(move_params=True, move_grads=True)
-        _move_unbuffered(chunk, torch.device("cpu"))
+            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
+        if not keep_weights:
+            _move_unbuffered(chunk, torch.device("cpu"))
     for part in optimizer.chained_optimizers:
         part.offload_to_cpu()
     torch.cuda.empty_cache()

@@ -241,9 +241,9 @@ class MegatronTrainer:
         with self._phase("load"):
             checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory (on a CPU they are there already)."""
-        offload.to_host(self.wrapped, self.optimizer.megatron)
+    def offload(self, keep_weights: bool = False) -> None:
+        """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""
+        offload.to_host(self.wrapped, self.optimizer.megatron, keep_weights)
 
     def onload(self) -> None:
         """Move them back to the device."""

@@ -51,10 +51,12 @@ class TransformersEngine:
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._receivers: dict[str, Receiver] = {}
         self._received: dict[str, int] = {}
+        self._model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
         self._promised: dict[str, int] = {}
         self._paused = False
+        self._asleep: set[str] = set()
         self._resume_after_update = False
 
     async def start(self) -> None:
@@ -65,7 +67,7 @@ class TransformersEngine:
         """
         self._check_arguments()
         self._state = WeightUpdateState(self._name, self._expected)
-        self._paused, self._resume_after_update = False, False
+        self._paused, self._resume_after_update, self._asleep = False, False, set()
         timeout = self._config.rollout.start_timeout_s
         try:
             self._scheduler = await asyncio.wait_for(asyncio.to_thread(self._load), timeout)
@@ -174,10 +176,19 @@ class TransformersEngine:
         )
 
     async def sleep(self) -> None:
-        raise EngineError(f"{self._name} cannot give memory back; use rollout.engine=vllm where engines share devices")
+        """End what runs, and move the weights to host memory; caches go with their requests."""
+        await self.abort()
+        await self.pause("wait")
+        self._asleep = {"weights", "kv_cache"}
+        await asyncio.to_thread(self._move, "cpu")
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        raise EngineError(f"{self._name} never sleeps; use rollout.engine=vllm where engines share devices")
+        self._alive()
+        if "weights" in parts:
+            await asyncio.to_thread(self._move, _device())
+        self._asleep -= set(parts)
+        if not self._asleep:
+            await self.resume()
 
     async def stop(self) -> None:
         """End the decode thread and free the model. May be called twice."""
@@ -189,7 +200,7 @@ class TransformersEngine:
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
-        self._destinations = {}
+        self._model, self._destinations = None, {}
 
     def _check_arguments(self) -> None:
         for name in self._config.rollout.engine_args:
@@ -208,7 +219,6 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
 
         from rollout.transformers.scheduler import DecodeScheduler
-        from rollout.transformers.weights import destinations
 
         arguments = self._config.rollout.engine_args
         model = AutoModelForCausalLM.from_pretrained(
@@ -217,9 +227,17 @@ class TransformersEngine:
             attn_implementation=arguments.get("attn_implementation", "sdpa"),
             trust_remote_code=self._config.model.trust_remote_code,
         )
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-        self._destinations = destinations(model)
+        self._model = model.eval().requires_grad_(False)
+        self._move(_device())
         return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
+
+    def _move(self, device: str) -> None:
+        from rollout.transformers.weights import destinations
+
+        self._model.to(device)
+        self._destinations = destinations(self._model)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> dict[str, int]:
         """Hash every tensor as received, and only then copy all of them into the model."""
@@ -259,4 +277,10 @@ class TransformersEngine:
     def _serving(self) -> DecodeScheduler:
         scheduler = self._alive()
         self._state.require_serving()
+        if self._asleep:
+            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
         return scheduler
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

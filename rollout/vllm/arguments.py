@@ -57,6 +57,11 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
+def sleep_mode(config: RunConfig) -> bool:
+    """Must the engine be able to give its memory back? Where it shares devices, yes."""
+    return bool(config.rollout.engine_args.get("enable_sleep_mode", config.cluster.placement == "colocated"))
+
+
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """Everything vLLM is started with. Call after ``prepare_environment``.
 
@@ -92,7 +97,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
-        **({"enable_chunked_prefill": False} if on_cpu() else {}),
+        **({"enable_chunked_prefill": False} if on_cpu() else {"enable_sleep_mode": sleep_mode(config)}),
     }
 
 

@@ -71,6 +71,7 @@ class VllmEngine:
         """
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused, self._resume_after_update, self._abandoned = False, False, False
+        self._asleep = set()
         before = process_ids()
         timeout = self._config.rollout.start_timeout_s
         try:
@@ -204,15 +205,20 @@ class VllmEngine:
         )
 
     async def sleep(self) -> None:
-        """Give weights and KV cache back; needs ``rollout.engine_args.enable_sleep_mode: true``."""
-        self._require_sleep_mode()
-        await self._bounded(self._alive().sleep(level=1, mode="abort"), "sleep")
+        """Move weights to host memory and give the KV cache back. On a CPU only the state changes: vLLM keeps both."""
+        llm = self._alive()
+        await self.pause("abort")
+        if self._gives_memory_back():
+            await self._bounded(llm.sleep(level=1, mode="abort"), "sleep")
         self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        self._require_sleep_mode()
-        await self._bounded(self._alive().wake_up(tags=list(parts)), "wake")
+        llm = self._alive()
+        if self._gives_memory_back():
+            await self._bounded(llm.wake_up(tags=list(parts)), "wake")
         self._asleep -= set(parts)
+        if not self._asleep:
+            await self.resume()
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id, within seconds. May be called twice."""
@@ -288,12 +294,18 @@ class VllmEngine:
             raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
         return llm
 
-    def _require_sleep_mode(self) -> None:
-        if not self._config.rollout.engine_args.get("enable_sleep_mode"):
+    def _gives_memory_back(self) -> bool:
+        """False on a CPU. On CUDA, True or an error that says what to set."""
+        from rollout.vllm.arguments import on_cpu, sleep_mode
+
+        if on_cpu():
+            return False
+        if not sleep_mode(self._config):
             raise EngineError(
-                f"{self._name} cannot give memory back: vLLM does so on CUDA only, with "
+                f"{self._name} cannot give memory back; set cluster.placement=colocated, or "
                 "rollout.engine_args.enable_sleep_mode=true"
             )
+        return True
 
     async def _bounded(self, call: Awaitable[T], phase: str) -> T:
         timeout = self._config.rollout.request_timeout_s

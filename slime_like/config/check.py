@@ -26,7 +26,7 @@ def check(config: RunConfig) -> list[str]:
     problems += _names(config)
     problems += _steps(config)
     if not config.supervised:
-        problems += [*_sampling(config), *_evaluation(config), *_rewards(config)]
+        problems += [*_devices(config), *_sampling(config), *_evaluation(config), *_rewards(config)]
     if dimensions is not None:
         problems += layout_problems(config.trainer.parallel, dimensions)
         problems += _lengths(config, dimensions)
@@ -100,6 +100,17 @@ def _steps(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} optimizer "
             f"steps to decay={optimizer.decay}; use fewer, or decay: constant"
+        )
+
+
+def _devices(config: RunConfig) -> Iterator[str]:
+    """Do colocated engines find enough trainer ranks to share with?"""
+    engines, tensor = config.rollout.num_engines, config.rollout.tensor
+    ranks = config.trainer.parallel.world_size
+    if config.cluster.placement == "colocated" and engines * tensor > ranks:
+        yield (
+            f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor={tensor} is more than "
+            f"the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
         )
 
 

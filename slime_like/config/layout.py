@@ -15,6 +15,18 @@ def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> li
     ]
 
 
+def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of every pipeline stage (model chunk, where stages hold several), in the model's order.
+
+    As even as can be. Middle stages take a spare layer first, then the first one; the last has the head to compute.
+    """
+    layers = [num_layers // num_stages] * num_stages
+    order = [*range(1, num_stages - 1), 0]
+    for stage in order[: num_layers % num_stages]:
+        layers[stage] += 1
+    return layers
+
+
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
     what = {"KV heads": dimensions.num_kv_heads, "attention heads": dimensions.num_heads}
     if dimensions.num_experts == 0:
@@ -37,12 +49,11 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
 def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
     layers, chunks = dimensions.num_layers, parallel.virtual_pipeline
     problems = []
-    if layers % (parallel.pipeline * chunks):
-        fitting = [size for size in _divisors(layers) if layers % (size * chunks) == 0] or [1]
+    if layers < parallel.pipeline * chunks:
         times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
         problems.append(
-            f"trainer.parallel.pipeline={parallel.pipeline}{times} does not divide the model's {layers} layers; "
-            f"use {_either(fitting)}" + (" with a virtual_pipeline that fits" if chunks > 1 else "")
+            f"trainer.parallel.pipeline={parallel.pipeline}{times} is more than the model's {layers} layers; "
+            f"every stage needs one, so use at most {layers}" + (" in all" if chunks > 1 else "")
         )
     if chunks > 1 and parallel.pipeline == 1:
         problems.append(

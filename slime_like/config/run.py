@@ -55,6 +55,11 @@ class ClusterConfig(Section):
 
     address: str | None = Field(None, description="Address of a running Ray cluster; none starts one on this machine.")
     object_store_mb: int = Field(512, ge=80, description="Ray object store of a cluster started here, in MiB.")
+    placement: Literal["separate", "colocated"] = Field(
+        "separate",
+        description="separate: engines have devices of their own; colocated: they take turns with trainer ranks on "
+        "the same devices.",
+    )
 
 
 class RunConfig(Section):

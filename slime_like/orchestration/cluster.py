@@ -16,11 +16,18 @@ from slime_like.orchestration import guard
 
 
 class Cluster:
-    """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between."""
+    """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between.
 
-    def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
+    Args:
+        config: where the cluster is, or how large one of our own becomes.
+        run_dir: gets a link to the workers' logs.
+        slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
+    """
+
+    def __init__(self, config: ClusterConfig, run_dir: Path, slots: int) -> None:
         self._config = config
         self._run_dir = run_dir
+        self._slots = slots
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
@@ -50,7 +57,7 @@ class Cluster:
             "address": "local",  # never an old cluster that happens to be running
             "_node_ip_address": "127.0.0.1",
             "include_dashboard": False,
-            "num_cpus": max(1, len(os.sched_getaffinity(0))),
+            "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
         }
 

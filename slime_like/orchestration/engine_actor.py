@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -21,7 +22,9 @@ from slime_like.orchestration.plugins import load_engine
 class EngineActor:
     """One engine. Plain Python with coroutines: Ray makes an asynchronous actor of it."""
 
-    def __init__(self, config: RunConfig, index: int) -> None:
+    def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
+        if shared_devices:  # Ray gave a colocated engine no device of its own; CUDA is not initialised yet
+            os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         self._config = config
         self._index = index
         self._engine = load_engine(config.rollout.engine)(config, index)
@@ -51,6 +54,12 @@ class EngineActor:
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         return await self._engine.finish_update(version)
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        await self._engine.wake(parts)
 
     async def health(self) -> EngineHealth:
         return await self._engine.health()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -14,6 +14,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt
 from slime_like.orchestration.calls import gather, one
 from slime_like.orchestration.engine_actor import EngineActor
+from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.worker_registry import WorkerRegistry
 
 # Longest silence between looks at the engines' health while requests run.
@@ -23,22 +24,26 @@ _POLL_S = 5.0
 class RolloutManager:
     """The generation pool."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._config = config
+        self._placement = placement
         self._engines: list[Any] = []
         self._registry = WorkerRegistry(config.rollout.max_concurrent_requests)
 
     # -------------------------------------------------------------------------------------------------------- start
-    def launch(self) -> None:
-        """Create the actors; they import in the background until ``start`` waits for them."""
-        from torch.cuda import is_available
+    def launch(self, shared_devices: Sequence[str] = ()) -> None:
+        """Create the actors; they import in the background until ``start`` waits for them.
 
-        gpus = self._config.rollout.tensor if is_available() else 0
+        Args:
+            shared_devices: the device of every trainer rank, for colocated engines.
+        """
         actor = ray.remote(EngineActor)
-        self._engines = [
-            actor.options(num_cpus=0, num_gpus=gpus, max_restarts=0, max_concurrency=10_000).remote(self._config, index)
-            for index in range(self._config.rollout.num_engines)
-        ]
+        for index in range(self._config.rollout.num_engines):
+            devices = ",".join(shared_devices[rank] for rank in self._placement.shared_ranks(index) if shared_devices)
+            options = self._placement.engine_options(index)
+            self._engines.append(
+                actor.options(**options, max_restarts=0, max_concurrency=10_000).remote(self._config, index, devices)
+            )
 
     def start(self) -> None:
         """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
@@ -121,6 +126,13 @@ class RolloutManager:
     def ask_each(self, request: GenerationRequest) -> list[Generation]:
         """The same one-sample request to every engine, past the registry."""
         return [answer[0] for answer in self._call("generate", request, phase="answering the weight-sync probe")]
+
+    # -------------------------------------------------------------------------------------------------------- turns
+    def sleep(self) -> None:
+        self._call("sleep", phase="making room for the trainers")
+
+    def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        self._call("wake", parts, phase="coming back to the device")
 
     # ---------------------------------------------------------------------------------------------------------- end
     def shutdown(self, timeout_s: float = 30.0) -> None:

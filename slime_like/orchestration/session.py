@@ -17,10 +17,12 @@ from slime_like.orchestration.batcher import ExperienceBatcher
 from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore, prepare_run_dir
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import Evaluator
+from slime_like.orchestration.placement import Placement, bundle_sizes
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource, RolloutSource
 from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.turns import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.rewards.pool import RewardPool
 from slime_like.weights.transports.shared_memory import cleanup
@@ -46,6 +48,7 @@ class Session:
         source: yields a step's trajectories.
         batcher: packs them.
         trainers: all trainer ranks.
+        turns: who may use the devices, where trainers and engines share them.
         rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode and when training on kept rollouts.
         checkpoints, metrics, progress: where results go.
         resumed: the checkpoint this run went on from, if any.
@@ -62,6 +65,7 @@ class Session:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
+        self.turns: Turns = OwnDevices()
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
@@ -93,9 +97,10 @@ class Session:
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         self.progress.note("starting Ray, trainers and engines")
-        stack.enter_context(Cluster(config.cluster, config.run_dir))
+        stack.enter_context(Cluster(config.cluster, config.run_dir, sum(bundle_sizes(config))))
         stack.callback(cleanup, self.run_name)  # shared memory of processes that could not do it themselves
-        self.trainers = TrainerGroup(config)
+        placement = stack.enter_context(Placement(config))
+        self.trainers = TrainerGroup(config, placement)
         stack.callback(self.trainers.shutdown)
         self.trainers.launch()
         if config.supervised or config.debug.load_rollouts:
@@ -104,8 +109,8 @@ class Session:
             self.source = DumpedSource(dump) if dump else DemonstrationSource(config, self.prompts)
             self.trainers.setup()
         else:
-            self.rollout = self._open_rollout(stack, tokenizer)
-            self.source = RolloutSource(config, self.prompts, self.rollout.engines, self.rollout.scorer)
+            self.rollout = self._open_rollout(stack, placement)
+            self.source = RolloutSource(config, self.prompts, self.rollout.engines, self.rollout.scorer, self.turns)
         if self.resumed is not None:
             self.prompts.load_state_dict(self.resumed.state["data"])
             self.trainers.load(self.resumed.trainer)
@@ -113,19 +118,25 @@ class Session:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 
-    def _open_rollout(self, stack: ExitStack, tokenizer: Any) -> RolloutSide:
-        """Trainers and engines import and load at the same time; each is waited for with its own bound."""
-        config = self.config
-        engines = RolloutManager(config)
+    def _open_rollout(self, stack: ExitStack, placement: Placement) -> RolloutSide:
+        """Trainers and engines import at the same time; each is waited for with its own bound."""
+        config, colocated = self.config, self.config.cluster.placement == "colocated"
+        engines = RolloutManager(config, placement)
         stack.callback(engines.shutdown)
-        engines.launch()
+        engines.launch(self.trainers.devices() if colocated else ())
         pool = RewardPool(config.reward)
         stack.callback(pool.close)
-        scorer = Scorer(config, pool, tokenizer)
+        scorer = Scorer(config, pool, self.tokenizer)
         self.trainers.setup()
         pool.start()
+        if colocated:
+            self.trainers.offload()
         engines.start()
-        sync = WeightSync(config, self.trainers, engines, self.run_name)
+        if colocated:
+            engines.sleep()
+            self.trainers.onload()
+            self.turns = SharedDevices(self.trainers, engines)
+        sync = WeightSync(config, self.trainers, engines, placement, self.turns, self.run_name)
         sync.connect()
-        evaluator = Evaluator(config, engines, scorer, tokenizer) if config.evaluation.files else None
+        evaluator = Evaluator(config, engines, scorer, self.tokenizer) if config.evaluation.files else None
         return RolloutSide(engines, scorer, sync, evaluator)

@@ -15,6 +15,7 @@ from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
 from slime_like.orchestration.scoring import Scorer
+from slime_like.orchestration.turns import Turns
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -27,9 +28,12 @@ class ExperienceSource(Protocol):
 class RolloutSource:
     """Prompts, sampled by the engines under the current weights, then rewarded."""
 
-    def __init__(self, config: RunConfig, prompts: PromptSource, engines: RolloutManager, scorer: Scorer) -> None:
+    def __init__(
+        self, config: RunConfig, prompts: PromptSource, engines: RolloutManager, scorer: Scorer, turns: Turns
+    ) -> None:
         self._config = config
         self._prompts = prompts
+        self._turns = turns
         self._engines = engines
         self._scorer = scorer
         self._sampling = training_sampling(config)
@@ -38,6 +42,8 @@ class RolloutSource:
         rollout = self._config.rollout
         prompts = self._prompts.next(rollout.prompts_per_step)
         requests = build_requests(prompts, self._sampling, rollout.samples_per_prompt, self._config.seed, "train")
+        with clock.phase("sync"):
+            self._turns.generation()
         with clock.phase("generate"):
             answers = self._engines.generate(requests)
         groups = [

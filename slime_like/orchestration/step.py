@@ -166,6 +166,7 @@ class StepRecorder:
         rollout = self._session.rollout
         if rollout is None or rollout.evaluator is None:
             return
+        self._session.turns.generation()
         result = rollout.evaluator.run(step)
         metrics = evaluation_metrics(
             result.accuracy, result.num_responses, result.response_length_mean, result.truncated_fraction
@@ -175,6 +176,7 @@ class StepRecorder:
 
     def _save(self, step: int) -> None:
         session = self._session
+        session.turns.training()
         path = session.checkpoints.save(step, session.trainers, {"data": session.prompts.state_dict()})
         session.progress.note(f"checkpoint of step {step}: {path}")
 
@@ -187,6 +189,7 @@ class StepRecorder:
             files["tensorboard"] = run_dir / "tensorboard"
         if self._config.checkpoint.export_hf:
             files["hugging face model"] = run_dir / "hf"
+            self._session.turns.training()
             self._session.trainers.export_hf(files["hugging face model"])
         if not self._config.supervised:
             files["reward curve"] = run_dir / "reward_curve.png"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement
 from slime_like.orchestration.calls import gather
+from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -22,18 +24,22 @@ ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
 class TrainerGroup:
     """One Ray actor per rank, ordered by rank."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._config = config
+        self._placement = placement
         self._ranks: list[Any] = []
         self._coordinates: list[RankCoordinates] = []
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
         """Create the actors; they import in the background until ``setup`` waits for them."""
-        options = self._actor_options()
-        actor = ray.remote(TrainerRank)
-        world_size = self._config.trainer.parallel.world_size
-        self._ranks = [actor.options(**options).remote(self._config, rank) for rank in range(world_size)]
+        actor, runtime_env = ray.remote(TrainerRank), {"env_vars": self._environment()}
+        self._ranks = [
+            actor.options(**self._placement.trainer_options(rank), max_restarts=0, runtime_env=runtime_env).remote(
+                self._config, rank
+            )
+            for rank in range(self._config.trainer.parallel.world_size)
+        ]
 
     def setup(self) -> None:
         """Rendezvous, build, load. Bounded by ``trainer.start_timeout_s``.
@@ -53,18 +59,17 @@ class TrainerGroup:
         placements = [RankPlacement(rank, len(self._ranks), 0, host, port) for rank in range(len(self._ranks))]
         self._coordinates = self._call_each("setup", [(p,) for p in placements], phase="setting up", timeout_s=timeout)
 
-    def _actor_options(self) -> dict[str, Any]:
-        from torch.cuda import is_available
-
+    def _environment(self) -> dict[str, str]:
+        """Variables that torch and Megatron read when they are imported."""
         trainer = self._config.trainer
-        cores = int(ray.cluster_resources().get("CPU", 1))
+        cores = len(os.sched_getaffinity(0))
         threads = trainer.cpu_threads or max(1, cores // trainer.parallel.world_size)
-        return {
-            "num_cpus": 0,  # ranks on a CPU share the cores; the layout, not the core count, says how many there are
-            "num_gpus": 1 if is_available() else 0,
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
-        }
+        return {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    def devices(self) -> list[str]:
+        """Every rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""
+        timeout = self._config.trainer.start_timeout_s
+        return self._call_each("device", [()] * len(self._ranks), phase="starting", timeout_s=timeout)
 
     # ----------------------------------------------------------------------------------------------------- training
     @property
@@ -113,6 +118,13 @@ class TrainerGroup:
 
     def export_hf(self, directory: Path) -> None:
         self._call("export_hf", directory, phase="writing the Hugging Face model")
+
+    # -------------------------------------------------------------------------------------------------------- turns
+    def offload(self, keep_weights: bool = False) -> None:
+        self._call("offload", keep_weights, phase="making room for the engines")
+
+    def onload(self) -> None:
+        self._call("onload", phase="coming back to the device")
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import socket
@@ -64,8 +63,9 @@ class TrainerRank:
         host: str = ray._private.worker.global_worker.node_ip_address
         return host, _free_port(host)
 
-    def process_id(self) -> int:
-        return os.getpid()
+    def device(self) -> str:
+        """The GPU that Ray gave this rank, as ``CUDA_VISIBLE_DEVICES`` names it; "" on a CPU."""
+        return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
         backend_class = load_backend(self._config.trainer.backend)
@@ -161,6 +161,13 @@ class TrainerRank:
 
     def export_hf(self, directory: Path) -> None:
         self.backend.export_hf(directory)
+
+    # -------------------------------------------------------------------------------------------------------- turns
+    def offload(self, keep_weights: bool) -> None:
+        self.backend.offload(keep_weights)
+
+    def onload(self) -> None:
+        self.backend.onload()
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> int:

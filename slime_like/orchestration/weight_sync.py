@@ -12,8 +12,10 @@ from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import GenerationRequest, SamplingParams, UpdateReceipt
+from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.turns import Turns
 from slime_like.weights.transports.registry import resolve_transport
 
 _BF16_TOLERANCE = 0.1
@@ -41,16 +43,35 @@ class SyncReport:
 class WeightSync:
     """Moves the policy's weights; one object for the run."""
 
-    def __init__(self, config: RunConfig, trainers: TrainerGroup, engines: RolloutManager, run_name: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        trainers: TrainerGroup,
+        engines: RolloutManager,
+        placement: Placement,
+        turns: Turns,
+        run_name: str,
+    ) -> None:
         self._config = config
+        self._placement = placement
+        self._turns = turns
         self._trainers = trainers
         self._engines = engines
         self._run_name = run_name
         self._probe = probe_sequences(config)
 
     def connect(self) -> None:
-        """Open the transport on both sides."""
+        """Open the transport on both sides.
+
+        Raises:
+            WeightSyncError: the transport does not reach from the trainers to the engines.
+        """
         name = resolve_transport(self._config.sync.transport)
+        if self._placement.num_nodes > 1:
+            raise WeightSyncError(
+                f"sync.transport={name} reaches one host, but trainers and engines lie on {self._placement.num_nodes}; "
+                "use a layout that fits one host"
+            )
         rendezvous = self._trainers.open_transport(name, self._run_name)
         self._engines.connect(name, rendezvous[0])  # senders of one session share one rendezvous
 
@@ -60,14 +81,18 @@ class WeightSync:
         Raises:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
+        self._turns.begin_sync()
+        verify = self._config.sync.verify
+        expected = self._trainers.probe(self._probe) if verify else None
         self._engines.begin_update(version)
         sent, nbytes, gather_s = self._stream()
         receipts = self._engines.finish_update(version)
-        if not self._config.sync.verify:
+        self._turns.end_sync()
+        if expected is None:
             return SyncReport(version, nbytes, len(sent), gather_s, None)
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent, receipt, engine)
-        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version))
+        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version, expected))
 
     def _stream(self) -> tuple[dict[str, int], int, float]:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
@@ -87,9 +112,8 @@ class WeightSync:
                 nbytes += bucket.nbytes
             loading = self._engines.start_update(buckets)
 
-    def _verify_probe(self, version: int) -> float:
+    def _verify_probe(self, version: int, expected: np.ndarray) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
-        expected = self._trainers.probe(self._probe)
         tolerance = self._config.sync.probe_tolerance if self._config.model.dtype == "float32" else _BF16_TOLERANCE
         answers = [self._engines.ask_each(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
         worst = 0.0

@@ -277,6 +277,33 @@ def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[li
     assert engine.run(scenario()).finish_reason == "abort"
 
 
+def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    """As where a trainer shares the device: asleep, updated with the weights alone awake, then serving them."""
+
+    async def scenario() -> tuple[Generation, Generation]:
+        running = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
+        await asyncio.sleep(HALFWAY_S[0])
+        await engine.engine.sleep()
+        ended = (await asyncio.wait_for(running, 5))[0]
+        with pytest.raises(EngineError, match="sleeps"):
+            await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
+        await engine.engine.wake(("weights",))
+        await engine.load(1 - engine.current)
+        with pytest.raises(EngineError, match=r"sleeps \(kv_cache\)"):
+            await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
+        await engine.engine.wake(("kv_cache",))
+        after = (await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3)))[0]
+        await engine.engine.sleep()
+        await engine.engine.wake(("weights", "kv_cache"))
+        return ended, after
+
+    ended, after = engine.run(scenario())
+    assert ended.finish_reason == "abort"
+    check_logprobs(engine.reference, prompts[0], after)
+    assert set(after.weight_versions.tolist()) == {engine.version}
+    check_logprobs(engine.reference, prompts[0], engine.generate(prompts[0], max_new_tokens=3)[0])
+
+
 def test_a_request_id_runs_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> None:
         request = long_request(engine, prompts[6], request_id="twice")
@@ -441,8 +468,3 @@ def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[l
     assert busy.running_requests == len(prompts)
     assert 0 < busy.outstanding_tokens <= 2 * 700 * len(prompts)
     assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
-
-
-def test_sleep_is_refused_where_no_memory_would_come_free(engine: EngineUnderTest) -> None:
-    with pytest.raises(EngineError, match="memory"):
-        engine.run(engine.engine.sleep())

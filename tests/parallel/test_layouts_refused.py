@@ -27,7 +27,7 @@ def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
     [
         ("qwen3", {"parallel": {"tensor": 4}}, ["trainer.parallel.tensor=4", "2 KV heads", "use 1 or 2"]),
         ("qwen3", {"parallel": {"tensor": 3}}, ["trainer.parallel.tensor=3", "2 KV heads"]),
-        ("qwen3", {"parallel": {"pipeline": 3}}, ["trainer.parallel.pipeline=3", "4 layers"]),
+        ("qwen3", {"parallel": {"pipeline": 5}}, ["trainer.parallel.pipeline=5", "4 layers"]),
         ("qwen3", {"parallel": {"pipeline": 2, "virtual_pipeline": 4}}, ["virtual_pipeline=4", "4 layers"]),
         ("qwen3", {"parallel": {"virtual_pipeline": 2}}, ["needs trainer.parallel.pipeline above 1"]),
         ("qwen3", {"parallel": {"sequence": True}}, ["trainer.parallel.sequence=true", "tensor above 1"]),

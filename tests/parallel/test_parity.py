@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "pp3-uneven": {"pipeline": 3},
     "cp2": {"context": 2},
     "cp4": {"context": 4},
     "cp2-allgather": {"context": 2, "attention": "allgather"},

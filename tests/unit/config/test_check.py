@@ -14,7 +14,7 @@ from slime_like.config import ParallelConfig
 from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.check import check
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.layout import layout_problems
+from slime_like.config.layout import layers_per_stage, layout_problems
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, write_checkpoint
@@ -156,7 +156,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path, flags: list[str]) -> None:
         "--rollout.top_p",
         "0.5",
         "--trainer.parallel.pipeline",
-        "5",
+        "13",
         "--rollout.engine",
         "x",
     ]
@@ -172,6 +172,14 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, flags: l
     assert check(load_config(None, [*flags, *more, "--algorithm.kl_coef", "0"])) == []
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [(12, 4, [3, 3, 3, 3]), (3, 2, [2, 1]), (61, 4, [15, 16, 15, 15]), (63, 4, [16, 16, 16, 15]), (7, 1, [7])],
+)
+def test_layers_spread_over_stages(layers: int, stages: int, expected: list[int]) -> None:
+    assert layers_per_stage(layers, stages) == expected
+
+
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"tensor": 4, "sequence": True, "pipeline": 3, "virtual_pipeline": 2, "context": 5, "data": 7}, []),
     ({}, {"tensor": 16}, ["trainer.parallel.tensor=16 does not divide the model's 8 KV heads; use 1, 2, 4 or 8"]),
@@ -183,13 +191,13 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"sequence": True}, ["trainer.parallel.sequence=true needs trainer.parallel.tensor above 1"]),
     (
         {},
-        {"pipeline": 5},
-        ["trainer.parallel.pipeline=5 does not divide the model's 12 layers; use 1, 2, 3, 4, 6 or 12"],
+        {"pipeline": 13},
+        ["trainer.parallel.pipeline=13 is more than the model's 12 layers; every stage needs one, so use at most 12"],
     ),
     (
         {},
-        {"pipeline": 4, "virtual_pipeline": 2},
-        ["trainer.parallel.pipeline=4 times virtual_pipeline=2 does not divide the model's 12 layers; use 1, 2, 3"],
+        {"pipeline": 5, "virtual_pipeline": 3},
+        ["trainer.parallel.pipeline=5 times virtual_pipeline=3 is more than the model's 12 layers; every stage needs"],
     ),
     (
         {},

@@ -1,0 +1,57 @@
+"""Every parallel layout, through the whole loop, does what one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_like.data.dump import dump_path, load_trajectories
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.processes import run
+
+SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
+LAYOUTS = {
+    "eight ranks, three axes": (
+        "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
+        "--trainer.parallel.sequence", "true",
+    ),
+    "replicas and engines": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2"),
+    "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
+}  # fmt: skip
+
+
+def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
+    return tiny.rl_flags(
+        root / "run", "--rollout.engine", "transformers", "--algorithm.kl_coef", "0.01", "--checkpoint.every", "1",
+        "--evaluation.every", "1", "--trainer.target_tokens_per_batch", "256",
+        "--debug.save_rollouts", str(root / "rollouts"), *layout,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("one-rank")
+    finished = run(flags(tiny, root), root / "log")
+    assert finished.code == 0, finished.stderr
+    return root
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: Path, layout: str) -> None:
+    """The same samples, the same figures. Syncs are verified in the run itself: hashes, and engine against trainer."""
+    finished = run(flags(tiny, tmp_path, *LAYOUTS[layout]), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    for step in (1, 2):
+        ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (tmp_path, one_rank))
+        assert [t.sequence_id for t in ours] == [t.sequence_id for t in theirs]
+        assert all(torch.equal(a.response_tokens, b.response_tokens) for a, b in zip(ours, theirs, strict=True))
+    for row, expected in zip(steps_of(tmp_path / "run"), steps_of(one_rank / "run"), strict=True):
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["train_actor_training/engine_gap_max"] < 1e-4
+        for name in SAME:
+            key = f"train_actor_training/{name}"
+            assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), name
