@@ -74,6 +74,17 @@ class Command:
                 found.append(child)
         return found
 
+    def listening_addresses(self) -> set[str]:
+        """Addresses at which the command or a descendant accepts TCP connections."""
+        found: set[str] = set()
+        for process in [psutil.Process(self.process.pid), *self.descendants()]:
+            try:
+                connections = process.net_connections(kind="tcp")
+            except psutil.NoSuchProcess:
+                continue
+            found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        return found
+
     def named(self, title: str) -> psutil.Process:
         """The descendant whose process title contains ``title``."""
         matches = [process for process in self.descendants() if title in _title(process)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -51,15 +52,19 @@ def _join(config: RunConfig, placement: RankPlacement) -> None:
     if on_cuda:
         torch.cuda.set_device(placement.local_rank)
     start = timedelta(seconds=config.trainer.start_timeout_s)
+    is_master = placement.rank == 0
     try:
+        listener = _listen(placement.master_address, placement.master_port) if is_master else None
         store = dist.TCPStore(
             placement.master_address,
             placement.master_port,
             placement.world_size,
-            is_master=placement.rank == 0,
+            is_master=is_master,
             timeout=start,
+            # By itself the store would listen on every interface of the machine.
+            master_listen_fd=None if listener is None else listener.detach(),
         )
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise TrainerError(
             f"rank {placement.rank}, setup: no rendezvous at {placement.master_address}:{placement.master_port} "
             f"within {start.total_seconds():.0f} s ({error}); check that all ranks start and that the port is free"
@@ -71,6 +76,19 @@ def _join(config: RunConfig, placement: RankPlacement) -> None:
         world_size=placement.world_size,
         timeout=timedelta(seconds=config.trainer.step_timeout_s),
     )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
+    try:
+        listener.bind((address, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def coordinates() -> RankCoordinates:

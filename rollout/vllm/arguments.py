@@ -42,9 +42,10 @@ def prepare_environment(config: RunConfig) -> None:
     with one rank vLLM's worker then needs no process of its own, which it would only get for the binding. Eager
     execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
     """
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    # An engine's ranks share a host, so that nothing of it needs to be reached from elsewhere.
+    defaults = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if on_cpu():
-        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
         if config.rollout.tensor == 1:
             defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if config.rollout.engine_args.get("enforce_eager", True):

@@ -55,6 +55,9 @@ class TrainerConfig(Section):
     )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
     head_chunk_tokens: int = Field(1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory.")
+    rendezvous_port: int | None = Field(
+        None, ge=1024, le=65535, description="Port on rank 0's host at which ranks meet; none chooses a free one."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Bound on the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Bound on one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")

@@ -77,6 +77,7 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
         MEAN_REWARD: float(rewards.mean()),
         "ref_actor_rewards/successes_mean": float(successes.mean()),
         "ref_actor_rewards/total_reward_mean": float(_totals(record).mean()),
+        "ref_actor_rewards/scoring_failures": float(len(record.failures)),
     }
     for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
         metrics[f"ref_actor_rewards/rewards_func_{name}_mean"] = float(reward)

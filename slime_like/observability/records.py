@@ -24,6 +24,7 @@ class RewardRecord:
         weights: (F,) weight of each function in the total reward.
         rewards, successes: (N, F), unweighted.
         group_ids: (N,) the prompt group of each response.
+        failures: why scoring failed ("timeout", "crash", "memory", "error"), one per response that got 0 for it.
     """
 
     func_names: Sequence[str]
@@ -31,6 +32,7 @@ class RewardRecord:
     rewards: ArrayLike
     successes: ArrayLike
     group_ids: Sequence[int]
+    failures: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         expected = (len(self.group_ids), len(self.func_names))

@@ -32,6 +32,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
+        if self._config.address is None:
+            _stay_on_loopback()
         try:
             ray.init(**self._arguments())
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -69,6 +71,16 @@ class Cluster:
             return
         link.unlink(missing_ok=True)
         link.symlink_to(logs)
+
+
+def _stay_on_loopback() -> None:
+    """Keep a cluster of our own out of the network.
+
+    Ray replaces 127.0.0.1 by the machine's outward address and then listens on all of them, except on systems where it
+    knows no clusters; this is the variable by which it is told so, in this process and in those it starts.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _raylet_pid() -> int | None:

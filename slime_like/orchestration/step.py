@@ -107,7 +107,7 @@ class StepRecorder:
                 response_lengths=lengths,
                 packed_tokens=batch.packed_tokens,
                 actual_tokens=batch.actual_tokens,
-                rewards=self._rewards(trajectories),
+                rewards=self._rewards(step, trajectories),
                 rollout=self._rollout(trajectories),
                 reference=reference,
                 weight_gather_s=sync.gather_s if sync else None,
@@ -127,16 +127,24 @@ class StepRecorder:
         for table in debug_tables(step, trajectories, self._session.trainers, stats, decode, debug.samples_per_step):
             self._session.metrics.log_table(step, table.name, table.columns, table.rows)
 
-    def _rewards(self, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
+    def _rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
         if self._config.supervised:
             return None
         functions = self._config.reward.functions
+        failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
+        if failures:
+            reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
+            self._session.progress.note(
+                f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses ({reasons}); "
+                "they got reward 0"
+            )
         return RewardRecord(
             func_names=[function.name for function in functions],
             weights=[function.weight for function in functions],
             rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
             successes=torch.stack([trajectory.successes for trajectory in trajectories]),
             group_ids=[trajectory.group_id for trajectory in trajectories],
+            failures=failures,
         )
 
     def _rollout(self, trajectories: Sequence[ScoredTrajectory]) -> RolloutRecord | None:

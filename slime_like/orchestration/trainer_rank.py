@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import ray
 import torch
 from torch import Tensor
@@ -59,15 +61,27 @@ class TrainerRank:
 
     # -------------------------------------------------------------------------------------------------------- start
     def address(self) -> tuple[str, int]:
-        """This node's address in the cluster and a port that is free on it, for the rendezvous of all ranks."""
-        host: str = ray._private.worker.global_worker.node_ip_address
-        return host, _free_port(host)
+        """This node's address in the cluster and a port that is free on it, for the rendezvous of all ranks.
+
+        Raises:
+            TrainerError: the port that the configuration names is taken.
+        """
+        host = _node_address()
+        port = self._config.trainer.rendezvous_port
+        if port is not None and not _is_free(host, port):
+            raise TrainerError(
+                f"trainer.rendezvous_port={port} is taken on {host}; give another one, or none to have a free one chosen"
+            )
+        return host, port or _free_port(host)
 
     def device(self) -> str:
         """The GPU that Ray gave this rank, as ``CUDA_VISIBLE_DEVICES`` names it; "" on a CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
+        # Collectives, too, go through the cluster's own interface; what the user has set stays.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, _interface(_node_address()))
         backend_class = load_backend(self._config.trainer.backend)
         self._backend = backend_class(self._config, placement)
         return self._backend.setup()
@@ -181,19 +195,39 @@ class TrainerRank:
             self._backend.shutdown()
 
 
+def _node_address() -> str:
+    """This node's address in the cluster."""
+    address: str = ray._private.worker.global_worker.node_ip_address
+    return address
+
+
+def _interface(address: str) -> str:
+    """Name of the network interface that has ``address``."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            return str(name)
+    raise TrainerError(f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it")
+
+
 def _free_port(host: str) -> int:
     """A free port below the range that the kernel hands out by itself, so that nobody is given it before we listen."""
     ports = random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50)
     for port in ports:
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        if _is_free(host, port):
             return port
     raise TrainerError(
         f"no free port among 50 tried between {_RENDEZVOUS_PORTS[0]} and {_RENDEZVOUS_PORTS[-1]} on {host}"
     )
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:

@@ -81,7 +81,8 @@ class RewardPool:
         """Score a batch; equal items are scored once, and the order is kept.
 
         Raises:
-            RewardError: the workers cannot go on, or every one of many items failed in the same function.
+            RewardError: the workers cannot go on, every one of many items failed in the same function, or so many
+                timed out before any other was scored that the functions must be hanging.
         """
         distinct: dict[tuple[str, ...], int] = {}
         which = [distinct.setdefault(self._key(item), len(distinct)) for item in items]
@@ -138,6 +139,7 @@ class _Round:
         self._waiting = list(range(len(items) - 1, -1, -1))
         self._outcomes: list[RewardOutcome | None] = [None] * len(items)
         self._left = len(items)
+        self._timed_out = 0  # as long as nothing else has happened in this round; far below 0 afterwards
 
     def run(self, until_ready: bool = False) -> list[RewardOutcome]:
         for index, worker in enumerate(self._workers):
@@ -216,6 +218,12 @@ class _Round:
         self._workers[index] = self._pool._start_worker()
 
     def _settle(self, item: int, message: dict[str, Any]) -> None:
+        self._timed_out = self._timed_out + 1 if message.get("reason") == "timeout" else -len(self._items)
+        if self._timed_out == _SUSPICIOUS_ITEMS:
+            raise RewardError(
+                f"reward functions gave no answer within reward.timeout_s={self._config.timeout_s:g} s for each of the "
+                f"first {_SUSPICIOUS_ITEMS} responses of a batch; raise that, or correct the function"
+            )
         if "reason" in message:
             zeros = (0.0,) * len(self._config.functions)
             outcome = RewardOutcome(zeros, zeros, message)
