@@ -14,6 +14,7 @@ from typing import Any
 from slime_like.observability.metrics import read_metrics
 
 MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
+EIGHT_RANKS = "tp2-pp2-cp2"
 
 
 def accuracies(run_dir: Path) -> tuple[float, float]:
@@ -26,10 +27,11 @@ def accuracies(run_dir: Path) -> tuple[float, float]:
 
 def rows(out: Path) -> list[dict[str, Any]]:
     table = []
-    for directory in sorted(out.glob("seed-*")):
-        before, after = accuracies(directory / "rl")
+    learning = [(directory.name, directory / "rl") for directory in sorted(out.glob("seed-*"))]
+    for name, run_dir in [*learning, (EIGHT_RANKS, out / EIGHT_RANKS)]:
+        before, after = accuracies(run_dir)
         held = before <= MOST_BEFORE and after >= LEAST_AFTER
-        table.append({"run": directory.name, "before": before, "after": after, "held": held})
+        table.append({"run": name, "before": before, "after": after, "held": held})
     before, after = accuracies(out / "control")
     table.append({"run": "control", "before": before, "after": after, "held": after - before <= MOST_CONTROL_RISE})
     return table

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What takes longer than the test suite may: accuracy over seeds, and the control that must not learn.
+# What takes longer than the test suite may: accuracy over seeds and on eight ranks, the control that must not learn,
+# and a run that is killed ten times.
 #   bash benchmarks/acceptance.sh [OUT_DIR]      results go to benchmarks/results/acceptance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
@@ -8,7 +9,14 @@ cd "$REPO"
 for seed in 0 1 2; do
     SEED=$seed DIR="$OUT/seed-$seed" bash scripts/quickstart.sh --logging.progress plain
 done
-"$VENV/bin/slime-like" train configs/quickstart.yaml --run_dir "$OUT/control" --model.path "$OUT/seed-0/warm_start/hf" \
-    --data.train "$OUT/seed-0/model/data/train.jsonl" --evaluation.files "$OUT/seed-0/model/data/eval.jsonl" \
-    --debug.shuffle_advantages true --logging.progress plain
+from_seed_0() { # $1: name of the run; further flags
+    local name="$1"
+    shift
+    "$VENV/bin/slime-like" train configs/quickstart.yaml --run_dir "$OUT/$name" --model.path "$OUT/seed-0/warm_start/hf" \
+        --data.train "$OUT/seed-0/model/data/train.jsonl" --evaluation.files "$OUT/seed-0/model/data/eval.jsonl" \
+        --resume never --logging.progress plain "$@"
+}
+from_seed_0 control --debug.shuffle_advantages true
+from_seed_0 tp2-pp2-cp2 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 2 --trainer.parallel.context 2
 "$VENV/bin/python" -m benchmarks.acceptance "$OUT" benchmarks/results/acceptance.md
+"$VENV/bin/python" -m benchmarks.kills "$OUT/kills" benchmarks/results/kills.md

@@ -59,6 +59,21 @@ install_locked() { # $1: runtime | dev
     rm -f "$list"
 }
 
+# A browser for the test that opens the report page. Debian's, where we may install it; without one that test is skipped.
+ensure_browser() {
+    local candidate
+    for candidate in chromium chromium-browser google-chrome; do
+        command -v "$candidate" >/dev/null && return
+    done
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing Debian's chromium for the report's test"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1 ||
+            say "chromium could not be installed; the browser test will be skipped"
+    else
+        say "no chromium on PATH; the browser test will be skipped"
+    fi
+}
+
 ensure_environment() { # $1: runtime (default) | dev
     local want="${1:-runtime}" stamp="$VENV/.slime-like-${1:-runtime}" key
     key=$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1)

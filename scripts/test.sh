@@ -3,6 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment dev
+ensure_browser
 cd "$REPO"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .

@@ -166,7 +166,7 @@ ERRORS = [
     (lambda: [scored(0), replace(scored(1), logprobs=torch.zeros(5))], None, "'s1': logprobs has 5"),
     (lambda: [scored(0), replace(scored(1), ref_logprobs=None)], None, "'s1' has no ref_logprobs"),
     (lambda: [scored(0), replace(scored(1), rewards=torch.zeros(3))], None, "'s1' has 3 rewards"),
-    (lambda: [replace(scored(0), advantages=torch.zeros(1))], None, "scalar advantage"),
+    (lambda: [scored(0), replace(scored(1), advantages=torch.zeros(1))], None, r"'s1': advantages have shape \(1,\)"),
     (lambda: [scored(0), unscored(1)], None, "scored and unscored"),
     (lambda: [scored(0), scored(1, 30, 30)], 50, "'s1' has 60 tokens, over the budget of 50"),
     (lambda: [scored(0), scored(1)], 10, "14 tokens together, over the budget of 10"),

@@ -32,3 +32,15 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(QWEN3_8_KV_HEADS | changes))
     return directory
+
+
+def sound_flags(root: Path) -> list[str]:
+    """A configuration without fault, as flags, its files below ``root``; a test appends its own."""
+    write_checkpoint(root / "model")
+    (root / "train.jsonl").write_text("{}\n")
+    return [
+        "--run_dir", str(root / "run"),
+        "--model.path", str(root / "model"),
+        "--data.train", str(root / "train.jsonl"),
+        "--data.max_prompt_tokens", "512",
+    ]  # fmt: skip

@@ -17,24 +17,12 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layers_per_stage, layout_problems
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
-from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, write_checkpoint
+from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, sound_flags, write_checkpoint
 
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """A configuration without fault, as flags; a test appends its own."""
-    write_checkpoint(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    return [
-        "--run_dir",
-        str(tmp_path / "run"),
-        "--model.path",
-        str(tmp_path / "model"),
-        "--data.train",
-        str(tmp_path / "train.jsonl"),
-        "--data.max_prompt_tokens",
-        "512",
-    ]
+    return sound_flags(tmp_path)
 
 
 def test_a_sound_configuration_has_no_problem(flags: list[str]) -> None:

@@ -1,0 +1,154 @@
+"""A run that is killed at random moments ends as one that was not: ``python -m benchmarks.kills OUT_DIR RESULT.md``.
+
+The same configuration is run twice: once undisturbed, and once killed with SIGKILL again and again at random moments
+of its life (start-up, steps, checkpoints) and started again each time. Every sampled token id of every step must be the
+same, and the figures of every step equal within 1e-6. Nothing of a killed run may be left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slime_like.data.dump import dump_path, load_trajectories
+from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.observability.metrics import METRICS_FILE, read_metrics
+from slime_like.observability.names import LOSS
+from tests.processes import Command, run
+
+FIGURES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+TOLERANCE = 1e-6
+RUN_TIMEOUT_S = 1200.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the comparison found.
+
+    Attributes:
+        steps, tokens: how much was compared.
+        finished_steps: step of the last checkpoint at every kill.
+        largest_gap: of any figure of any step.
+    """
+
+    steps: int
+    tokens: int
+    finished_steps: list[int]
+    largest_gap: float
+
+
+def flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
+    return [
+        "train", "configs/quickstart.yaml",
+        "--run_dir", str(root / "run"),
+        "--model.path", str(model),
+        "--data.train", str(model / "data" / "train.jsonl"),
+        "--evaluation.files", "[]",
+        "--evaluation.every", "0",
+        "--steps", str(steps),
+        "--rollout.engine", engine,
+        "--rollout.prompts_per_step", "8",
+        "--rollout.samples_per_prompt", "4",
+        "--algorithm.kl_coef", "0.01",
+        "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
+        "--checkpoint.every", "10",
+        "--checkpoint.export_hf", "false",
+        "--debug.save_rollouts", str(root / "rollouts"),
+        "--logging.progress", "plain",
+    ]  # fmt: skip
+
+
+def undisturbed(arguments: list[str], root: Path) -> float:
+    """Seconds the whole run takes."""
+    started = time.monotonic()
+    finished = run(arguments, root / "log", RUN_TIMEOUT_S)
+    if finished.code != 0:
+        sys.exit(f"the undisturbed run failed: {finished.stderr}")
+    return time.monotonic() - started
+
+
+def disturbed(arguments: list[str], root: Path, kills: int, longest_s: float, generator: random.Random) -> list[int]:
+    """Kill and start again ``kills`` times, then let it end; the finished steps at each kill."""
+    finished_steps = []
+    for attempt in range(kills):
+        command = Command(arguments, root / f"log-{attempt}")
+        time.sleep(generator.uniform(0.5, longest_s))
+        if command.process.poll() is not None:
+            sys.exit(f"attempt {attempt} ended before it was killed: {command.output}; take more steps")
+        command.kill()
+        left = command.finish(timeout_s=30).left_behind
+        if left:
+            sys.exit(f"attempt {attempt} left processes behind: {left}")
+        latest = root / "run" / "checkpoints" / "latest"
+        finished_steps.append(int(latest.resolve().name.removeprefix("step-")) if latest.is_symlink() else 0)
+        print(f"kill {attempt + 1}: checkpoint of step {finished_steps[-1]} is whole", flush=True)
+    undisturbed(arguments, root)
+    return finished_steps
+
+
+def compare(ours: Path, theirs: Path, steps: int, finished_steps: list[int]) -> Outcome:
+    """Token ids must be equal; figures must agree."""
+    tokens, largest = 0, 0.0
+    rows = [
+        {row["step"]: row for row in read_metrics(root / "run" / METRICS_FILE) if LOSS in row}
+        for root in (ours, theirs)
+    ]
+    for step in range(1, steps + 1):
+        mine, other = (load_trajectories(dump_path(root / "rollouts", step)) for root in (ours, theirs))
+        for a, b in zip(mine, other, strict=True):
+            if a.sequence_id != b.sequence_id or not torch.equal(a.response_tokens, b.response_tokens):
+                sys.exit(f"step {step}: sequence {a.sequence_id} differs from {b.sequence_id} of the undisturbed run")
+            tokens += a.response_len
+        for name in FIGURES:
+            key = f"train_actor_training/{name}"
+            largest = max(largest, abs(rows[0][step][key] - rows[1][step][key]))
+    return Outcome(steps, tokens, finished_steps, largest)
+
+
+def render(outcome: Outcome, engine: str, seed: int) -> str:
+    return (
+        f"Killed and resumed, {datetime.date.today()}, engine {engine}, seed of the moments {seed}, "
+        "`python -m benchmarks.kills`.\n\n"
+        f"- SIGKILL at {len(outcome.finished_steps)} random moments; last whole checkpoint at each: "
+        f"{', '.join(map(str, outcome.finished_steps))}.\n"
+        f"- {outcome.tokens} sampled token ids over {outcome.steps} steps: equal to those of the undisturbed run.\n"
+        f"- Largest difference of any figure of any step: {outcome.largest_gap:.1e} (bound {TOLERANCE:.0e}).\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("out", type=Path, help="directory to work in; emptied first")
+    parser.add_argument("result", type=Path, help="Markdown file to write")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--engine", default="transformers")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    options = parser.parse_args()
+
+    shutil.rmtree(options.out, ignore_errors=True)
+    model = options.out / "model"
+    make_tiny_model(model, family="qwen3", seed=0)
+    make_arithmetic_data(model / "data", seed=0)
+    whole, killed = options.out / "undisturbed", options.out / "killed"
+    wall_s = undisturbed(flags(whole, model, options.steps, options.engine), whole)
+    print(f"undisturbed: {wall_s:.0f} s", flush=True)
+    arguments = flags(killed, model, options.steps, options.engine)
+    finished = disturbed(arguments, killed, options.kills, wall_s / 3, random.Random(options.seed))
+    outcome = compare(killed, whole, options.steps, finished)
+    text = render(outcome, options.engine, options.seed)
+    options.result.write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if outcome.largest_gap <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
