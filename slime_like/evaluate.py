@@ -9,9 +9,8 @@ from slime_like.data.prompts import load_tokenizer
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.placement import Placement, bundle_sizes
-from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.scoring import Scorer
-from slime_like.rewards.pool import RewardPool
+from slime_like.orchestration.session import launch_engines
 
 
 def evaluate(config: RunConfig) -> EvaluationResult:
@@ -26,11 +25,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, config.run_dir, slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
-        engines = RolloutManager(config, placement)
-        stack.callback(engines.shutdown)
-        engines.launch()
-        pool = RewardPool(config.reward)
-        stack.callback(pool.close)
+        engines, pool = launch_engines(config, stack, placement)
         pool.start()
         engines.start()
         return Evaluator(config, engines, Scorer(config, pool, tokenizer), tokenizer).run(step=0)

@@ -47,7 +47,7 @@ def _places(config: RunConfig) -> Iterator[str]:
     """Files and directories, and packages that a setting needs."""
     if config.run_dir.exists() and not config.run_dir.is_dir():
         yield f"run_dir={config.run_dir} is a file; give a directory"
-    if not config.data.train:
+    if not config.data.train and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):
         for file in files:

@@ -27,6 +27,21 @@ class Checkpoint:
     def trainer(self) -> Path:
         return self.path / _TRAINER
 
+    @property
+    def data_position(self) -> dict[str, Any]:
+        """Where the prompts go on.
+
+        Raises:
+            CheckpointError: the run that wrote it read no prompts, but kept rollouts.
+        """
+        if "data" not in self.state:
+            raise CheckpointError(
+                f"resume: {self.path} is of a run on kept rollouts and has no position in data.train; resume it with "
+                "debug.load_rollouts, or start from its Hugging Face export"
+            )
+        position: dict[str, Any] = self.state["data"]
+        return position
+
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
         """Open the checkpoint at ``path``.

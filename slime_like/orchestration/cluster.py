@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
+from ray._common.utils import get_ray_temp_dir
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration import guard
+from slime_like.weights.transports.shared_memory import cleanup
 
 
 class Cluster:
@@ -22,34 +25,44 @@ class Cluster:
         config: where the cluster is, or how large one of our own becomes.
         run_dir: gets a link to the workers' logs.
         slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
+
+    Attributes:
+        run_name: unique; shared memory whose name begins with it is removed at the end, whoever left it.
     """
 
     def __init__(self, config: ClusterConfig, run_dir: Path, slots: int) -> None:
         self._config = config
         self._run_dir = run_dir
         self._slots = slots
+        self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
         if self._config.address is None:
             _stay_on_loopback()
+        self._guard = guard.start(os.getpid(), Path(get_ray_temp_dir()), self.run_name)
         try:
             ray.init(**self._arguments())
+            self._link_logs()
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            self._end()
             where = self._config.address or "on this machine"
             raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
-        self._link_logs()
-        raylet = _raylet_pid()
-        self._guard = guard.start(raylet) if raylet is not None else None
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         ray.shutdown()
-        if self._guard is not None:
-            guard.dismiss(self._guard)
+        cleanup(self.run_name)
+        guard.dismiss(self._guard)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -81,10 +94,3 @@ def _stay_on_loopback() -> None:
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-def _raylet_pid() -> int | None:
-    """Process id of the raylet that this process started; ``None`` where it joined a running cluster."""
-    node = ray._private.worker._global_node
-    processes = node.all_processes.get("raylet", []) if node is not None else []
-    return processes[0].process.pid if processes else None

@@ -1,28 +1,31 @@
-"""A small process that outlives a killed driver just long enough to end what it leaves behind.
+"""A small process that outlives a killed driver just long enough to remove what it leaves behind.
 
-A driver that ends in any other way stops its Ray cluster itself. One that is killed outright takes the cluster's main
-daemons along (the kernel sees to that), but Ray's agents wait a minute for them to come back. The guard knows them by
-process id and ends them at once.
+A driver that ends in any other way cleans up itself. One that is killed outright takes its Ray cluster's main daemons
+along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory stays for ever.
 
-Run as ``python -m slime_like.orchestration.guard RAYLET_PID`` with a pipe as standard input: a line on it means all is
-well, its end without a line means the driver is gone.
+Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY RUN_NAME`` with a pipe as standard input: a
+line on it means all is well, its end without a line means the driver is gone.
 """
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_LOOK_EVERY_S = 1.0
 _GRACE_S = 2.0
+_QUIET_S = 3.0
+_GIVE_UP_S = 60.0
+_LOOK_EVERY_S = 0.2
 
 
-def start(raylet_pid: int) -> subprocess.Popen[bytes]:
-    """Start a guard over the descendants of ``raylet_pid``; keep the result, and ``dismiss`` it at the end."""
-    command = [sys.executable, "-m", "slime_like.orchestration.guard", str(raylet_pid)]
+def start(driver_pid: int, ray_directory: Path, run_name: str) -> subprocess.Popen[bytes]:
+    """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
+    module = "slime_like.orchestration.guard"
+    command = [sys.executable, "-m", module, str(driver_pid), str(ray_directory), run_name]
     # A session of its own: Ctrl-C on the terminal is the driver's business.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -36,23 +39,47 @@ def dismiss(guard: subprocess.Popen[bytes]) -> None:
         guard.wait()
 
 
-def watch(raylet_pid: int) -> None:
-    """Remember the raylet's descendants until standard input says something, or ends."""
-    known: dict[int, psutil.Process] = {}
-    while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
-        try:
-            known |= {child.pid: child for child in psutil.Process(raylet_pid).children(recursive=True)}
-        except psutil.NoSuchProcess:
-            continue  # the raylet is gone; standard input will end now
+def watch(driver_pid: int, ray_directory: Path, run_name: str) -> None:
+    """Until standard input says something, or ends."""
     if sys.stdin.readline():
         return
-    _, alive = psutil.wait_procs(list(known.values()), timeout=_GRACE_S)
-    for process in alive:
+    time.sleep(_GRACE_S)  # what notices by itself may end by itself
+    end_orphans(driver_pid, ray_directory)
+    from slime_like.weights.transports.shared_memory import cleanup  # imports torch, so only when it is needed
+
+    cleanup(run_name)
+
+
+def end_orphans(driver_pid: int, ray_directory: Path) -> None:
+    """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
+
+    Ray names a session's directory after the process that started it, and every process of the session writes its log
+    there, whenever it was started and whatever it calls itself. Who only reads there is left alone.
+    """
+    deadline = time.monotonic() + _GIVE_UP_S
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < _QUIET_S and time.monotonic() < deadline:
+        for process in session_processes(driver_pid, ray_directory):
+            quiet_since = time.monotonic()
+            try:
+                process.kill()  # psutil checks the start time, so a reused process id is safe
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(_LOOK_EVERY_S)
+
+
+def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Process]:
+    """Living processes of the Ray session that ``driver_pid`` started."""
+    sessions = tuple(f"{directory.resolve()}/" for directory in ray_directory.glob(f"session_*_{driver_pid}"))
+    found = []
+    for process in psutil.process_iter():
         try:
-            process.kill()  # psutil checks the start time, so a reused process id is safe
-        except psutil.NoSuchProcess:
+            if any(file.path.startswith(sessions) and file.mode != "r" for file in process.open_files()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
             continue
+    return found
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]))
+    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +25,6 @@ from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.rewards.pool import RewardPool
-from slime_like.weights.transports.shared_memory import cleanup
 
 
 @dataclass(slots=True)
@@ -38,13 +37,25 @@ class RolloutSide:
     evaluator: Evaluator | None
 
 
+def launch_engines(
+    config: RunConfig, stack: ExitStack, placement: Placement, shared_devices: Sequence[str] = ()
+) -> tuple[RolloutManager, RewardPool]:
+    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both."""
+    engines = RolloutManager(config, placement)
+    stack.callback(engines.shutdown)
+    engines.launch(shared_devices)
+    pool = RewardPool(config.reward)
+    stack.callback(pool.close)
+    return engines, pool
+
+
 class Session:
     """Context manager over cluster, trainers, engines, reward workers and loggers.
 
     Attributes:
         config: the run's configuration.
         tokenizer: the model's own.
-        prompts: training prompts and their position.
+        prompts: training prompts and their position; ``None`` when training on kept rollouts.
         source: yields a step's trajectories.
         batcher: packs them.
         trainers: all trainer ranks.
@@ -54,7 +65,7 @@ class Session:
         resumed: the checkpoint this run went on from, if any.
     """
 
-    prompts: PromptSource
+    prompts: PromptSource | None
     source: ExperienceSource
     batcher: ExperienceBatcher
     trainers: TrainerGroup
@@ -64,7 +75,6 @@ class Session:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
         self.turns: Turns = OwnDevices()
         self._stack = ExitStack()
 
@@ -89,43 +99,45 @@ class Session:
         self.resumed = prepare_run_dir(config)
         save_config(config, config.run_dir / "config.yaml")
         tokenizer = self.tokenizer = load_tokenizer(config.model.path)
-        self.prompts = PromptSource(
-            config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised
+        dump = config.debug.load_rollouts
+        prompts = self.prompts = (
+            None
+            if dump
+            else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
         self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         self.progress.note("starting Ray, trainers and engines")
-        stack.enter_context(Cluster(config.cluster, config.run_dir, sum(bundle_sizes(config))))
-        stack.callback(cleanup, self.run_name)  # shared memory of processes that could not do it themselves
+        cluster = stack.enter_context(Cluster(config.cluster, config.run_dir, sum(bundle_sizes(config))))
         placement = stack.enter_context(Placement(config))
         self.trainers = TrainerGroup(config, placement)
         stack.callback(self.trainers.shutdown)
         self.trainers.launch()
-        if config.supervised or config.debug.load_rollouts:
-            self.rollout = None
-            dump = config.debug.load_rollouts
-            self.source = DumpedSource(dump) if dump else DemonstrationSource(config, self.prompts)
+        self.rollout = None
+        if prompts is None:
+            assert dump is not None
+            self.source = DumpedSource(dump)
+            self.trainers.setup()
+        elif config.supervised:
+            self.source = DemonstrationSource(config, prompts)
             self.trainers.setup()
         else:
-            self.rollout = self._open_rollout(stack, placement)
-            self.source = RolloutSource(config, self.prompts, self.rollout.engines, self.rollout.scorer, self.turns)
+            self.rollout = self._open_rollout(stack, placement, cluster.run_name)
+            self.source = RolloutSource(config, prompts, self.rollout.engines, self.rollout.scorer, self.turns)
         if self.resumed is not None:
-            self.prompts.load_state_dict(self.resumed.state["data"])
+            if prompts is not None:
+                prompts.load_state_dict(self.resumed.data_position)
             self.trainers.load(self.resumed.trainer)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 
-    def _open_rollout(self, stack: ExitStack, placement: Placement) -> RolloutSide:
+    def _open_rollout(self, stack: ExitStack, placement: Placement, run_name: str) -> RolloutSide:
         """Trainers and engines import at the same time; each is waited for with its own bound."""
         config, colocated = self.config, self.config.cluster.placement == "colocated"
-        engines = RolloutManager(config, placement)
-        stack.callback(engines.shutdown)
-        engines.launch(self.trainers.devices() if colocated else ())
-        pool = RewardPool(config.reward)
-        stack.callback(pool.close)
+        engines, pool = launch_engines(config, stack, placement, self.trainers.devices() if colocated else ())
         scorer = Scorer(config, pool, self.tokenizer)
         self.trainers.setup()
         pool.start()
@@ -136,7 +148,7 @@ class Session:
             engines.sleep()
             self.trainers.onload()
             self.turns = SharedDevices(self.trainers, engines)
-        sync = WeightSync(config, self.trainers, engines, placement, self.turns, self.run_name)
+        sync = WeightSync(config, self.trainers, engines, placement, self.turns, run_name)
         sync.connect()
         evaluator = Evaluator(config, engines, scorer, self.tokenizer) if config.evaluation.files else None
         return RolloutSide(engines, scorer, sync, evaluator)

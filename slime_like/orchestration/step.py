@@ -150,7 +150,8 @@ class StepRecorder:
     def _rollout(self, trajectories: Sequence[ScoredTrajectory]) -> RolloutRecord | None:
         if self._config.supervised:
             return None
-        before, self._dropped_prompts = self._dropped_prompts, self._session.prompts.dropped_prompts
+        prompts = self._session.prompts
+        before, self._dropped_prompts = self._dropped_prompts, prompts.dropped_prompts if prompts else 0
         return RolloutRecord(
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             dropped_prompts=self._dropped_prompts - before,
@@ -185,7 +186,8 @@ class StepRecorder:
     def _save(self, step: int) -> None:
         session = self._session
         session.turns.training()
-        path = session.checkpoints.save(step, session.trainers, {"data": session.prompts.state_dict()})
+        state = {"data": session.prompts.state_dict()} if session.prompts else {}
+        path = session.checkpoints.save(step, session.trainers, state)
         session.progress.note(f"checkpoint of step {step}: {path}")
 
     # ------------------------------------------------------------------------------------------------------------ end

@@ -1,0 +1,70 @@
+"""What a killed driver's Ray session leaves is found by the logs it writes, and by nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime_like.orchestration import guard
+
+DRIVER = 4_000_000  # no process has this id
+HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
+
+
+def holder(path: Path, mode: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), mode], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "open\n"
+    return process
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    logs = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER}" / "logs"
+    other = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER + 1}"
+    logs.mkdir(parents=True)
+    other.mkdir()
+    (logs / "read").write_text("")
+    started = {
+        "agent": holder(logs / "agent.log", "a"),
+        "reader": holder(logs / "read", "r"),
+        "another session": holder(other / "agent.log", "a"),
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+def test_only_those_who_write_the_sessions_logs_are_ended(
+    tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
+) -> None:
+    assert [p.pid for p in guard.session_processes(DRIVER, tmp_path)] == [processes["agent"].pid]
+    guard.end_orphans(DRIVER, tmp_path)
+    assert processes["agent"].wait(5) == -9
+    assert processes["reader"].poll() is None and processes["another session"].poll() is None
+
+
+def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
+    watching = guard.start(DRIVER, tmp_path, "slime-test-guard")
+    guard.dismiss(watching)
+    assert watching.returncode == 0
+    assert processes["agent"].poll() is None
+
+
+def test_without_a_word_from_the_driver_it_cleans_up(
+    tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
+) -> None:
+    name = f"slime-test-{os.getpid()}"
+    left = Path("/dev/shm") / f"{name}.1.0"
+    left.write_bytes(b"x")
+    watching = guard.start(DRIVER, tmp_path, name)
+    assert watching.stdin is not None
+    watching.stdin.close()
+    assert watching.wait(60) == 0
+    assert processes["agent"].wait(5) == -9
+    assert not left.exists()
