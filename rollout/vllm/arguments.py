@@ -43,7 +43,8 @@ def prepare_environment(config: RunConfig) -> None:
     execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
     """
     # An engine's ranks share a host, so that nothing of it needs to be reached from elsewhere.
-    defaults = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    defaults = {"VLLM_HOST_IP": "127.0.0.1"}
+    defaults |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if on_cpu():
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
         if config.rollout.tensor == 1:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray._common.utils import get_ray_temp_dir
+from ray._common.utils import get_default_ray_temp_dir
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
@@ -41,7 +41,7 @@ class Cluster:
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
         if self._config.address is None:
             _stay_on_loopback()
-        self._guard = guard.start(os.getpid(), Path(get_ray_temp_dir()), self.run_name)
+        self._guard = guard.start(os.getpid(), Path(get_default_ray_temp_dir()), self.run_name)
         try:
             ray.init(**self._arguments())
             self._link_logs()

@@ -135,8 +135,8 @@ class StepRecorder:
         if failures:
             reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
             self._session.progress.note(
-                f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses ({reasons}); "
-                "they got reward 0"
+                f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses "
+                f"({reasons}); they got reward 0"
             )
         return RewardRecord(
             func_names=[function.name for function in functions],

@@ -70,7 +70,8 @@ class TrainerRank:
         port = self._config.trainer.rendezvous_port
         if port is not None and not _is_free(host, port):
             raise TrainerError(
-                f"trainer.rendezvous_port={port} is taken on {host}; give another one, or none to have a free one chosen"
+                f"trainer.rendezvous_port={port} is taken on {host}; give another one, or none to have a free one "
+                "chosen"
             )
         return host, port or _free_port(host)
 
