@@ -21,6 +21,14 @@ def new_children(before: Collection[int]) -> list[int]:
     return [child.pid for child in children if child.pid not in before and not _is_tracker(child)]
 
 
+def is_alive(process_id: int) -> bool:
+    """Does the process run? One that has ended and not been waited for does not."""
+    try:
+        return bool(psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
     """Files whose path begins with ``prefix`` and which one of these processes has mapped into its memory."""
     found: set[Path] = set()

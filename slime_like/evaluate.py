@@ -23,7 +23,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as stack:
         slots = sum(bundle_sizes(config, with_trainers=False))
-        stack.enter_context(Cluster(config.cluster, config.run_dir, slots))
+        stack.enter_context(Cluster(config.cluster, config.run_dir / "evaluation_worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
         engines, pool = launch_engines(config, stack, placement)
         pool.start()

@@ -37,6 +37,7 @@ class Command:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._memory_before = _shared_memory()
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.cli", *arguments],
@@ -103,7 +104,8 @@ class Command:
         return finished
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
-        """Titles of descendants still alive after a grace: Ray's agents notice a killed driver after seconds."""
+        """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, and segments
+        of shared memory whose maker is gone."""
         deadline = time.monotonic() + grace_s
         while self.descendants() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -111,7 +113,13 @@ class Command:
         titles = [_title(process) for process in left]
         for process in left:
             process.kill()
-        return titles
+        return titles + [str(path) for path in _shared_memory() - self._memory_before]
+
+
+def _shared_memory() -> set[Path]:
+    """Weight buckets in shared memory, ``slime-RUN.PID.NUMBER``, whose process is no more."""
+    buckets = Path("/dev/shm").glob("slime-*.*.*")
+    return {path for path in buckets if not psutil.pid_exists(int(path.name.split(".")[1]))}
 
 
 def _adopt_orphans(on: bool) -> None:

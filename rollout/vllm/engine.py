@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollout.processes import end_processes, mapped_files, new_children, process_ids
+from rollout.processes import end_processes, is_alive, mapped_files, new_children, process_ids
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config.dimensions import ModelDimensions
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _SHUTDOWN_S = 3.0
 """For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
 _HEALTH_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 1.0
+"""Between looks at the engine core's process while a call to it is under way."""
 _SHARED_FILES = "/dev/shm/vllm_dist_"
 """Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind."""
 
@@ -310,15 +312,29 @@ class VllmEngine:
     async def _bounded(self, call: Awaitable[T], phase: str) -> T:
         timeout = self._config.rollout.request_timeout_s
         try:
-            return await asyncio.wait_for(call, timeout)
+            return await asyncio.wait_for(self._while_alive(call), timeout)
         except TimeoutError as error:
             raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
+
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """The call's result. vLLM never answers calls that are under way when its process dies."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
+                if not task.done():
+                    self._alive()
+                    if not all(map(is_alive, self._process_ids)):
+                        raise EngineError(f"{self._name}: its process has died; see its log")
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
         """One step of a weight update; if it fails the update has failed."""
         timeout = self._config.sync.timeout_s
         try:
-            return await asyncio.wait_for(call, timeout)
+            return await asyncio.wait_for(self._while_alive(call), timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else _one_line(error)
             self._state.fail(reason)

@@ -52,6 +52,7 @@ class RewardConfig(Section):
         description="Reward functions; the total is their weighted sum.",
     )
     workers: int = Field(1, ge=1, description="Reward worker processes.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Bound on a reward worker's start.")
     timeout_s: float = Field(5.0, gt=0, description="Bound on scoring one response; over it the sample gets reward 0.")
     memory_mb: int = Field(
         2048, ge=128, description="Address-space limit of one reward worker, beyond its start-up size."

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
@@ -50,6 +49,8 @@ class Checkpoint:
             CheckpointError: it is missing, or its state cannot be read; the message says what to do.
         """
         file = path / _STATE
+        if not path.is_dir():
+            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); give another path")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             return cls(path.resolve(), int(state["step"]), state)
@@ -110,29 +111,3 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for old in sorted(self._root.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
-
-
-def find_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """What ``resume`` asks for; ``None`` means a new start.
-
-    Raises:
-        CheckpointError: a path was given, or ``latest`` exists, and cannot be read.
-    """
-    if config.resume == "never":
-        return None
-    if config.resume != "auto":
-        return Checkpoint.read(Path(config.resume))
-    latest = config.run_dir / "checkpoints" / "latest"
-    return Checkpoint.read(latest) if latest.is_symlink() else None
-
-
-def prepare_run_dir(config: RunConfig) -> Checkpoint | None:
-    """Make the run directory and find what to resume. An earlier run not resumed is moved aside."""
-    checkpoint = find_checkpoint(config)
-    if checkpoint is None and (config.run_dir / "metrics.jsonl").exists():
-        number = 1
-        while (aside := config.run_dir.with_name(f"{config.run_dir.name}.{number}")).exists():
-            number += 1
-        config.run_dir.rename(aside)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    return checkpoint

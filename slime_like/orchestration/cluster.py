@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,33 +22,40 @@ from slime_like.errors import SlimeLikeError
 from slime_like.orchestration import guard
 from slime_like.weights.transports.shared_memory import cleanup
 
+_REACH_S = 10.0
+
 
 class Cluster:
     """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between.
 
     Args:
         config: where the cluster is, or how large one of our own becomes.
-        run_dir: gets a link to the workers' logs.
+        logs: becomes a link to the workers' logs.
         slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
 
     Attributes:
         run_name: unique; shared memory whose name begins with it is removed at the end, whoever left it.
     """
 
-    def __init__(self, config: ClusterConfig, run_dir: Path, slots: int) -> None:
+    def __init__(self, config: ClusterConfig, logs: Path, slots: int) -> None:
         self._config = config
-        self._run_dir = run_dir
+        self._logs = logs
         self._slots = slots
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
+        if self._logs.exists() and not self._logs.is_symlink():
+            raise SlimeLikeError(f"{self._logs} must become a link to the workers' logs and is none; move it away")
         if self._config.address is None:
             _stay_on_loopback()
+        else:
+            _require_reachable(self._config.address)
         self._guard = guard.start(os.getpid(), Path(get_default_ray_temp_dir()), self.run_name)
         try:
-            ray.init(**self._arguments())
+            with _own_signals():
+                ray.init(**self._arguments())
             self._link_logs()
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             self._end()
@@ -78,12 +90,33 @@ class Cluster:
 
     def _link_logs(self) -> None:
         """Make the workers' logs findable from the run directory."""
-        logs = Path(ray._private.worker._global_node.get_logs_dir_path()) if ray._private.worker._global_node else None
-        link = self._run_dir / "worker_logs"
-        if logs is None:
-            return
-        link.unlink(missing_ok=True)
-        link.symlink_to(logs)
+        node = ray._private.worker._global_node
+        if node is not None:
+            self._logs.unlink(missing_ok=True)
+            self._logs.symlink_to(node.get_logs_dir_path())
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts a handler of its own on SIGTERM, which ends the process without any cleaning up."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself tries for minutes, and names an address nobody gave."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator:
+        return  # "auto"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except (OSError, ValueError) as error:
+        raise SlimeLikeError(
+            f"cluster.address={address}: nothing answers there ({error}); give the HOST:PORT that `ray start --head` "
+            "printed, or none to start a cluster on this machine"
+        ) from error
 
 
 def _stay_on_loopback() -> None:

@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Any
 
 from slime_like.config import RunConfig
-from slime_like.config.load import save_config
 from slime_like.data.prompts import PromptSource, load_tokenizer
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
-from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore, prepare_run_dir
+from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.placement import Placement, bundle_sizes
 from slime_like.orchestration.rollout_manager import RolloutManager
+from slime_like.orchestration.run_directory import prepare_run_dir
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource, RolloutSource
 from slime_like.orchestration.trainer_group import TrainerGroup
@@ -96,8 +96,7 @@ class Session:
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
-        self.resumed = prepare_run_dir(config)
-        save_config(config, config.run_dir / "config.yaml")
+        self.resumed, changed = prepare_run_dir(config)
         tokenizer = self.tokenizer = load_tokenizer(config.model.path)
         dump = config.debug.load_rollouts
         prompts = self.prompts = (
@@ -110,7 +109,9 @@ class Session:
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         self.progress.note("starting Ray, trainers and engines")
-        cluster = stack.enter_context(Cluster(config.cluster, config.run_dir, sum(bundle_sizes(config))))
+        cluster = stack.enter_context(
+            Cluster(config.cluster, config.run_dir / "worker_logs", sum(bundle_sizes(config)))
+        )
         placement = stack.enter_context(Placement(config))
         self.trainers = TrainerGroup(config, placement)
         stack.callback(self.trainers.shutdown)
@@ -131,6 +132,8 @@ class Session:
                 prompts.load_state_dict(self.resumed.data_position)
             self.trainers.load(self.resumed.trainer)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
+            if changed:
+                self.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.debug_tables import debug_tables
+from slime_like.orchestration.run_directory import write_summary
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.weight_sync import SyncReport
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
@@ -134,6 +135,8 @@ class StepRecorder:
         failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
         if failures:
             reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
+            details = [t.reward_metadata["detail"] for t in trajectories if "detail" in t.reward_metadata]
+            reasons += f", first: {details[0]}" if details else ""
             self._session.progress.note(
                 f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses "
                 f"({reasons}); they got reward 0"
@@ -205,10 +208,13 @@ class StepRecorder:
             files["reward curve"] = run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])
         accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
-        return TrainSummary(
+        summary = TrainSummary(
             accuracy_before=accuracies[0] if accuracies else None,
             accuracy_after=accuracies[-1] if accuracies else None,
             tokens_per_second=self._trained_tokens / self._trained_s if self._trained_s else 0.0,
             wall_s=wall_s,
             files=files,
         )
+        figures = asdict(summary)
+        write_summary(self._config, figures | {"files": {name: str(path) for name, path in files.items()}})
+        return summary

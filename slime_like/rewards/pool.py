@@ -15,7 +15,6 @@ from slime_like.errors import RewardError
 from slime_like.rewards.registry import REGISTERED
 from slime_like.rewards.worker_process import WorkerProcess
 
-_START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 2.0
 _CHUNK_ITEMS = 64
 _SUSPICIOUS_ITEMS = 8
@@ -89,9 +88,11 @@ class RewardPool:
         chosen: dict[int, RewardItem] = {}
         for index, item in zip(which, items, strict=True):
             chosen.setdefault(index, item)
-        outcomes = _Round(self, list(chosen.values())).run()
-        self._refuse_broken_function(outcomes)
-        return [outcomes[index] for index in which]
+        distinct_outcomes = _Round(self, list(chosen.values())).run()
+        outcomes = [distinct_outcomes[index] for index in which]
+        if len(chosen) > 1:  # the same response over and over says nothing about others
+            self._refuse_broken_function(outcomes)
+        return outcomes
 
     def close(self) -> None:
         """End every worker, by its process id, within a bound."""
@@ -110,7 +111,7 @@ class RewardPool:
 
     # ----------------------------------------------------------------------------------------- for a round's own use
     def _start_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._config, _START_TIMEOUT_S)
+        return WorkerProcess(self._config, self._config.start_timeout_s)
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
         return (item.response, item.answer, *([item.prompt] if self._prompt_matters else []))
@@ -206,7 +207,8 @@ class _Round:
         """The item in progress pays; those behind it go back to the queue."""
         worker = self._workers[index]
         if not worker.ready:
-            what = "ended" if reason == "crash" else f"was not ready after {_START_TIMEOUT_S:.0f} s"
+            late = f"was not ready within reward.start_timeout_s={self._config.start_timeout_s:g} s"
+            what = "ended" if reason == "crash" else late
             raise RewardError(f"reward worker {worker.pid} {what} while starting: {worker.last_words()}")
         if worker.pending:
             self._settle(worker.pending.pop(0), {"reason": reason})

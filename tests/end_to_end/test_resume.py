@@ -67,6 +67,15 @@ def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(uninterrupte
     assert any(row["train_actor_training/clipfrac"] > 0 for row in rows)
 
 
+def test_a_finished_run_is_left_alone(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
+    """Started again it is refused, before anything starts and with its record as it was."""
+    before = (uninterrupted / "run" / "config.yaml").read_text()
+    again = run(flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
+    assert again.code == 2
+    assert f"steps={STEPS}: the run in" in again.stderr and f"has finished {STEPS} steps" in again.stderr
+    assert (uninterrupted / "run" / "config.yaml").read_text() == before
+
+
 def test_resume_never_moves_the_earlier_run_aside(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
     shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
     finished = run(flags(tiny, tmp_path, "--steps", "1", "--resume", "never"), tmp_path / "log")

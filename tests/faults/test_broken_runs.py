@@ -22,18 +22,20 @@ def quick(tiny: Tiny, run_dir: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "victim", "who"),
+    ("engine", "victim", "who", "busy_with"),
     [
-        ("transformers", "ray::EngineActor", "engine 0 (transformers)"),
-        ("vllm", "VLLM::EngineCore", "engine 0 (vllm)"),
-        ("transformers", "ray::TrainerRank", "trainer rank 0"),
+        ("transformers", "ray::EngineActor", "engine 0 (transformers)", "generation"),
+        ("vllm", "VLLM::EngineCore", "engine 0 (vllm)", "generation"),
+        ("vllm", "VLLM::EngineCore", "engine 0 (vllm)", "sync"),
+        ("transformers", "ray::TrainerRank", "trainer rank 0", "generation"),
     ],
 )
 def test_a_killed_process_ends_the_run_with_one_sentence(
-    tiny: Tiny, tmp_path: Path, engine: str, victim: str, who: str
+    tiny: Tiny, tmp_path: Path, engine: str, victim: str, who: str, busy_with: str
 ) -> None:
-    """Killed at whatever the run is doing; the sentence says who, and in which phase."""
-    flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.prompts_per_step", "32"]
+    """Killed at whatever the run is doing, mostly one thing; the sentence says who, and in which phase."""
+    flags = ["--rollout.engine", engine, "--steps", "1000"]
+    flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
     command = Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     command.wait_for("starting", timeout_s=30)
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():

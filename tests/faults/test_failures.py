@@ -50,14 +50,22 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
     assert "trainer rank 0" in sentence and ("nan" in sentence or "inf" in sentence or "finite" in sentence)
 
 
-@pytest.mark.parametrize("moment", ["starting Ray", "step 0/"])
-def test_ctrl_c_ends_everything(tiny: Tiny, tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize(("moment", "how"), [("starting Ray", "ctrl-c"), ("step 0/", "ctrl-c"), ("step 0/", "SIGTERM")])
+def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str) -> None:
+    """By hand, or by a scheduler's SIGTERM."""
     command = Command(tiny.rl_flags(tmp_path / "run", "--steps", "1000"), tmp_path / "log")
     command.wait_for(moment, timeout_s=120)
-    command.interrupt()
+    command.interrupt() if how == "ctrl-c" else command.process.terminate()
     finished = command.finish(timeout_s=60)
     assert finished.code == 130
     assert "interrupted" in one_sentence(finished).lower()
+
+
+def test_a_cluster_that_does_not_answer(tiny: Tiny, tmp_path: Path) -> None:
+    flags = tiny.rl_flags(tmp_path / "run", "--cluster.address", "127.0.0.1:1")
+    finished = run(flags, tmp_path / "log", timeout_s=60)
+    assert finished.code == 1
+    assert "cluster.address=127.0.0.1:1: nothing answers there" in one_sentence(finished)
 
 
 def test_a_bad_data_row_names_file_and_line(tiny: Tiny, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     fits = config(tmp_path, trainer={"parallel": {"data": 3}})
     larger = config(tmp_path, trainer={"parallel": {"data": 300}})
     fits.run_dir.mkdir()
-    with Cluster(fits.cluster, fits.run_dir, slots=4):
+    with Cluster(fits.cluster, fits.run_dir / "worker_logs", slots=4):
         for _ in range(2):  # the second time needs what the first one gave back
             with Placement(fits) as placement:
                 assert placement.device == "CPU" and placement.num_nodes == 1
