@@ -33,7 +33,7 @@ def train(config: RunConfig) -> TrainSummary:
             session.trainers.load_batch(batch.replicas)
             if not config.supervised:
                 with clock.phase("score"):
-                    reference = score(session, trajectories)
+                    reference = score(session, trajectories, step)
             with clock.phase("train"):
                 updates = update(session, batch)
             if session.rollout:

@@ -123,9 +123,9 @@ class PackedTrajectory:
 
     Attributes:
         tokens: (T,) int64, ``[P1, R1, P2, R2, ..., PAD...]``.
-        position_ids: (T,) int64, from 0 in every sequence and in the padding.
+        position_ids: (T,) int32, from 0 in every sequence and in the padding.
         response_mask: (T,) bool, True where the token *is a response position*.
-        sequence_mask: (T,) int64, index of the sequence, -1 in the padding.
+        sequence_mask: (T,) int32, index of the sequence, -1 in the padding.
         cu_seqlens: (S+1,) int32, true boundaries of the real sequences.
         max_seqlen: longest real sequence.
         prompt_lens, response_lens: (S,) int64.
@@ -135,15 +135,16 @@ class PackedTrajectory:
         targets: (R,) int64, the response tokens, aligned with the logits at ``[start+prompt_len-1, end-1)`` of each
             sequence; ``ignore_index`` where ``loss_mask`` is False.
         loss_mask: (R,) bool, True where the token *carries loss*.
-        token_weights: (R,) float32, 0 where ``loss_mask`` is False.
-        temperatures: (S,) float32.
+        token_weights: (R,) float64, 0 where ``loss_mask`` is False; 1/3 as float32 alone would cost a loss 1e-8.
+        temperatures: (S,) float64.
         logprobs, old_logprobs, ref_logprobs: (R,) float32 under the behaviour policy, the trainer at the start of the
             step, and the reference; ``None`` where the sequences have none.
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
         weight_versions: (R,) int64 or ``None``.
         rewards, successes: (S, num_funcs) float32 or ``None``.
-        sequence_weights, sequence_temperatures: one Python float per sequence, exactly as they came in: float32 tensors
-            and masked tokens cannot give them back.
+        sequence_weights, sequence_temperatures: one Python float per sequence, exactly as they came in (a fully masked
+            sequence has no token left that could give its weight back).
+        is_filler: the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
     """
 
     tokens: Tensor
@@ -177,6 +178,7 @@ class PackedTrajectory:
     ignore_index: int = -100
     sequence_weights: list[float] = field(default_factory=list)
     sequence_temperatures: list[float] = field(default_factory=list)
+    is_filler: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -209,6 +211,8 @@ class GRPOStats:
         num_tokens: loss-carrying tokens of the step.
         importance_weight: mean engine-to-trainer importance weight over loss-carrying tokens; 0 without correction.
         importance_clipfrac: fraction of loss-carrying tokens whose importance weight was truncated or masked.
+        moe_aux_loss: balancing loss of a mixture of experts, mean over layers and real tokens, before its coefficient;
+            1 is an even load; 0 where the objective has none. It is no part of ``loss``.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 
@@ -227,4 +231,5 @@ class GRPOStats:
     num_tokens: Tensor
     importance_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
+    moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.algorithms import logprobs, packing, partition, reduction, training
+from benchmarks.algorithms.goals import Verdict, verdicts
 from benchmarks.algorithms.measure import Row
 
 SECTIONS = {
@@ -31,11 +32,16 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown section {', '.join(unknown)}; choose from {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    tables = {name: SECTIONS[name]() for name in chosen}
-    for name, rows in tables.items():
-        print(f"\n{name}\n{_table(rows)}")
+    tables = {}
+    for name in chosen:
+        tables[name] = SECTIONS[name]()
+        print(f"\n{name}\n{_table(tables[name])}", flush=True)
+    judged = verdicts(tables)
+    print("\ngoals")
+    for verdict in judged:
+        print(f"  {'met    ' if verdict.met else 'NOT MET'}  {verdict.goal}: {verdict.found:,.3f}")
     if set(chosen) == set(SECTIONS):
-        _keep(tables)
+        _keep(tables, judged)
 
 
 def _table(rows: list[Row]) -> str:
@@ -46,11 +52,12 @@ def _table(rows: list[Row]) -> str:
     )
 
 
-def _keep(tables: dict[str, list[Row]]) -> None:
+def _keep(tables: dict[str, list[Row]], judged: list[Verdict]) -> None:
     record = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
+        "goals": [asdict(verdict) for verdict in judged],
         "sections": {name: [asdict(row) for row in rows] for name, rows in tables.items()},
     }
     # A form that did not finish has no figure: null, since JSON knows no infinity.

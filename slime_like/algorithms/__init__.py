@@ -1,6 +1,7 @@
 """Pure tensor mathematics of packed RL: no process group, no Ray, no engine. Usable wherever torch is."""
 
 from slime_like.algorithms.advantages import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator
+from slime_like.algorithms.catalogue import CATALOGUE, describe, find
 from slime_like.algorithms.context import (
     ContextShard,
     merge_from_context_parallel,
@@ -14,6 +15,7 @@ from slime_like.algorithms.logprobs import compute_response_logprobs, logprobs_a
 from slime_like.algorithms.losses import GRPOLoss, Loss, LossInputs, LossOutput, LossSums, build_loss, value_loss
 from slime_like.algorithms.packing import (
     pack_sequences,
+    real_tokens,
     response_logit_index,
     response_tokens,
     unpack_response_logprobs,
@@ -28,8 +30,10 @@ from slime_like.algorithms.partition import (
 )
 from slime_like.algorithms.reduction import step_denominator, sum_of_sample_mean, token_weights
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
+from slime_like.algorithms.vocab_parallel import vocab_parallel_logprobs
 
 __all__ = [
+    "CATALOGUE",
     "ESTIMATORS",
     "AdvantageEstimator",
     "AdvantagesAndReturns",
@@ -43,6 +47,8 @@ __all__ = [
     "build_loss",
     "compute_advantages",
     "compute_response_logprobs",
+    "describe",
+    "find",
     "find_estimator",
     "fused_logprobs",
     "gae",
@@ -56,6 +62,7 @@ __all__ = [
     "padded_length",
     "partition_by_tokens",
     "partition_full_batches",
+    "real_tokens",
     "response_logit_index",
     "response_tokens",
     "selective_log_softmax",
@@ -67,5 +74,6 @@ __all__ = [
     "unpack_response_logprobs",
     "unpack_sequences",
     "value_loss",
+    "vocab_parallel_logprobs",
     "zero_weight_pack",
 ]

@@ -27,7 +27,7 @@ class ContextShard:
 
     Attributes:
         tokens: (T_local,) int64; 0 in padding that the layout added.
-        position_ids: (T_local,) int64, from 0 in every sequence, moved together with the tokens.
+        position_ids: (T_local,) int32, from 0 in every sequence, moved together with the tokens.
         source: (T_local,) int64, each local token's index in the pack; -1 in padding that the layout added.
         cu_seqlens: (S+1,) int32, true boundaries of the real sequences, global.
         cu_seqlens_padded: int32, global boundaries of the padded sequences and, last, of the padding segment if there
@@ -103,7 +103,7 @@ def split_for_context_parallel(
     response_index = (local_slots >= 0).nonzero().squeeze(1)
     return ContextShard(
         tokens=torch.where(inside, packed.tokens[source.clamp_min(0)], 0),
-        position_ids=offset,
+        position_ids=offset.to(packed.position_ids.dtype),
         source=source,
         cu_seqlens=packed.cu_seqlens,
         cu_seqlens_padded=cu_padded.to(torch.int32),

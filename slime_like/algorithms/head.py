@@ -12,6 +12,8 @@ from slime_like.algorithms.logprobs import compute_dtype, row_sums, softmax_grad
 
 Reduce = Callable[[Tensor], object]
 
+_WEIGHT_BLOCK = 8192
+
 
 def no_reduction(tensor: Tensor) -> None:
     """The reduction of a group of one rank."""
@@ -27,7 +29,7 @@ def fused_logprobs(
     vocab_size: int,
     all_reduce_max: Reduce = no_reduction,
     all_reduce_sum: Reduce = no_reduction,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -48,7 +50,9 @@ def fused_logprobs(
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
         all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group.
-        chunk_tokens: tokens whose logits exist at once.
+        chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 64 (for less a
+            matrix product does not pay) and at most 1,024. Head and gradients then need, besides weight, hidden states
+            and their gradients, at most an eighth of what float32 logits of all tokens would take from 1,280 tokens on.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
@@ -66,6 +70,8 @@ def fused_logprobs(
         raise ValueError(
             f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
         )
+    if chunk_tokens is None:
+        chunk_tokens = min(max(64, -(-count // 20)), 1024)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
     if count and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
@@ -73,11 +79,11 @@ def fused_logprobs(
             f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
             f"{vocab_size - 1}; give the token's own id where it is masked"
         )
-    shard = _Shard(vocab_start, max(0, min(vocab_size - vocab_start, weight.shape[0])), chunk_tokens)
+    shard = VocabularyShard(vocab_start, max(0, min(vocab_size - vocab_start, weight.shape[0])), chunk_tokens)
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
 
 
-class _Shard:
+class VocabularyShard:
     """Columns of the vocabulary that this rank holds, padding excluded, and how to walk over tokens."""
 
     def __init__(self, start: int, columns: int, chunk_tokens: int) -> None:
@@ -110,14 +116,19 @@ class _FusedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperatures: Tensor,
-        shard: _Shard,
+        shard: VocabularyShard,
         all_reduce_max: Reduce,
         all_reduce_sum: Reduce,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         count = hidden.shape[0]
-        maximum, sums = _local_sums(hidden, weight, targets, temperatures, shard, dtype)
-        lse, entropy, logprobs = _combine(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 3
+        columns = weight[: shard.columns]
+        maximum, sums = local_sums(
+            shard, targets, dtype, lambda part: _scaled_logits(hidden[part], columns, temperatures[part], dtype)
+        )
+        lse, entropy, logprobs = (
+            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 3
+        )
         ctx.save_for_backward(hidden, weight, targets, temperatures, lse, entropy)
         ctx.shard, ctx.all_reduce_sum = shard, all_reduce_sum
         ctx.set_materialize_grads(False)
@@ -139,26 +150,29 @@ class _FusedLogprobs(torch.autograd.Function):
         )
 
 
-def _local_sums(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, shard: _Shard, dtype: torch.dtype
+def local_sums(
+    shard: VocabularyShard, targets: Tensor, dtype: torch.dtype, logits_of: Callable[[slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(N,) maxima of this rank's logits, and (3, N): sum of exp(x - max), of exp(x - max)(x - max), target logit."""
-    count = hidden.shape[0]
+    """(N,) maxima of this rank's logits, and (3, N): sum of exp(x - max), of exp(x - max)(x - max), target logit.
+
+    ``logits_of`` gives the temperature-scaled logits of a slice of tokens, (n, shard.columns); they are overwritten.
+    """
+    count = targets.numel()
     # A shard that is all padding keeps a finite, very low maximum: its sums are 0 and stay 0, never 0 * inf.
-    maximum = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=hidden.device)
-    sums = torch.zeros(3, count, dtype=dtype, device=hidden.device)
+    maximum = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=targets.device)
+    sums = torch.zeros(3, count, dtype=dtype, device=targets.device)
     if shard.columns == 0:
         return maximum, sums
-    columns = weight[: shard.columns]
     for part in shard.parts(count):
-        x = _scaled_logits(hidden[part], columns, temperatures[part], dtype)
+        x = logits_of(part)
         column, held = shard.local(targets[part])
         sums[2, part] = x.gather(1, column[:, None]).squeeze(1).masked_fill_(~held, 0.0)
-        maximum[part], sums[0, part], sums[1, part] = row_sums(x)
+        maximum[part], sums[0, part], sums[1, part] = row_sums(x, overwrite=True)
+        del x  # before the next chunk is made
     return maximum, sums
 
 
-def _combine(
+def combine_shards(
     local_maximum: Tensor, sums: Tensor, all_reduce_max: Reduce, all_reduce_sum: Reduce
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, entropy and target logprob over all shards, from each shard's sums relative to its own maximum."""
@@ -174,7 +188,7 @@ def _combine(
 
 
 def _accumulate_gradients(
-    shard: _Shard,
+    shard: VocabularyShard,
     saved: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
     d_hidden: Tensor | None,
@@ -189,11 +203,23 @@ def _accumulate_gradients(
     for part in shard.parts(hidden.shape[0]):
         x = _scaled_logits(hidden[part], columns, temperatures[part], lse.dtype)
         entropy_part = None if grad_entropy is None else grad_entropy[part]
-        dx = softmax_gradient(x, lse[part], entropy[part], grad[part], entropy_part)
+        dx = softmax_gradient(x, lse[part], entropy[part], grad[part], entropy_part, overwrite=True)
+        del x  # its memory is the gradient's now
         column, held = shard.local(targets[part])
         dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])
         dx = dx.div_(temperatures[part].to(dx.dtype)[:, None]).to(hidden.dtype)
         if d_hidden is not None:
             d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
         if d_weight is not None:
-            d_weight[: shard.columns] += dx.t() @ hidden[part]
+            _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
+        del dx  # before the next chunk is made
+
+
+def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
+    """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size."""
+    if dx.dtype == d_weight.dtype:
+        d_weight.addmm_(dx.t(), hidden)
+        return
+    # Products in the model's precision, sums in float32: a block of the vocabulary at a time.
+    for block, rows in zip(d_weight.split(_WEIGHT_BLOCK), dx.split(_WEIGHT_BLOCK, dim=1), strict=True):
+        block += rows.t() @ hidden

@@ -6,15 +6,15 @@ The engine's numerics, precision and (asynchronously) weights differ from the tr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.segments import masked_segment_mean, segment_sum, spread_over_tokens
-
-CORRECTIONS = ("none", "truncate", "mask")
-LEVELS = ("token", "sequence", "geometric")
+from slime_like.algorithms.registry import resolve
+from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 
 
 @dataclass(slots=True)
@@ -55,24 +55,16 @@ def importance_weights(
         low, high: bounds of the ratio.
 
     Raises:
-        ValueError: unknown correction or level, or no ``response_lens`` where they are needed.
+        ValueError: unknown correction or level (the known ones are listed), or no ``response_lens`` where needed.
     """
-    if correction not in CORRECTIONS[1:] or level not in LEVELS:
-        raise ValueError(
-            f"unknown importance correction {correction!r} at level {level!r}; known: truncate and mask, at "
-            f"{', '.join(LEVELS)}"
-        )
+    correct = resolve("importance correction", correction, CORRECTIONS)
+    per_level = resolve("importance level", level, LEVELS)
+    if response_lens is None and level != "token":
+        raise ValueError(f"importance correction at level {level!r} needs response_lens")
     log_ratio = torch.where(loss_mask, old_logprobs - behaviour_logprobs, 0.0).detach()
-    if level != "token":
-        if response_lens is None:
-            raise ValueError(f"importance correction at level {level!r} needs response_lens")
-        log_ratio = _per_sequence(log_ratio, loss_mask, response_lens, level)
-    ratio = torch.where(loss_mask, log_ratio, 0.0).exp()
-    over = ratio > high
-    if correction == "truncate":
-        return ImportanceWeights(ratio.clamp_max(high), ratio, over)
-    outside = over | (ratio < low)
-    return ImportanceWeights(ratio.masked_fill(outside, 0.0), ratio, outside)
+    ratio = torch.where(loss_mask, per_level(log_ratio, loss_mask, response_lens), 0.0).exp()
+    weights, changed = correct(ratio, low, high)
+    return ImportanceWeights(weights, ratio, changed)
 
 
 def off_policy_sequence_mask(
@@ -101,9 +93,37 @@ def off_policy_sequence_mask(
     return ~spread_over_tokens(negative & (divergence > threshold), response_lens, logprobs.numel())
 
 
-def _per_sequence(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor, level: str) -> Tensor:
-    if level == "sequence":
-        per_sequence = segment_sum(log_ratio, response_lens)
-    else:
-        per_sequence = masked_segment_mean(log_ratio, loss_mask, response_lens)
+# ---------------------------------------------------------------------------------------------------------- corrections
+def truncate(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``min(rho, high)``, TIS (Yao et al. 2025; V-trace, arXiv:1802.01561, section 4.1)."""
+    return ratio.clamp_max(high), ratio > high
+
+
+def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``rho`` inside ``[low, high]``, 0 outside, MIS (Liu et al. 2025, masked importance sampling)."""
+    outside = (ratio > high) | (ratio < low)
+    return ratio.masked_fill(outside, 0.0), outside
+
+
+# --------------------------------------------------------------------------------------------------------------- levels
+def token(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor | None) -> Tensor:
+    """Each token's own ratio: biased, of low variance (Yao et al. 2025)."""
+    return log_ratio
+
+
+def sequence(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
+    """The product over the sequence's loss-carrying tokens: unbiased, of high variance (Liu et al. 2025)."""
+    per_sequence = masked_segment_sum(log_ratio, loss_mask, response_lens)
     return spread_over_tokens(per_sequence, response_lens, log_ratio.numel())
+
+
+def geometric(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
+    """The product's length-normalised root (Liu et al. 2025; GSPO's ratio, arXiv:2507.18071, eq. 7)."""
+    per_sequence = masked_segment_mean(log_ratio, loss_mask, response_lens)
+    return spread_over_tokens(per_sequence, response_lens, log_ratio.numel())
+
+
+CORRECTIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = MappingProxyType({"truncate": truncate, "mask": mask})
+LEVELS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"token": token, "sequence": sequence, "geometric": geometric}
+)

@@ -167,10 +167,13 @@ def _scaled_rows(
     return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]
 
 
-def row_sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of (n, V): its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m)."""
+def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of (n, V): its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m).
+
+    With ``overwrite`` the memory of ``x`` is used for scratch.
+    """
     maximum = x.amax(1)
-    shifted = x - maximum[:, None]
+    shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
     weights = shifted.exp()
     total = weights.sum(1)
     # A forbidden token (-inf) has weight 0; the product must be 0 too, not nan.
@@ -178,13 +181,18 @@ def row_sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def softmax_gradient(
-    x: Tensor, lse: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    x: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    overwrite: bool = False,
 ) -> Tensor:
     """Gradient of logprob and entropy with respect to (n, V) scaled logits, without the target's own +1 term.
 
-    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``.
+    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. With ``overwrite`` the result takes the memory of ``x``.
     """
-    log_p = x - lse[:, None]
+    log_p = torch.sub(x, lse[:, None], out=x if overwrite else None)
     if grad_entropy is None:
         return log_p.exp_().mul_(-grad_logprobs[:, None])
     p = log_p.exp()

@@ -16,14 +16,71 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.segments import segment_sum
 
-REDUCTIONS = ("tokens", "samples", "groups", "constant")
+Counts = Sequence[int]
+
+
+class Reduction(Protocol):
+    """``divisors``: 1 / token weight of each sample. ``denominator``: what the sum of a whole step is divided by."""
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]: ...
+
+    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float: ...
+
+
+class TokenMean:
+    """Mean over all loss-carrying tokens of the step (DAPO, arXiv:2503.14476, eq. 8)."""
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+        return [1.0] * len(counts)
+
+    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
+        return float(sum(counts))
+
+
+class SampleMean:
+    """Mean per sample, then over the samples that carry loss (GRPO, arXiv:2402.03300, eq. 3)."""
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+        return [float(count) for count in counts]
+
+    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
+        return float(sum(count > 0 for count in counts))
+
+
+class GroupMean:
+    """Mean over the tokens of each group, then over the groups that carry loss: DAPO's eq. 8 (arXiv:2503.14476) to the
+    letter, an expectation over prompts."""
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+        per_group = _tokens_per_group(counts, group_ids)
+        return [float(per_group[group]) for group in group_ids]
+
+    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
+        return float(sum(count > 0 for count in _tokens_per_group(counts, group_ids).values()))
+
+
+class ConstantLength(SampleMean):
+    """Sum of each sample over a fixed length, then the mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+        if constant is None or constant <= 0:
+            raise ValueError(f"reduction 'constant' needs a positive length, not {constant}; give the response limit")
+        return [float(constant)] * len(counts)
+
+
+REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {"tokens": TokenMean(), "samples": SampleMean(), "groups": GroupMean(), "constant": ConstantLength()}
+)
 
 
 def token_weights(
@@ -46,20 +103,7 @@ def token_weights(
     Raises:
         ValueError: unknown reduction, lists of different lengths, or ``constant`` without its length.
     """
-    _check(reduction, loss_token_counts, group_ids)
-    if reduction == "tokens":
-        divisors: list[float] = [1.0] * len(loss_token_counts)
-    elif reduction == "samples":
-        divisors = [float(count) for count in loss_token_counts]
-    elif reduction == "groups":
-        per_group = _tokens_per_group(loss_token_counts, group_ids)
-        divisors = [float(per_group[group]) for group in group_ids]
-    else:
-        if constant_length is None or constant_length <= 0:
-            raise ValueError(
-                f"reduction 'constant' needs a positive length, not {constant_length}; give the response limit"
-            )
-        divisors = [float(constant_length)] * len(loss_token_counts)
+    divisors = _find(reduction, loss_token_counts, group_ids).divisors(loss_token_counts, group_ids, constant_length)
     return [1.0 / d if count else 0.0 for d, count in zip(divisors, loss_token_counts, strict=True)]
 
 
@@ -76,16 +120,12 @@ def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids
     Raises:
         ValueError: nothing in the step carries loss, so that no mean exists; or as in ``token_weights``.
     """
-    _check(reduction, loss_token_counts, group_ids)
+    found = _find(reduction, loss_token_counts, group_ids)
     if not any(loss_token_counts):
         raise ValueError(
             f"no token of the step's {len(loss_token_counts)} samples carries loss; skip the step or look at the masks"
         )
-    if reduction == "tokens":
-        return float(sum(loss_token_counts))
-    if reduction == "groups":
-        return float(sum(count > 0 for count in _tokens_per_group(loss_token_counts, group_ids).values()))
-    return float(sum(count > 0 for count in loss_token_counts))
+    return found.denominator(loss_token_counts, group_ids)
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
@@ -114,11 +154,11 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
     return (segment_sum(x * mask, segments) / segment_sum(mask, segments).clamp_min(1)).sum()
 
 
-def _check(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"unknown reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
+def _find(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> Reduction:
     if len(counts) != len(group_ids):
         raise ValueError(f"{len(counts)} token counts but {len(group_ids)} group ids; give one of each per sample")
+    found: Reduction = resolve("reduction", reduction, REDUCTIONS)
+    return found
 
 
 def _tokens_per_group(counts: Sequence[int], group_ids: Sequence[int]) -> Counter[int]:

@@ -27,3 +27,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         return getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r} cannot be imported ({error}); give `package.module:name`") from error
+    except Exception as error:  # importing runs the module, which raises what it likes
+        raise ValueError(
+            f"{kind} {name!r}: importing {module_name} fails with {type(error).__name__} ({error}); correct that module"
+        ) from error

@@ -11,10 +11,16 @@ def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=lengths)
 
 
+# What is per sequence is float64, forwards and backwards: the exponential of a float32 sum over hundreds of tokens,
+# or a gradient added up over them, would be off by more than 1e-6.
+def masked_segment_sum(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Sum of ``x`` over the True entries of ``mask`` in every segment: (S,) float64."""
+    return segment_sum(torch.where(mask, x, 0.0).double(), lengths)
+
+
 def masked_segment_mean(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Mean of ``x`` over the True entries of ``mask`` in every segment: (S,); 0 for a segment without any."""
-    counts = segment_sum(mask.to(x.dtype), lengths)
-    return segment_sum(torch.where(mask, x, 0.0), lengths) / counts.clamp_min(1)
+    """Mean of ``x`` over the True entries of ``mask`` in every segment: (S,) float64; 0 for a segment without any."""
+    return masked_segment_sum(x, mask, lengths) / segment_sum(mask.double(), lengths).clamp_min(1)
 
 
 def spread_over_tokens(per_sequence: Tensor, lengths: Tensor, total: int) -> Tensor:

@@ -33,7 +33,7 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none is off.")
     kl_coef: float = Field(
-        0.0, ge=0, description="Coefficient of the KL term against the reference; 0 loads no reference."
+        0.0, ge=0, description="Coefficient of the KL term against the reference in the loss; 0 is off."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
@@ -44,6 +44,12 @@ class AlgorithmConfig(Section):
         False, description="Multiply the KL term by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    moe_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the load-balancing loss of every mixture-of-experts layer, a mean over the real "
+        "tokens of a step whatever `reduction` is; 1 per layer is an even load, in each sequence by itself.",
+    )
     importance_correction: Literal["none", "truncate", "mask"] = Field(
         "none",
         description="Correct for engine and trainer differing: truncated (TIS) or masked (MIS) importance weights.",
@@ -59,9 +65,31 @@ class AlgorithmConfig(Section):
         description="Drop sequences of negative advantage whose sampling policy is further than this from the current "
         "one, in nats per token; none is off.",
     )
+    kl_reward_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the KL to the reference, summed over a response, that is taken off its reward "
+        "before advantages are computed; 0 is off. Goes together with kl_coef, which is in the loss.",
+    )
+    kl_reward_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="Estimator of the KL in the reward. No gradient flows there: k1 and k3 are unbiased."
+    )
+    overlong_buffer: int | None = Field(
+        None,
+        ge=1,
+        description="DAPO's overlong penalty: tokens below rollout.max_new_tokens over which it grows; none is off.",
+    )
+    overlong_factor: float = Field(
+        1.0, gt=0, description="Penalty of a response of rollout.max_new_tokens tokens, taken off its reward."
+    )
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     advantage_eps: float = Field(1e-6, ge=0, description="Groups whose reward spread is at most this have advantage 0.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """A reference model is loaded and scores every batch."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:

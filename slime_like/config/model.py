@@ -21,6 +21,6 @@ class ModelConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The reference policy of the KL term. Used only when ``algorithm.kl_coef`` is above 0."""
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none means `model.path`.")

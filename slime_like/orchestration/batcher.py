@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from slime_like.algorithms.context import padded_length
 from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
-from slime_like.algorithms.partition import partition_by_tokens
+from slime_like.algorithms.partition import partition_by_tokens, training_flops
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import DataError
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
@@ -33,7 +35,7 @@ class TrainingBatch:
 
 
 class ExperienceBatcher:
-    """Packs by ``trainer.target_tokens_per_batch`` and balances over data-parallel replicas."""
+    """Packs by ``trainer.target_tokens_per_batch``; balances replicas by ``trainer.balance``, tokens or FLOPs."""
 
     def __init__(self, config: RunConfig, data_parallel_size: int, pad_token_id: int) -> None:
         self._config = config
@@ -83,12 +85,24 @@ class ExperienceBatcher:
                     f"trainer.parallel.context={context} included), more than "
                     f"trainer.target_tokens_per_batch={budget}; raise that, or lower the limits of prompt and response"
                 )
-        partitions = partition_by_tokens(lengths, budget, self._replicas)
+        partitions = partition_by_tokens(lengths, budget, self._replicas, costs=self._costs(lengths))
         packs = [
             [pack_sequences([minibatch[i] for i in indices], pad_token_id=self._pad_token_id) for indices in replica]
             for replica in partitions
         ]
         return fill_to_equal_counts(packs)
+
+    def _costs(self, lengths: Sequence[int]) -> list[float] | None:
+        """What replicas are balanced by; none means tokens."""
+        if self._config.trainer.balance == "tokens":
+            return None
+        model = self._dimensions
+        attention = model.num_heads * model.head_dim
+        return training_flops(lengths, attention, model.active_parameters, model.num_layers)
+
+    @cached_property
+    def _dimensions(self) -> ModelDimensions:
+        return ModelDimensions.from_checkpoint(self._config.model.path)
 
 
 def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list[list[ScoredTrajectory]]:
@@ -104,6 +118,12 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
 
 
 def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:
-    """Pipelines and collectives need equal micro-batch counts: fill with zero-weight packs, never drop or repeat."""
+    """Pipelines and collectives need equal micro-batch counts: fill with zero-weight packs, never drop or repeat.
+
+    A replica may have no pack of its own; one must have.
+    """
     most = max(len(packs) for packs in replicas)
-    return [packs + [zero_weight_pack(packs[0]) for _ in range(most - len(packs))] for packs in replicas]
+    like = next(packs[0] for packs in replicas if packs)
+    return [
+        packs + [zero_weight_pack(packs[0] if packs else like) for _ in range(most - len(packs))] for packs in replicas
+    ]

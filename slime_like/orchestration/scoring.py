@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.advantages import compute_advantages
 from slime_like.config import RunConfig
+from slime_like.orchestration.credit import step_advantages, total_rewards
 from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
@@ -22,7 +22,6 @@ class Scorer:
         self._pool = pool
         self._tokenizer = tokenizer
         self._names = [function.name for function in config.reward.functions]
-        self._weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
 
     @property
     def function_names(self) -> list[str]:
@@ -47,19 +46,12 @@ class Scorer:
         outcomes = self.outcomes(trajectories)
         rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
-        advantages = self._advantages(rewards @ self._weights, [t.group_id for t in trajectories], step)
+        totals = total_rewards(self._config, rewards, [t.response_len for t in trajectories])
+        advantages = step_advantages(self._config, totals, [t.group_id for t in trajectories], step)
         return [
             _scored(trajectory, rewards[i], successes[i], advantages[i], self._metadata(outcomes[i]))
             for i, trajectory in enumerate(trajectories)
         ]
-
-    def _advantages(self, totals: Tensor, group_ids: list[int], step: int) -> Tensor:
-        algorithm = self._config.algorithm
-        advantages = compute_advantages(totals, group_ids, algorithm.advantage, eps=algorithm.advantage_eps)
-        if self._config.debug.shuffle_advantages:
-            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + step)
-            advantages = advantages[torch.randperm(len(advantages), generator=generator)]
-        return advantages
 
     def _metadata(self, outcome: RewardOutcome) -> dict[str, Any]:
         return {"func_names": self._names, **outcome.metadata}

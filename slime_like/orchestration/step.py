@@ -16,6 +16,7 @@ from slime_like.observability.names import ACCURACY, evaluation_metrics, step_me
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 from slime_like.orchestration.batcher import TrainingBatch
+from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
 from slime_like.orchestration.run_directory import write_summary
 from slime_like.orchestration.session import Session
@@ -45,14 +46,16 @@ class TrainSummary:
     files: dict[str, Path]
 
 
-def score(session: Session, trajectories: Sequence[ScoredTrajectory]) -> ReferenceRecord | None:
-    """Freeze the step's old logprobs on the trainers, and the reference's where the KL term is on."""
+def score(session: Session, trajectories: Sequence[ScoredTrajectory], step: int) -> ReferenceRecord | None:
+    """Freeze the step's old logprobs on the trainers, and the reference's where a KL term is on, in loss or reward."""
     session.trainers.score_batch("policy")
-    if session.config.algorithm.kl_coef == 0:
+    if not session.config.algorithm.needs_reference:
         return None
     started = time.perf_counter()
     session.trainers.score_batch("reference")
     seconds = time.perf_counter() - started
+    if session.config.algorithm.kl_reward_coef > 0:
+        penalise_kl(session.config, session.trainers, trajectories, step)
     return ReferenceRecord(
         total_s=seconds,
         model_running_s=seconds,

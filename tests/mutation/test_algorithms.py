@@ -46,21 +46,21 @@ MUTATIONS = [
     Mutation(
         "the last response token carries no loss",
         "packing.py",
-        "    steps[ends] = -1\n",
-        "    steps[ends - 1] = -1\n",
+        "    carries = loss_mask.numpy().view(np.int8)\n",
+        "    loss_mask[lengths.response.cumsum() - 1] = False\n    carries = loss_mask.numpy().view(np.int8)\n",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
     Mutation(
         "padding belongs to the last sequence",
         "packing.py",
-        "    mask[lengths.actual :] = -1\n",
-        "",
+        "np.append(np.arange(lengths.total.size), -1)",
+        "np.append(np.arange(lengths.total.size), lengths.total.size - 1)",
         "test_packing.py::test_padding_belongs_to_nobody",
     ),
     Mutation(
         "positions run on over the pack",
         "packing.py",
-        "    steps[begins] = 1 - lengths.total[: begins.numel()]\n",
+        "    steps[begins] = 1 - lengths.total[: begins.size]\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
@@ -74,8 +74,8 @@ MUTATIONS = [
     Mutation(
         "positions stay behind when the zigzag moves the tokens",
         "context.py",
-        "position_ids=offset,",
-        "position_ids=torch.arange(offset.numel(), device=offset.device),",
+        "position_ids=offset.to(packed.position_ids.dtype),",
+        "position_ids=torch.arange(offset.numel(), device=offset.device, dtype=torch.int32),",
         "test_context.py::test_split_and_merge_are_inverse",
     ),
     Mutation(
@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "a fully masked sample counts in the denominator",
         "reduction.py",
-        "return float(sum(count > 0 for count in loss_token_counts))",
-        "return float(len(loss_token_counts))",
+        "return float(sum(count > 0 for count in counts))",
+        "return float(len(counts))",
         "test_reduction.py::test_a_fully_masked_sample_adds_nothing",
     ),
     Mutation(

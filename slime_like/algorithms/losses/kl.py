@@ -8,10 +8,32 @@ k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), also 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
+from slime_like.algorithms.registry import resolve
+
+
+def k1(difference: Tensor) -> Tensor:
+    """``d``: unbiased, of high variance, negative for half of the tokens (Schulman 2020, k1)."""
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    """``d^2 / 2``: biased as a value, with exactly the gradient of the reverse KL on-policy (Schulman 2020, k2)."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4)."""
+    # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
+    return torch.expm1(-difference) + difference
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3})
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
@@ -19,17 +41,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
 
     Args:
         logprobs, ref_logprobs: (R,) of the same tokens, sampled from the policy.
-        estimator: k1, k2 or k3.
+        estimator: k1, k2, k3, or the import path of a function of ``logprobs - ref_logprobs``.
 
     Raises:
-        ValueError: unknown estimator.
+        ValueError: unknown estimator; the known ones are listed.
     """
-    difference = logprobs - ref_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    if estimator == "k3":
-        # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
-        return torch.expm1(-difference) + difference
-    raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
+    return resolve("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)

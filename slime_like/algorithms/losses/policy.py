@@ -49,7 +49,7 @@ class PPOClip:
 
 
 class PolicyGradient:
-    """REINFORCE: ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
+    """REINFORCE (Williams 1992): ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
 
     name = "policy_gradient"
     needs_old = False
@@ -108,7 +108,7 @@ class CISPO:
 
 
 class SFT:
-    """Supervised: the negative log-likelihood, ``-log pi``."""
+    """Supervised: the negative log-likelihood, ``-log pi`` (InstructGPT, arXiv:2203.02155, section 3.1, step 1)."""
 
     name = "sft"
     needs_old = False

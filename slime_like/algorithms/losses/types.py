@@ -39,12 +39,18 @@ class LossInputs:
     response_lens: Tensor | None = None
 
     def cut_masked(self) -> LossInputs:
-        """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all."""
+        """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
+
+        Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
+        float32 advantage, would be rounded before it meets a float64 logprob.
+        """
         names = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
         values = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: torch.where(self.loss_mask, v, 0.0) for name, v in values.items() if v is not None}
-        )
+        return replace(self, **{name: self._cut(value) for name, value in values.items() if value is not None})
+
+    def _cut(self, values: Tensor) -> Tensor:
+        precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
+        return torch.where(self.loss_mask, precise, 0.0)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,6 @@ SHAPES = [(3, 4), (1, 1), (5, 2), (2, 7), (4, 1)]
 
 
 def shapes(max_sequences: int = 40, max_len: int = 300) -> st.SearchStrategy[list[tuple[int, int]]]:
-    """Lists of (prompt_len, response_len): totals of 2 to ``max_len`` tokens."""
-    length = st.integers(1, max_len // 2)
-    return st.lists(st.tuples(length, length), min_size=1, max_size=max_sequences)
+    """Lists of (prompt_len, response_len): each length from 1, both together at most ``max_len`` tokens."""
+    cut = st.integers(2, max_len).flatmap(lambda total: st.tuples(st.integers(1, total - 1), st.just(total)))
+    return st.lists(cut.map(lambda pair: (pair[0], pair[1] - pair[0])), min_size=1, max_size=max_sequences)

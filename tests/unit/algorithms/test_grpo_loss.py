@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import GRPOLoss
-from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.algorithm import LOSSES, AlgorithmConfig
 
 
 def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -40,7 +40,7 @@ def test_chunked_padded_logits(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["tokens", "samples", "groups", "constant"])
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_packed_and_padded_agree(reduction: str, name: str) -> None:
     logits, targets, reference, advantages, _ = logits_case()
     old = (logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0] + 0.1).detach()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.algorithms import fused_logprobs
+from slime_like.algorithms import fused_logprobs, vocab_parallel_logprobs
 
 HIDDEN = 7
 
@@ -138,6 +138,53 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
     assert not d_weight[vocab_size:].any()
 
 
+@given(
+    count=st.integers(0, 30),
+    vocab_size=st.integers(1, 40),
+    extra=st.integers(0, 12),
+    ranks=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """The same from logits: no reduction in backward, and none of the padding's columns has a gradient."""
+    padded = -(-(vocab_size + extra) // ranks) * ranks
+    case, columns = make_case(count, vocab_size, padded, dtype), padded // ranks
+    logits = 3 * case["hidden"] @ case["weight"].T
+    whole = logits[:, :vocab_size].double().requires_grad_()
+    log_softmax = (whole / case["temperatures"].double()[:, None]).log_softmax(-1)
+    logprobs = log_softmax.gather(1, case["targets"][:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
+    group, results = ThreadGroup(ranks), [{} for _ in range(ranks)]
+
+    def body(rank: int) -> None:
+        own = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
+        found = vocab_parallel_logprobs(
+            own,
+            case["targets"],
+            case["temperatures"],
+            vocab_start=rank * columns,
+            vocab_size=vocab_size,
+            all_reduce_max=group.reduction(rank, lambda parts: parts.amax(0)),
+            all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
+            chunk_tokens=chunk,
+        )
+        ((case["w"] * found[0]).sum() + (case["h"] * found[1]).sum()).backward()
+        results[rank] = {"logprobs": found[0].detach(), "entropy": found[1].detach(), "gradient": own.grad}
+
+    group.run(body)
+    # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for result in results:
+        assert close(result["logprobs"], logprobs.detach(), tolerance)
+        assert close(result["entropy"], entropy.detach(), tolerance)
+    gradient = torch.cat([result["gradient"] for result in results], dim=1)
+    assert close(gradient[:, :vocab_size], whole.grad, tolerance)
+    assert not gradient[:, vocab_size:].any()
+
+
 def test_no_tokens_keep_the_graph_alive() -> None:
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
     weight = torch.randn(5, HIDDEN, requires_grad=True)
@@ -203,5 +250,9 @@ def test_errors() -> None:
         fused_logprobs(hidden, weight[:, :3], targets, temperatures, vocab_size=6)
     with pytest.raises(ValueError, match=r"must be \(4,\)"):
         fused_logprobs(hidden, weight, targets[:3], temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
+        vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match=r"targets \(3,\)"):
+        vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)

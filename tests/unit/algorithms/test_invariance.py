@@ -1,13 +1,18 @@
-"""No packing, padding, micro-batch split, rank count, context layout or vocabulary chunk shows in loss or gradient.
+"""No packing, padding, micro-batch split, context layout or vocabulary chunk shows in loss or gradient.
 
 The reference computes one sequence at a time, unpacked, in float64, with every logit kept, and takes its mean last.
+What this does not cover: process groups (the ranks of a context-parallel group are computed one after the other).
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,14 +21,14 @@ from slime_like.algorithms import (
     LossSums,
     build_loss,
     fused_logprobs,
+    gae,
     merge_from_context_parallel,
     pack_sequences,
-    padded_length,
-    partition_by_tokens,
     response_tokens,
     split_for_context_parallel,
     step_denominator,
     token_weights,
+    value_loss,
     zero_weight_pack,
 )
 from slime_like.config.algorithm import AlgorithmConfig
@@ -31,7 +36,12 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.unit.algorithms.cases import VOCABULARY, batch, shapes
 
 HIDDEN = 6
-CONFIG = AlgorithmConfig(clip_low=0.1, clip_high=0.3, kl_coef=0.2, kl_estimator="k3", entropy_coef=0.05)
+CONSTANT_LENGTH = 70
+REDUCTIONS = ("tokens", "samples", "groups", "constant")
+
+# Distances between current, old and engine policy, in nats: none lies near a bound of a clip, where the last bit of a
+# float32 would decide whether a token has a gradient.
+OFFSETS = (-0.4, -0.15, -0.05, 0.0, 0.05, 0.15, 0.4)
 
 
 class TinyModel:
@@ -49,33 +59,123 @@ class TinyModel:
         return torch.tanh(self.tokens[tokens] + self.positions[positions])
 
 
-def reference(sequences: list[ScoredTrajectory], reduction: str) -> tuple[float, list[Tensor]]:
-    model = TinyModel(torch.float64)
-    per_sample: list[Tensor] = []
-    for s in sequences:
-        ids = torch.cat([s.prompt_tokens, s.response_tokens])
-        logits = model.hidden(ids, torch.arange(s.total_len)) @ model.head.T / s.temperature
-        log_softmax = logits.log_softmax(-1)[s.prompt_len - 1 : -1]
-        logprobs = log_softmax.gather(1, s.response_tokens[:, None])[:, 0]
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        ratio = (logprobs - s.old_logprobs.double()).exp()
-        a = s.advantages.double()
-        policy = -torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a)
-        d = s.ref_logprobs.double() - logprobs
-        per_sample.append((policy + 0.2 * (d.exp() - d - 1) - 0.05 * entropy)[s.loss_mask])
+# ----------------------------------------------------------------------------------------------------- the formulas
+def clipped(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+
+
+def ppo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+    loss = clipped((lp - old).exp(), a, 0.9, 1.3)
+    loss = torch.minimum(loss, -1.2 * a) if a < 0 else loss
+    return loss + 0.2 * ((ref - lp).exp() - (ref - lp) - 1)
+
+
+def gspo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+    """With k2, and sequence-level masked importance sampling."""
+    ratio = (lp - old)[mask].mean().exp()
+    rho = (old - engine)[mask].sum().exp()
+    weight = rho if 0.5 <= rho <= 2.0 else 0.0
+    return clipped(ratio, a, 0.9, 1.1).expand_as(lp) * weight + 0.1 * (lp - ref).square() / 2
+
+
+def cispo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+    """With token-level truncated importance sampling, and k1 weighted by the ratio."""
+    ratio = (lp - old).exp()
+    weight = (old - engine).exp().clamp_max(1.1)
+    return -ratio.detach().clamp(0.8, 1.3) * a * lp * weight + 0.1 * ratio * (lp - ref)
+
+
+def policy_gradient(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+    """With the geometric mask, and sequences of negative advantage dropped that are over 0.12 nats off-policy."""
+    rho = (old - engine)[mask].mean().exp()
+    weight = rho if 0.8 <= rho <= 1.3 else 0.0
+    dropped = a < 0 and (engine - lp.detach())[mask].mean() > 0.12
+    return -a * lp * (0.0 if dropped else weight)
+
+
+def sft(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+    return -lp
+
+
+Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+CORRECTED = {"importance_low": 0.5, "importance_high": 2.0}
+CASES: dict[str, tuple[Formula, dict[str, Any]]] = {
+    "ppo_clip": (ppo, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2, "kl_coef": 0.2, "kl_estimator": "k3"}),
+    "gspo": (
+        gspo,
+        {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.1, "kl_estimator": "k2"}
+        | {"importance_correction": "mask", "importance_level": "sequence", **CORRECTED},
+    ),
+    "cispo": (
+        cispo,
+        {"clip_low": 0.2, "clip_high": 0.3, "kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighted": True}
+        | {"importance_correction": "truncate", "importance_high": 1.1},
+    ),
+    "policy_gradient": (
+        policy_gradient,
+        {"importance_correction": "mask", "importance_level": "geometric", "importance_low": 0.8}
+        | {"importance_high": 1.3, "off_policy_mask": 0.12},
+    ),
+    "sft": (sft, {}),
+}
+ENTROPY_COEF = 0.05
+
+
+# ---------------------------------------------------------------------------------------------------- the reference
+def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTrajectory]:
+    """Old, engine and reference logprobs at chosen distances from the policy's own."""
+    model, pick = TinyModel(torch.float64), random.Random(seed)
+    sequences = batch(shapes, seed)
+    for index, s in enumerate(sequences):
+        s.temperature = 0.7 + 0.3 * (index % 3)
+        own = score_alone(model, s)[0].detach()
+        old, engine = pick.choice(OFFSETS), pick.choice(OFFSETS)
+        s.old_logprobs = (own + old).float()
+        s.logprobs = (own + old + engine).float()
+        # Far enough away: the difference of two nearly equal float32 numbers has no 1e-6 to be compared to.
+        distance = 0.5 + torch.rand(own.shape, generator=torch.Generator().manual_seed(seed))
+        s.ref_logprobs = (own - distance).float()
+    return sequences
+
+
+def score_alone(model: TinyModel, s: ScoredTrajectory) -> tuple[Tensor, Tensor]:
+    """(response_len,) logprobs and entropies of one unpacked sequence, from all of its logits."""
+    ids = torch.cat([s.prompt_tokens, s.response_tokens])
+    logits = model.hidden(ids, torch.arange(s.total_len)) @ model.head.T / s.temperature
+    log_softmax = logits.log_softmax(-1)[s.prompt_len - 1 : -1]
+    logprobs = log_softmax.gather(1, s.response_tokens[:, None])[:, 0]
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) -> Tensor:
+    """Each loss holds one sample's loss-carrying tokens; empty samples and groups do not take part."""
     if reduction == "tokens":
-        loss = torch.cat(per_sample).mean()
-    elif reduction == "samples":
-        loss = torch.stack([x.mean() for x in per_sample if x.numel()]).mean()
-    else:
-        ids = [s.group_id for s in sequences]
-        pooled = [torch.cat([x for x, i in zip(per_sample, ids, strict=True) if i == g]) for g in dict.fromkeys(ids)]
-        loss = torch.stack([x.mean() for x in pooled if x.numel()]).mean()
-    return loss.item(), list(torch.autograd.grad(loss, model.parameters, allow_unused=True))
+        return torch.cat(losses).mean()
+    if reduction == "samples":
+        return torch.stack([x.mean() for x in losses if x.numel()]).mean()
+    if reduction == "constant":
+        return torch.stack([x.sum() / CONSTANT_LENGTH for x in losses if x.numel()]).mean()
+    pooled = [torch.cat([x for x, i in zip(losses, groups, strict=True) if i == g]) for g in dict.fromkeys(groups)]
+    return torch.stack([x.mean() for x in pooled if x.numel()]).mean()
 
 
+def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Loss, the mean size of its terms (they have both signs, and may cancel), and gradients."""
+    model, losses = TinyModel(torch.float64), []
+    for s in sequences:
+        logprobs, entropy = score_alone(model, s)
+        own = [x.double() for x in (s.old_logprobs, s.logprobs, s.ref_logprobs, s.advantages)]  # type: ignore[union-attr]
+        per_token = CASES[name][0](logprobs, *own, s.loss_mask) if s.loss_mask.any() else logprobs
+        losses.append((per_token - ENTROPY_COEF * entropy)[s.loss_mask])
+    groups = [s.group_id for s in sequences]
+    loss = mean_by_definition(losses, groups, reduction)
+    size = mean_by_definition([x.detach().abs() for x in losses], groups, reduction)
+    return loss.detach(), size, list(torch.autograd.grad(loss, model.parameters))
+
+
+# --------------------------------------------------------------------------------------------------------- the system
 def micro_batch_loss(
-    model: TinyModel, packed: PackedTrajectory, cp: int, layout: str, chunk: int
+    model: TinyModel, packed: PackedTrajectory, config: AlgorithmConfig, cp: int, layout: str, chunk: int
 ) -> tuple[Tensor, LossSums]:
     """What the ranks of one context-parallel group compute together."""
     temperatures = packed.temperatures.repeat_interleave(packed.response_lens)
@@ -88,13 +188,13 @@ def micro_batch_loss(
                 hidden,
                 model.head,
                 response_tokens(packed)[shard.response_slot],
-                temperatures[shard.response_slot].double(),
+                temperatures[shard.response_slot],
                 vocab_size=VOCABULARY,
                 chunk_tokens=chunk,
             )
         )
     logprobs, entropy = (merge_from_context_parallel(shards, [pair[i] for pair in local]) for i in range(2))
-    output = build_loss(CONFIG)(
+    output = build_loss(config)(
         LossInputs(
             logprobs=logprobs,
             entropy=entropy,
@@ -103,56 +203,119 @@ def micro_batch_loss(
             ref_logprobs=packed.ref_logprobs,
             advantages=packed.advantages,
             loss_mask=packed.loss_mask,
-            token_weights=packed.token_weights.double(),
+            token_weights=packed.token_weights,
             response_lens=packed.response_lens,
         )
     )
     return output.loss, output.sums
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[ScoredTrajectory]]:
+    """Any micro-batches at all: shuffled, and cut anywhere."""
+    pick = random.Random(seed)
+    shuffled = pick.sample(sequences, len(sequences))
+    cuts = sorted(pick.sample(range(1, len(shuffled)), pick.randint(0, min(6, len(shuffled) - 1))))
+    return [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+# Searching for the smallest failing example would take minutes.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", CASES)
 @given(
-    shapes=shapes(12, 60),
+    shapes=shapes(40, 300),
     padding=st.integers(0, 50),
-    ranks=st.integers(1, 3),
-    cp=st.sampled_from([1, 2, 3, 8]),
+    cp=st.integers(1, 8),
     layout=st.sampled_from(["zigzag", "contiguous"]),
-    chunk=st.integers(1, 64),
-    reduction=st.sampled_from(["tokens", "samples", "groups"]),
-    seed=st.integers(0, 9),
+    chunk=st.integers(8, 512),
+    seed=st.integers(0, 10**6),
 )
-@settings(max_examples=25, deadline=None)
-def test_loss_and_gradient(dtype, shapes, padding, ranks, cp, layout, chunk, reduction, seed) -> None:  # type: ignore[no-untyped-def]
-    sequences = batch(shapes, seed)
-    for index, s in enumerate(sequences):
-        s.temperature = 0.5 + 0.25 * (index % 3)  # exact in float32, so that both sides divide by the same number
-    counts = [int(s.loss_mask.sum()) for s in sequences]
+@settings(max_examples=3, deadline=None, phases=PHASES)
+def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
+    sequences = make_sequences(shapes, seed)
+    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
     if not any(counts):
         return
-    groups = [s.group_id for s in sequences]
-    for s, weight in zip(sequences, token_weights(reduction, counts, groups), strict=True):
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
         s.token_weight = weight
-    expected_loss, expected_gradients = reference(sequences, reduction)
-    model = TinyModel(dtype)
-    budget = max(padded_length(s.total_len, cp) for s in sequences) + padding
-    lengths = [padded_length(s.total_len, cp) for s in sequences]
-    partition = partition_by_tokens(lengths, budget, min(ranks, len(sequences)))
-    total, sums = torch.zeros((), dtype=torch.float64), LossSums.zeros()
-    for own in partition:
-        packs = [pack_sequences([sequences[i] for i in members], target_tokens_per_batch=budget) for members in own]
-        for packed in [*packs, zero_weight_pack(packs[0])]:
-            loss, figures = micro_batch_loss(model, packed, cp, layout, chunk)
+    expected, size, expected_gradients = reference(sequences, name, reduction)
+    config = AlgorithmConfig(
+        loss=name, reduction=reduction, constant_length=constant, entropy_coef=ENTROPY_COEF, **CASES[name][1]
+    )
+    model, total, sums = TinyModel(dtype), torch.zeros((), dtype=torch.float64), LossSums.zeros()
+    for members in random_split(sequences, seed):
+        budget = sum(s.total_len for s in members) + padding
+        packed = pack_sequences(members, target_tokens_per_batch=budget)
+        for pack in [packed, zero_weight_pack(packed)]:
+            loss, figures = micro_batch_loss(model, pack, config, cp, layout, chunk)
             loss.backward()
             total, sums = total + loss.detach().double(), sums.add(figures)
     denominator = step_denominator(reduction, counts, groups)
-    # Weights reach the pack as float32: 1/3 alone costs 1e-8, which is why "tokens" alone is compared to 1e-12.
-    tolerance = 1e-12 if dtype == torch.float64 and reduction == "tokens" else 1e-6 if dtype == torch.float32 else 1e-7
-    assert total.item() / denominator == pytest.approx(expected_loss, rel=tolerance, abs=tolerance)
-    assert sums.to_stats(denominator, 0.0, 0.0).loss.item() == pytest.approx(
-        expected_loss, rel=tolerance, abs=tolerance
-    )
+    assert abs(total / denominator - expected) <= TOLERANCE[dtype] * size
+    assert abs(sums.to_stats(denominator, 0.0, 0.0).loss - expected) <= TOLERANCE[dtype] * size
     assert sums.num_tokens.item() == sum(counts)
-    for parameter, expected in zip(model.parameters, expected_gradients, strict=True):
+    for parameter, gradient in zip(model.parameters, expected_gradients, strict=True):
         assert parameter.grad is not None
-        error = (parameter.grad.double() / denominator - expected).abs().max()
-        assert error <= tolerance * (expected.abs().max() + (0 if dtype == torch.float64 else 1))
+        assert relative(parameter.grad / denominator, gradient) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@given(shapes=shapes(40, 300), padding=st.integers(0, 50), seed=st.integers(0, 10**6))
+@settings(max_examples=4, deadline=None, phases=PHASES)
+def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
+    """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""
+    sequences, clip = batch(shapes, seed), 0.3
+    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
+    if not any(counts):
+        return
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
+        s.token_weight = weight
+    g = torch.Generator().manual_seed(seed)
+    old = {s.sequence_id: torch.randn(s.response_len, generator=g, dtype=torch.float64).to(dtype) for s in sequences}
+    moved = {name: (v + 0.7 * torch.randn(v.shape, generator=g)).to(dtype).requires_grad_() for name, v in old.items()}
+    exact = {name: v.detach().double().requires_grad_() for name, v in moved.items()}
+    losses = [dense_value_loss(s, exact[s.sequence_id], old[s.sequence_id].double(), clip) for s in sequences]
+    expected = mean_by_definition(losses, groups, reduction)
+    expected.backward()
+    total, denominator = torch.zeros((), dtype=torch.float64), step_denominator(reduction, counts, groups)
+    for members in random_split(sequences, seed):
+        budget = sum(s.total_len for s in members) + padding
+        pack = pack_sequences(members, target_tokens_per_batch=budget)
+        own_old = torch.cat([old[s.sequence_id] for s in members])
+        rewards = torch.stack([s.rewards[0] for s in members])
+        returns = gae(rewards, own_old, pack.loss_mask, pack.response_lens, gamma=0.99, lam=0.9).returns
+        values = torch.cat([moved[s.sequence_id] for s in members])
+        loss = value_loss(values, own_old, returns, pack.loss_mask, pack.token_weights, clip).loss
+        loss.backward()
+        total = total + loss.detach()
+    assert abs(total / denominator - expected.detach()) <= TOLERANCE[dtype] * expected.detach()
+    # A fully masked sequence takes no part in the reference: its gradient is 0.
+    gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in exact.values()]
+    actual = torch.cat([v.grad for v in moved.values() if v.grad is not None])
+    assert relative(actual / denominator, torch.cat(gradients)) <= TOLERANCE[dtype]
+
+
+def dense_value_loss(s: ScoredTrajectory, values: Tensor, old: Tensor, clip: float) -> Tensor:
+    """One sequence's loss-carrying tokens: the recursion of GAE backwards, the reward on the last of them."""
+    kept = s.loss_mask.nonzero().squeeze(1).tolist()
+    advantage, following, returns = 0.0, 0.0, {}
+    for place, i in reversed(list(enumerate(kept))):
+        reward = float(s.rewards[0]) if place + 1 == len(kept) else 0.0
+        advantage = reward + 0.99 * following - old[i].item() + 0.99 * 0.9 * advantage
+        following = old[i].item()
+        returns[i] = advantage + following
+    target = torch.tensor([returns[i] for i in kept], dtype=torch.float64)
+    v, v_old = values[kept], old[kept]
+    bounded = v_old + (v - v_old).clamp(-clip, clip)
+    return 0.5 * torch.maximum((v - target).square(), (bounded - target).square()) + 0.0 * values.sum()

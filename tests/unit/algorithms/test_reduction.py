@@ -54,7 +54,7 @@ def test_a_fully_masked_sample_adds_nothing() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="unknown reduction 'mean'; known: tokens, samples, groups, constant"):
+    with pytest.raises(ValueError, match="unknown reduction 'mean'; known: constant, groups, samples, tokens"):
         token_weights("mean", [1], [1])
     with pytest.raises(ValueError, match="needs a positive length"):
         token_weights("constant", [1], [1])

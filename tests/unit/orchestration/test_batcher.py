@@ -9,6 +9,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import DataError
 from slime_like.orchestration.batcher import ExperienceBatcher, split_by_group
 from slime_like.trajectory import ScoredTrajectory
+from tests.unit.config.checkpoint import write_checkpoint
 
 
 def trajectory(group: int, index: int, prompt_len: int, response_len: int) -> ScoredTrajectory:
@@ -82,3 +83,27 @@ def test_too_few_sequences_are_refused_with_a_remedy() -> None:
         ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
     with pytest.raises(DataError, match=r"1 groups cannot be split into algorithm\.minibatches=2"):
         split_by_group(batch_of(1, 2), 2)
+
+
+def test_balance_by_flops(tmp_path: Path) -> None:
+    """One long sequence is as much work as more tokens of short ones: replicas differ in tokens, less in FLOPs."""
+    model = {"path": write_checkpoint(tmp_path, max_position_embeddings=65536)}
+    lengths = [20_000] + [1_000] * 40
+    trajectories = [trajectory(i, 0, 1, n - 1) for i, n in enumerate(lengths)]
+    spread = {}
+    for balance in ("tokens", "flops"):
+        settings = config(model=model, trainer={"target_tokens_per_batch": 20_000, "balance": balance})
+        batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(trajectories)
+        packs = [
+            [pack for minibatch in replica for pack in minibatch if pack.loss_mask.any()] for replica in batch.replicas
+        ]
+        assert sorted(i for own in packs for pack in own for i in pack.sequence_ids) == sorted(
+            t.sequence_id for t in trajectories
+        )
+        squares = [
+            sum(n * n for pack in own for n in (pack.prompt_lens + pack.response_lens).tolist()) for own in packs
+        ]
+        tokens = [sum(pack.actual_total_tokens for pack in own) for own in packs]
+        spread[balance] = (max(tokens) - min(tokens), max(squares) - min(squares))
+    assert spread["tokens"][0] == 0
+    assert spread["flops"][0] > 0 and spread["flops"][1] < spread["tokens"][1]

@@ -1,0 +1,104 @@
+"""Logprobs and entropies of logits whose columns are spread over the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.head import Reduce, VocabularyShard, combine_shards, local_sums, no_reduction
+from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int,
+    all_reduce_max: Reduce = no_reduction,
+    all_reduce_sum: Reduce = no_reduction,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Logprob of ``targets`` and entropy (nats), from this rank's columns of the logits.
+
+    The split of Megatron-LM's vocabulary-parallel cross entropy (arXiv:1909.08053, section 3), in one pass: forward
+    calls ``all_reduce_max`` once and ``all_reduce_sum`` once, backward neither. No softmax is kept: it is computed
+    again, ``chunk_tokens`` tokens at a time. Where logits do not exist yet, ``fused_logprobs`` never makes them.
+
+    Args:
+        logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
+        targets: (N,) int64, global token ids; any valid id where the token is masked.
+        temperatures: (N,), the logits are divided by them.
+        vocab_start: global id of the first column.
+        vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
+        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group.
+        chunk_tokens: tokens whose softmax exists at once.
+
+    Returns:
+        Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
+
+    Raises:
+        ValueError: shapes that do not fit, a target outside the vocabulary, a chunk below 1.
+    """
+    count = logits.shape[0]
+    if logits.ndim != 2 or targets.shape != (count,) or temperatures.shape != (count,):
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
+            f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
+    if count and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+        raise ValueError(
+            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
+            f"{vocab_size - 1}; give the token's own id where it is masked"
+        )
+    shard = VocabularyShard(vocab_start, max(0, min(vocab_size - vocab_start, logits.shape[1])), chunk_tokens)
+    return _VocabParallelLogprobs.apply(logits, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        shard: VocabularyShard,
+        all_reduce_max: Reduce,
+        all_reduce_sum: Reduce,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(logits.dtype)
+        maximum, sums = local_sums(
+            shard, targets, dtype, lambda part: _scaled(logits, temperatures, part, shard.columns, dtype)
+        )
+        if targets.numel():
+            lse, entropy, logprobs = combine_shards(maximum, sums, all_reduce_max, all_reduce_sum)
+        else:
+            lse, entropy, logprobs = (sums[0],) * 3
+        ctx.save_for_backward(logits, targets, temperatures, lse, entropy)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return logprobs.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, temperatures, lse, entropy = ctx.saved_tensors
+        shard, (grad_logprobs, grad_entropy) = ctx.shard, grads
+        grad_logits = torch.zeros_like(logits)
+        weight = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        for part in shard.parts(targets.numel()) if shard.columns else []:
+            x = _scaled(logits, temperatures, part, shard.columns, lse.dtype)
+            own_entropy = None if grad_entropy is None else grad_entropy[part]
+            dx = softmax_gradient(x, lse[part], entropy[part], weight[part], own_entropy)
+            column, held = shard.local(targets[part])
+            dx.scatter_add_(1, column[:, None], weight[part].masked_fill(~held, 0.0)[:, None])
+            grad_logits[part, : shard.columns] = dx.div_(temperatures[part].to(dx.dtype)[:, None]).to(logits.dtype)
+        return grad_logits, *(None,) * 5
+
+
+def _scaled(logits: Tensor, temperatures: Tensor, part: slice, columns: int, dtype: torch.dtype) -> Tensor:
+    return logits[part, :columns].to(dtype) / temperatures[part].to(dtype)[:, None]

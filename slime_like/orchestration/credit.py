@@ -1,0 +1,87 @@
+"""From reward functions to advantages: weights, the overlong penalty, the KL penalty, the estimator."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.advantages import compute_advantages
+from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
+from slime_like.config import RunConfig
+from slime_like.errors import RewardError
+from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.trajectory import ScoredTrajectory
+
+
+def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
+    """(N,) what the estimator is given: the weighted sum of (N, num_funcs) rewards, less the overlong penalty."""
+    weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
+    totals = rewards @ weights
+    buffer = config.algorithm.overlong_buffer
+    if buffer is None:
+        return totals
+    limit, factor = config.rollout.max_new_tokens, config.algorithm.overlong_factor
+    return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
+
+
+def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
+    """(N,) advantages of all samples of a step, which every estimator may look at, whatever its scope.
+
+    Raises:
+        RewardError: the estimator, which may be a user's, failed or gave something else than one finite number each.
+    """
+    name = config.algorithm.advantage
+    try:
+        advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
+    except Exception as error:
+        raise RewardError(
+            f"step {step}: algorithm.advantage={name} failed with {type(error).__name__}: {error} "
+            f"({_innermost(error)}); correct it"
+        ) from error
+    fits = advantages.shape == totals.shape
+    if not fits or not bool(torch.isfinite(advantages).all()):
+        gave = "values that are not finite" if fits else f"shape {tuple(advantages.shape)}"
+        raise RewardError(
+            f"step {step}: algorithm.advantage={name} gave {gave} for {len(totals)} samples; it must return one finite "
+            "advantage for each"
+        )
+    if config.debug.shuffle_advantages:
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        advantages = advantages[torch.randperm(len(advantages), generator=generator)]
+    return advantages
+
+
+def _innermost(error: BaseException) -> str:
+    """File and line where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+    """Take each sample's KL to the reference off its reward, and replace its advantage, here and on the trainers.
+
+    The batch is loaded and scored: only then is the reference's opinion known. Logprobs are those frozen at the start
+    of the step, so that the penalty is about the policy that sampled.
+    """
+    algorithm = config.algorithm
+    frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
+    penalties = [
+        kl_penalty(
+            own.policy,
+            own.required_reference,
+            trajectory.loss_mask,
+            torch.tensor([trajectory.response_len]),
+            algorithm.kl_reward_coef,
+            algorithm.kl_reward_estimator,
+        )[1]
+        for trajectory, own in ((t, frozen[t.sequence_id]) for t in trajectories)
+    ]
+    lengths = [trajectory.response_len for trajectory in trajectories]
+    totals = total_rewards(config, torch.stack([t.rewards for t in trajectories]), lengths) + torch.cat(penalties)
+    advantages = step_advantages(config, totals, [t.group_id for t in trajectories], step)
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        trajectory.advantages = advantage.clone()
+    trainers.set_advantages({t.sequence_id: float(t.advantages) for t in trajectories})

@@ -1,0 +1,87 @@
+"""Rewards to advantages, against sums written out; the trainers are a plain object that holds real packs."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.algorithms import pack_sequences, zero_weight_pack
+from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
+from slime_like.orchestration.credit import penalise_kl, step_advantages, total_rewards
+from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.algorithms.cases import batch
+
+SHAPES = [(3, 4), (2, 1), (5, 2), (2, 7), (4, 3), (1, 6)]
+FUNCTIONS = {"functions": [{"name": "math_verify", "weight": 2.0}, {"name": "length", "options": {"limit": 9}}]}
+
+
+def config(**algorithm: Any) -> RunConfig:
+    raw = {"run_dir": "unused", "model": {"path": "unused"}, "reward": FUNCTIONS, "rollout": {"max_new_tokens": 8}}
+    return RunConfig.model_validate(raw | {"algorithm": algorithm})
+
+
+def test_weights_and_overlong_penalty() -> None:
+    rewards = torch.tensor([[1.0, 0.5], [0.0, 0.25], [1.0, 0.0]])
+    assert total_rewards(config(), rewards, [4, 7, 8]).tolist() == [2.5, 0.25, 2.0]
+    shaped = total_rewards(config(overlong_buffer=4, overlong_factor=0.5), rewards, [4, 7, 8])
+    assert shaped.tolist() == [2.5, 0.25 - 0.375, 1.5]
+
+
+def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
+    totals, groups = torch.arange(40.0), [i // 4 for i in range(40)]
+    plain = step_advantages(config(), totals, groups, step=3)
+    control = config().model_copy(update={"debug": config().debug.model_copy(update={"shuffle_advantages": True})})
+    shuffled = step_advantages(control, totals, groups, step=3)
+    assert sorted(plain.tolist()) == sorted(shuffled.tolist()) and not torch.equal(plain, shuffled)
+
+
+class OneRank:
+    """The calls of a trainer group, answered by one rank that has loaded and scored its packs."""
+
+    def __init__(self, settings: RunConfig, trajectories: list[ScoredTrajectory]) -> None:
+        self.rank = TrainerRank(settings, 0)
+        first, second = pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])
+        self.rank.load_batch([[first, zero_weight_pack(first)], [second]])
+        self.packs = [first, second]
+
+    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
+        return self.rank.response_logprobs(sequence_ids)
+
+    def set_advantages(self, advantages: dict[str, float]) -> None:
+        self.rank.set_advantages(advantages)
+
+
+def test_kl_in_the_reward() -> None:
+    """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
+    settings = config(kl_reward_coef=0.1, overlong_buffer=4)
+    trajectories = batch(SHAPES)
+    trainers = OneRank(settings, trajectories)
+    totals = []
+    for t in trajectories:
+        assert t.old_logprobs is not None and t.ref_logprobs is not None
+        kl = sum((t.old_logprobs - t.ref_logprobs)[t.loss_mask].tolist())
+        overlong = max(0.0, min(1.0, (t.response_len - 4) / 4))
+        totals.append(2 * float(t.rewards[0]) + float(t.rewards[1]) - overlong - 0.1 * kl)
+    expected = []
+    for i, total in enumerate(totals):
+        group = totals[i // 2 * 2 : i // 2 * 2 + 2]
+        expected.append((total - statistics.mean(group)) / statistics.stdev(group))
+    penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+    assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
+    spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
+    assert torch.cat([pack.advantages for pack in trainers.packs]).tolist() == pytest.approx(spread, rel=1e-5)
+
+
+def test_without_the_reference_the_penalty_is_refused() -> None:
+    settings = config(kl_reward_coef=0.1)
+    trajectories = batch(SHAPES)
+    trainers = OneRank(settings, trajectories)
+    for pack in trainers.packs:
+        pack.ref_logprobs = None
+    with pytest.raises(TrainerError, match="score the batch with the reference first"):
+        penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
