@@ -254,14 +254,31 @@ class TrainerBackend(Protocol):
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""
 
-    def begin_step(self) -> None:
-        """Zero the gradients and the step's sums."""
+    def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
+        """As ``setup``, but without gradients, optimizer and reference; ``score`` and exports may follow.
 
-    def accumulate(self, micro_batches: Sequence[PackedTrajectory]) -> None:
+        Args:
+            checkpoint: directory that ``save`` wrote, under any layout, to take the weights from; ``config.model.path``
+                then gives the dimensions only and needs no weights. None takes the weights from there, too.
+        """
+
+    def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
+        """Zero the gradients and the step's sums.
+
+        Both arguments are needed only where the objective has a term with a denominator of its own
+        (``algorithm.moe_aux_loss_coef``), whose share in the gradient must be right while it is accumulated.
+
+        Args:
+            denominator: what ``finish_step`` will be given.
+            tokens: real tokens of this replica's packs in the whole step (``algorithms.packing.real_tokens``).
+        """
+
+    def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Forward and backward of one window. Windows have the same number of micro-batches on every rank.
 
         Every context- and model-parallel rank of a replica is given the same full packs and takes its own part.
         Gradients are those of ``sum(token_weights * per_token_loss)``: nothing is divided yet.
+        ``last`` says that no window of this step follows: communication may then start before ``finish_step``.
         """
 
     def finish_step(self, denominator: float) -> GRPOStats | None:

@@ -23,7 +23,7 @@ class ResponseRows:
     Attributes:
         index: (r,) int64 rows of the local token axis whose hidden state predicts a response token.
         targets: (r,) int64 token ids.
-        temperatures: (r,) float32.
+        temperatures: (r,) float64.
     """
 
     index: Tensor

@@ -79,14 +79,7 @@ def load_checkpoint(
     same_layout = common["layout"] == _layout()
     if same_layout:
         state["random"] = _sharded_random_state()
-    try:
-        loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = lines[-1] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"  # between them is a traceback
-        raise CheckpointError(
-            f"{directory}: checkpoint does not fit this model or is damaged ({reason}); use one of the same model"
-        ) from error
+    loaded, unread, absent = _read(directory, state)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
         raise CheckpointError(
@@ -98,6 +91,39 @@ def load_checkpoint(
         _set_random_state(loaded["random"])
     extra: dict[str, Any] = loaded["extra"]
     return extra
+
+
+def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
+    """Read the model's weights alone, in place, under this layout or another. Collective over the world.
+
+    Raises:
+        CheckpointError: no checkpoint there, damaged, or of another model.
+    """
+    directory = Path(directory)
+    device = next(model_chunks[0].parameters()).device
+    together(lambda: _read_common(directory), f"reading {directory}", device)
+    loaded, unread, absent = _read(directory, _sharded_models(model_chunks))
+    differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
+    if differing:
+        raise CheckpointError(
+            f"{directory}: is of another model; only one of both has {listed(differing)}; use the model.path that "
+            "wrote it"
+        )
+    for index, chunk in enumerate(model_chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+
+
+def _read(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], set[str], set[str]]:
+    """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
+    try:
+        loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
+    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = lines[-1] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"  # between them is a traceback
+        raise CheckpointError(
+            f"{directory}: checkpoint does not fit this model or is damaged ({reason}); use one of the same model"
+        ) from error
+    return loaded, unread, absent
 
 
 def _make_directory(directory: Path) -> None:
@@ -149,13 +175,17 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) ->
 
 # ----------------------------------------------------------------------------------------------------------- the state
 def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bool) -> dict[str, Any]:
+    models = _sharded_models(model_chunks)
+    tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
+    return {**models, "optimizer": _without_settings(tensors)}
+
+
+def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    models = {
+    return {
         f"model{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": group, **_METADATA})
         for index, chunk in enumerate(model_chunks)
     }
-    tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
-    return {**models, "optimizer": _without_settings(tensors)}
 
 
 def _without_settings(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,19 @@ class LogprobModel(GPTModel):
     """
 
     true_vocab_size: int
-    chunk_tokens: int
+    chunk_tokens: int | None
     entropy_gradient: bool
+    _gather_weight: Callable[[], None] | None = None
 
-    def set_head(self, true_vocab_size: int, chunk_tokens: int, entropy_gradient: bool) -> None:
+    def set_head(self, true_vocab_size: int, chunk_tokens: int | None, entropy_gradient: bool) -> None:
         """Fix the vocabulary without padding, how many tokens' logits exist at once, and if the loss has entropy."""
         self.true_vocab_size = true_vocab_size
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
+
+    def set_weight_gather(self, gather: Callable[[], None]) -> None:
+        """Call ``gather`` before the output weight is read: it may still be on its way from other ranks."""
+        self._gather_weight = gather
 
     def _postprocess(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
@@ -45,7 +51,9 @@ class LogprobModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         selected = hidden_states.squeeze(1).index_select(0, responses.index)
-        weight = self._output_weight()
+        if self._gather_weight is not None:
+            self._gather_weight()
+        weight = self.output_weight()
         group = self.pg_collection.tp
         logprobs, entropy = fused_logprobs(
             selected,
@@ -61,7 +69,8 @@ class LogprobModel(GPTModel):
         # An entropy that only is reported must not cost a gradient of its own.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
 
-    def _output_weight(self) -> Tensor:
+    def output_weight(self) -> Tensor:
+        """(V_local, H), the head's own or the embedding's."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.allgather import GatherSegments
-from backends.megatron.attention import PackedLayout, ResponseRows
+from backends.megatron.attention import ResponseRows
 from backends.megatron.kernels import Segments
 from backends.megatron.ring import RingSegments
 from backends.megatron.rotary import rotary_table
+from backends.megatron.router import BalanceLoss, RoutedLayout, RoutedTokens
 from slime_like.algorithms.context import ContextShard, Layout, split_for_context_parallel
 from slime_like.algorithms.packing import response_tokens
 from slime_like.trajectory import PackedTrajectory
@@ -32,7 +33,7 @@ class MicroBatch:
 
     pack: PackedTrajectory
     shard: ContextShard
-    layout: PackedLayout
+    layout: RoutedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class BatchBuilder:
         inv_freq: (head_dim / 2,) rotary frequencies.
         context_group: ranks that share every pack.
         context_layout: zigzag for the ring, contiguous for all-gather.
-        multiple_of: local token counts are multiples of it (tensor-parallel size under sequence parallelism).
+        sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
+            sequence parallelism), ``None`` where every rank has them all. Local token counts are multiples of its size.
     """
 
     device: torch.device
@@ -53,26 +55,36 @@ class BatchBuilder:
     inv_freq: Tensor
     context_group: dist.ProcessGroup
     context_layout: Layout
-    multiple_of: int
+    sequence_group: dist.ProcessGroup | None
 
-    def build(self, packs: Sequence[PackedTrajectory], same_length: bool = False) -> list[MicroBatch]:
-        """Cut this rank's part out of every pack; with ``same_length`` all are padded to the longest."""
+    def build(
+        self, packs: Sequence[PackedTrajectory], same_length: bool = False, balance: BalanceLoss | None = None
+    ) -> list[MicroBatch]:
+        """Cut this rank's part out of every pack.
+
+        Args:
+            packs: the same on every rank that shares them.
+            same_length: pad all to the longest.
+            balance: the routers' loss of the step that the micro-batches belong to.
+        """
         packs = [_on_device(pack, self.device) for pack in packs]
-        shards = [self._shard(pack, self.multiple_of) for pack in packs]
+        multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()
+        shards = [self._shard(pack, multiple_of) for pack in packs]
         if same_length:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
-        return [MicroBatch(pack, shard, self._layout(pack, shard)) for pack, shard in zip(packs, shards, strict=True)]
+        pairs = zip(packs, shards, strict=True)
+        return [MicroBatch(pack, shard, self._layout(pack, shard, balance)) for pack, shard in pairs]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self.context_group.size(), self.context_group.rank()
         return split_for_context_parallel(pack, size, rank, layout=self.context_layout, multiple_of=multiple_of)
 
-    def _layout(self, pack: PackedTrajectory, shard: ContextShard) -> PackedLayout:
+    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> RoutedLayout:
         cos, sin = rotary_table(self.inv_freq, shard.position_ids, self.dtype)
         boundaries = shard.cu_seqlens_padded
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
-        return PackedLayout(
+        return RoutedLayout(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
             cu_seqlens_kv=boundaries,
@@ -86,7 +98,15 @@ class BatchBuilder:
                 targets=response_tokens(pack)[shard.response_slot],
                 temperatures=temperatures[shard.response_slot],
             ),
+            routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
+
+    def _rows(self, shard: ContextShard) -> slice:
+        """The part of the local token axis that this rank's layers work on outside attention."""
+        if self.sequence_group is None:
+            return slice(None)
+        count = shard.tokens.numel() // self.sequence_group.size()
+        return slice(self.sequence_group.rank() * count, (self.sequence_group.rank() + 1) * count)
 
     def _boundaries(self, shard: ContextShard) -> dict[str, Any]:
         boundaries = shard.cu_seqlens_padded

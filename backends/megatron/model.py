@@ -91,7 +91,7 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
         # Normalised top-k probabilities are a softmax over the chosen experts only.
         "moe_router_pre_softmax": not dimensions.moe_norm_topk_prob,
-        # No auxiliary loss: its scale must not depend on the RL denominator, which is known only when a step ends.
+        # Our own (router.py): Megatron's depends on how tokens are spread over micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,

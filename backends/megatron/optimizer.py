@@ -35,15 +35,14 @@ def schedule_problems(config: RunConfig) -> list[str]:
 
 
 def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
-    """Megatron's DDP around every chunk: gradients gather in fp32 buffers, and are summed over data and context ranks.
-
-    Nothing is reduced during backward: a step may consist of several windows, and only its end is known to be last.
-    """
+    """Megatron's DDP around every chunk: gradients add up in fp32 buffers and are summed over replicas."""
+    optimizer = config.trainer.optimizer
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.trainer.optimizer.distributed,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        use_distributed_optimizer=optimizer.distributed,
+        overlap_grad_reduce=optimizer.overlap,
+        overlap_param_gather=optimizer.overlap and optimizer.distributed,
+        bucket_size=optimizer.overlap_bucket_params,
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
@@ -78,6 +77,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=settings.distributed,
+                overlap_param_gather=settings.overlap and settings.distributed,
             ),
             chunks,
             use_gloo_process_groups=torch.cuda.is_available(),

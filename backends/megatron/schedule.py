@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from backends.megatron.activations import ActivationOffload
 from backends.megatron.collectives import join_context_parts
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.router import BalanceLoss
 from slime_like.algorithms.packing import zero_weight_pack
 from slime_like.config import ParallelConfig
 from slime_like.trajectory import PackedTrajectory
@@ -24,13 +27,17 @@ LossFunction = Callable[[MicroBatch, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Megatron's forward-backward function for this rank's chunks (plain, 1F1B or interleaved)."""
+    """Megatron's forward-backward function for this rank's chunks (plain, 1F1B or interleaved).
 
-    chunks: Sequence[DistributedDataParallel]
+    Training needs chunks inside Megatron's DDP, scoring takes them bare as well.
+    """
+
+    chunks: Sequence[MegatronModule]
     builder: BatchBuilder
     parallel: ParallelConfig
+    offload: ActivationOffload | None = None
 
-    def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction) -> None:
+    def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction, balance: BalanceLoss | None = None) -> None:
         """Forward and backward of one window; ``loss`` is called on the last stage, once per micro-batch."""
 
         def reduce(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -38,7 +45,7 @@ class Schedule:
             # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
             return loss(batch, logprobs, entropy), torch.tensor(0, dtype=torch.int, device=output.device), None
 
-        self._run(self._filled(packs), reduce, forward_only=False)
+        self._run(self._batches(packs, balance), reduce, forward_only=False)
 
     @torch.no_grad()
     def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
@@ -47,7 +54,7 @@ class Schedule:
         def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
             return self._whole(batch, output)
 
-        results = self._run(self._filled(packs), collect, forward_only=True) if packs else []
+        results = self._run(self._batches(packs), collect, forward_only=True) if packs else []
         return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
 
     def _whole(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,20 +63,19 @@ class Schedule:
         logprobs, entropy = join_context_parts(part, self.builder.context_group)
         return logprobs, entropy
 
-    def _filled(self, packs: Sequence[PackedTrajectory]) -> list[PackedTrajectory]:
+    def _batches(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[MicroBatch]:
         """Interleaved schedules take multiples of the pipeline's size: fill up with packs of no weight."""
-        filled = list(packs)
-        if self.parallel.virtual_pipeline > 1:
+        filled, interleaved = list(packs), self.parallel.virtual_pipeline > 1
+        if interleaved:
             filled += [zero_weight_pack(packs[0])] * (-len(packs) % self.parallel.pipeline)
-        return filled
+        return self.builder.build(filled, same_length=interleaved, balance=balance)
 
-    def _run(self, packs: list[PackedTrajectory], after: Callable[..., Any], forward_only: bool) -> list[Any]:
-        batches = self.builder.build(packs, same_length=self.parallel.virtual_pipeline > 1)
-
-        def forward(batches: Any, model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+    def _run(self, batches: list[MicroBatch], after: Callable[..., Any], forward_only: bool) -> list[Any]:
+        def forward(batches: Any, model: MegatronModule) -> tuple[Tensor, Callable[..., Any]]:
             batch: MicroBatch = next(batches)
             tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
-            output = model(tokens, positions, None, packed_seq_params=batch.layout)
+            with contextlib.nullcontext() if self.offload is None else self.offload.saving():
+                output = model(tokens, positions, None, packed_seq_params=batch.layout)
             return output, lambda *values, **options: after(batch, *values, **options)
 
         return get_forward_backward_func()(

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.megatron.attention import PackedCoreAttention
 from backends.megatron.norm import RMSNorm
+from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -19,6 +20,10 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
+    if config.num_moe_experts is not None:
+        spec.module = RoutedLayer
+        spec.submodules.mlp.module = BalancedMoELayer
+        spec.submodules.mlp.submodules.router = BalancedRouter
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules

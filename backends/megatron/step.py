@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from backends.megatron.router import BalanceLoss
 from slime_like.algorithms.losses import LossSums
 from slime_like.errors import TrainerError
 
@@ -19,12 +20,18 @@ class StepSums:
     """What has been accumulated since ``begin_step``.
 
     Attributes:
+        denominator: what gradients will be divided by, where it is known at the beginning.
+        balance: the routers' loss, where the objective has one.
         sums: figures of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
+        complete: the step's last window has been given.
     """
 
+    denominator: float | None = None
+    balance: BalanceLoss | None = None
     sums: LossSums | None = None
     losses: list[Tensor] = field(default_factory=list)
+    complete: bool = False
 
     def add(self, loss: Tensor, sums: LossSums) -> None:
         """Take in one micro-batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +15,17 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from backends.megatron import checkpoint, conversion, offload, parallel
+from backends.megatron.activations import ActivationOffload
+from backends.megatron.checkpoint import load_weights
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, schedule_problems, wrap_for_data_parallel
+from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
 from backends.megatron.rotary import inverse_frequencies
+from backends.megatron.router import BalanceLoss
 from backends.megatron.schedule import Schedule
 from backends.megatron.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from slime_like.algorithms.losses import LossInputs, build_loss
@@ -56,6 +61,7 @@ class MegatronTrainer:
         self._loss = build_loss(config.algorithm)
         self._reference: ReferenceWeights | None = None
         self._step = StepSums()
+        self._communication = Communication([])
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
@@ -71,6 +77,31 @@ class MegatronTrainer:
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
+        with self._phase("setup"):
+            self._build()
+            conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+            self._load_reference()
+            self.wrapped = wrap_for_data_parallel(self.config, self.chunks)
+            self.optimizer = Optimizer(self.config, self.wrapped)
+            activations = ActivationOffload(self.chunks) if self.config.trainer.activation_offload else None
+            self._schedule = Schedule(self.wrapped, self._batch_builder(), self.config.trainer.parallel, activations)
+            self._communication = Communication(self.wrapped)
+            self._communication.attach()
+        return self.coordinates
+
+    def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
+        """Weights alone: neither gradient buffers nor an optimizer nor a reference take memory."""
+        with self._phase("setup"):
+            self._build()
+            if checkpoint is None:
+                conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+            else:
+                load_weights(checkpoint, self.chunks)
+            self._schedule = Schedule(self.chunks, self._batch_builder(), self.config.trainer.parallel)
+        return self.coordinates
+
+    def _build(self) -> None:
+        """Join the other ranks and make this rank's chunks, weights still unset."""
         problems = self.check(self.config)
         if torch.cuda.is_available() and self.config.model.dtype == "float32":
             problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
@@ -78,15 +109,8 @@ class MegatronTrainer:
             raise ConfigError(problems)
         self._set_threads()
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
-        with self._phase("setup"):
-            self.coordinates = parallel.initialize(self.config, self.placement)
-            self.chunks = build_chunks(self.config, self.dimensions)
-            conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
-            self._load_reference()
-            self.wrapped = wrap_for_data_parallel(self.config, self.chunks)
-            self.optimizer = Optimizer(self.config, self.wrapped)
-            self._schedule = Schedule(self.wrapped, self._batch_builder(), self.config.trainer.parallel)
-        return self.coordinates
+        self.coordinates = parallel.initialize(self.config, self.placement)
+        self.chunks = build_chunks(self.config, self.dimensions)
 
     @property
     def device(self) -> torch.device:
@@ -100,10 +124,9 @@ class MegatronTrainer:
             with self.runtime:
                 yield
         except RuntimeError as error:
-            raise TrainerError(
-                f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}; if a collective failed, "
-                "another rank died or hung: its own message says why"
-            ) from error
+            alone = self.placement.world_size == 1
+            hint = "" if alone else "; if a collective failed, another rank died or hung: its own message says why"
+            raise TrainerError(f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}{hint}") from error
 
     def _set_threads(self) -> None:
         threads = self.config.trainer.cpu_threads
@@ -113,7 +136,7 @@ class MegatronTrainer:
             torch.set_num_threads(threads)
 
     def _load_reference(self) -> None:
-        if not self._loss.needs_reference:
+        if not self.config.algorithm.needs_reference:
             return
         path = self.config.reference.path
         if path is None or path == self.config.model.path:
@@ -135,27 +158,46 @@ class MegatronTrainer:
             inv_freq=inverse_frequencies(self.dimensions).to(self.device),
             context_group=parallel_state.get_context_parallel_group(),
             context_layout="contiguous" if self.config.trainer.attention == "allgather" else "zigzag",
-            multiple_of=layout.tensor if layout.sequence else 1,
+            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
         )
 
     # --------------------------------------------------------------------------------------------------------- training
-    def begin_step(self) -> None:
+    def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
         """Zero the gradients and the step's sums."""
         with self._phase("begin_step"):
+            self._communication.begin_step()
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
-        self._step = StepSums()
+            self._step = StepSums(denominator, self._balance_loss(denominator, tokens))
 
-    def accumulate(self, micro_batches: Sequence[PackedTrajectory]) -> None:
+    def _balance_loss(self, denominator: float | None, tokens: int | None) -> BalanceLoss | None:
+        coefficient = self.config.algorithm.moe_aux_loss_coef
+        if coefficient == 0:
+            return None
+        if denominator is None or tokens is None:
+            raise TrainerError(
+                f"rank {self.placement.rank}, begin_step: algorithm.moe_aux_loss_coef={coefficient:g} has its own "
+                "denominator; give begin_step the step's denominator and this replica's tokens, or set it to 0"
+            )
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
+        return BalanceLoss.of_step(coefficient, denominator, tokens, replicas, self.device)
+
+    def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Forward and backward of one window through Megatron's schedule."""
+        if self._step.complete:
+            raise TrainerError(
+                f"rank {self.placement.rank}, accumulate: a window follows the one that was the step's last; "
+                "give last=True with the last one only"
+            )
         if not micro_batches:
             raise TrainerError(
                 f"rank {self.placement.rank}, accumulate: the window is empty; every rank needs the same number of "
                 "micro-batches (fill up with zero-weight ones)"
             )
-        with self._phase("accumulate"):
-            self._schedule.train(micro_batches, self._micro_batch_loss)
+        self._step.complete = last
+        with self._phase("accumulate"), self._communication.window(last):
+            self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
     def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
         pack = batch.pack
@@ -182,19 +224,31 @@ class MegatronTrainer:
                 f"rank {self.placement.rank}, finish_step: denominator={denominator} is not positive; "
                 "a step needs at least one token that carries loss"
             )
+        if self._step.denominator not in (None, denominator):
+            raise TrainerError(
+                f"rank {self.placement.rank}, finish_step: denominator={denominator} is not the "
+                f"{self._step.denominator} that begin_step was given; give both the same"
+            )
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
             self.finalize_gradients(denominator)
             norm = self.optimizer.gradient_norm()
             require_finite_norm(norm)
             self.optimizer.update(norm)
-            if self._step.sums is None:
-                return None
-            return reduced_over_data(self._step.sums).to_stats(denominator, norm, self.optimizer.learning_rate)
+            return self._statistics(denominator, norm)
+
+    def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
+        balance = self._step.balance
+        balanced = None if balance is None else balance.mean(self.dimensions.num_layers, self.device)
+        if self._step.sums is None:
+            return None
+        stats = reduced_over_data(self._step.sums).to_stats(denominator, norm, self.optimizer.learning_rate)
+        return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
     def finalize_gradients(self, denominator: float) -> None:
         """Sum gradients over data and context ranks, of shared weights over their groups; scale by 1/denominator."""
         with self._phase("finalize_gradients"):
+            self._communication.start_sums()
             finalize_model_grads(self.wrapped, None)
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / denominator)
@@ -208,9 +262,10 @@ class MegatronTrainer:
             return self._score(micro_batches)
         if self._reference is None:
             raise TrainerError(
-                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0; "
-                "set it above 0"
+                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0, and "
+                "algorithm.kl_reward_coef too; set one above 0"
             )
+        self.settle_weights()
         with self._reference.in_place():
             return self._score(micro_batches)
 
@@ -222,27 +277,40 @@ class MegatronTrainer:
         return [ScoredLogprobs(logprobs.float(), entropy.float()) for logprobs, entropy in scored]
 
     # ---------------------------------------------------------------------------------------------------------- weights
+    def settle_weights(self) -> None:
+        """Make every weight of this rank whole: with ``trainer.optimizer.overlap`` an update's may still be on its way.
+
+        Every method here that reads weights does so itself. Collective.
+        """
+        with self._phase("gathering weights"):
+            self._communication.settle_weights()
+
     def export_weights(self) -> Iterator[WeightBucket]:
         """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
+        self.settle_weights()
         bucket_bytes = int(self.config.sync.bucket_mb * 2**20)
-        yield from conversion.export_buckets(self.chunks, self.dimensions, bucket_bytes)
+        return conversion.export_buckets(self.chunks, self.dimensions, bucket_bytes)
 
     def export_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint."""
+        self.settle_weights()
         conversion.save_hf(self.chunks, self.dimensions, self.config.model.path, directory)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, scheduler and random state by Megatron's distributed checkpointing."""
+        self.settle_weights()
         with self._phase("save"):
             checkpoint.save_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {})
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""
+        self.settle_weights()
         with self._phase("load"):
             checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
 
     def offload(self, keep_weights: bool = False) -> None:
         """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""
+        self.settle_weights()
         offload.to_host(self.wrapped, self.optimizer.megatron, keep_weights)
 
     def onload(self) -> None:

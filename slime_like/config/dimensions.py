@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,18 @@ class ModelDimensions:
     num_experts: int = 0
     moe_top_k: int = 0
     moe_ffn_hidden_size: int = 0
-    moe_aux_loss_coef: float = 0.0
     moe_norm_topk_prob: bool = True
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of the matrix products one token goes through: all layers, ``moe_top_k`` experts, the head."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        if self.num_experts:
+            experts = 3 * self.moe_top_k * self.hidden_size * self.moe_ffn_hidden_size
+            mlp = experts + self.num_experts * self.hidden_size
+        else:
+            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ModelDimensions:
@@ -65,18 +76,13 @@ class ModelDimensions:
             raise ConfigError(
                 [f"model.path={directory}: no config.json there; give a Hugging Face checkpoint directory"]
             )
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
-        if not isinstance(raw, dict):
-            raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
-        return cls._from_raw(raw, path)
+        return cls._from_raw(_read_object(path), path)
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], path: Path) -> ModelDimensions:
-        architecture = (raw.get("architectures") or ["(none)"])[0]
-        family = FAMILIES.get(architecture)
+        architectures = raw.get("architectures") or ["(none)"]
+        architecture = architectures[0] if isinstance(architectures, list) else architectures
+        family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
         if family is None:
             raise ConfigError([f"{path}: architecture {architecture} is not supported; known: {', '.join(FAMILIES)}"])
         if raw.get("hidden_act", "silu") != "silu":
@@ -101,60 +107,108 @@ class ModelDimensions:
             raise ConfigError(
                 [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
             ) from error
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(
-                [f"{path}: a value is unusable ({error}); re-export the checkpoint with transformers"]
-            ) from error
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
+    return raw
 
 
 def _sizes(raw: dict[str, Any]) -> dict[str, Any]:
-    heads = raw["num_attention_heads"]
+    heads, hidden, layers = (_count(raw, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != layers:
+        raise ValueError(f"num_hidden_layers={layers}, but layer_types has {len(kinds)} entries")
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim")
     return {
-        "num_layers": raw["num_hidden_layers"],
-        "hidden_size": raw["hidden_size"],
+        "num_layers": layers,
+        "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-        "ffn_hidden_size": raw["intermediate_size"],
-        "vocab_size": raw["vocab_size"],
-        "max_position_embeddings": raw["max_position_embeddings"],
-        "norm_eps": raw["rms_norm_eps"],
-        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "num_kv_heads": _count(raw, "num_key_value_heads", heads),
+        "head_dim": _count(raw, "head_dim", hidden // heads),
+        "ffn_hidden_size": _count(raw, "intermediate_size"),
+        "vocab_size": _count(raw, "vocab_size"),
+        "max_position_embeddings": _count(raw, "max_position_embeddings"),
+        "norm_eps": _number(raw, "rms_norm_eps"),
+        "tied_embeddings": _flag(raw, "tie_word_embeddings"),
     }
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or raw.get("rope_theta")
-    if theta is None:
-        raise KeyError("rope_theta")
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    given = raw.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}={given!r} is no object")
+    parameters = dict(given)
+    theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else parameters}
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else parameters}
 
 
 def _features(raw: dict[str, Any], family: str) -> dict[str, Any]:
     features: dict[str, Any] = {
-        "qkv_bias": family == "qwen2" or bool(raw.get("attention_bias", False)),
+        "qkv_bias": family == "qwen2" or _flag(raw, "attention_bias"),
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
     if family == "qwen3_moe":
         features |= {
             # transformers 5 writes num_local_experts, earlier ones num_experts.
-            "num_experts": raw.get("num_local_experts") or raw["num_experts"],
-            "moe_top_k": raw["num_experts_per_tok"],
-            "moe_ffn_hidden_size": raw["moe_intermediate_size"],
-            "moe_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
-            "moe_norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
+            "num_experts": _count(raw, "num_local_experts" if raw.get("num_local_experts") else "num_experts"),
+            "moe_top_k": _count(raw, "num_experts_per_tok"),
+            "moe_ffn_hidden_size": _count(raw, "moe_intermediate_size"),
+            "moe_norm_topk_prob": _flag(raw, "norm_topk_prob"),
         }
     return features
 
 
 def _eos_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
+    generation, where = directory / "generation_config.json", ""
     eos = raw.get("eos_token_id")
     if generation.is_file():
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+        written = _read_object(generation)
+        if "eos_token_id" in written:
+            eos, where = written["eos_token_id"], f" in {generation.name} beside it"
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise ValueError(f"eos_token_id={eos!r}{where} is neither a token id nor a list of them")
+    return tuple(ids)
+
+
+def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of at least 1. Raises ``KeyError`` without one, and ``ValueError`` for what else stands there."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} is no whole number of at least 1")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str) -> float:
+    """A finite number above 0; raises as ``_count``."""
+    value = raw.get(key)
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r} is no number above 0")
+    return float(value)
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    """A switch that is off unless it is given."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} is neither true nor false")
+    return bool(value)

@@ -38,6 +38,14 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+    overlap: bool = Field(
+        False,
+        description="Sum gradients over replicas during a step's last backward pass, and gather sharded weights during "
+        "the next forward pass, instead of between them.",
+    )
+    overlap_bucket_params: int | None = Field(
+        None, ge=1, description="Parameters per message of `overlap`; none is the larger of 40 M and 1 M per replica."
+    )
 
 
 class TrainerConfig(Section):
@@ -49,12 +57,26 @@ class TrainerConfig(Section):
     target_tokens_per_batch: int = Field(
         8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
     )
+    balance: Literal["tokens", "flops"] = Field(
+        "tokens",
+        description="What is spread evenly over data-parallel replicas: tokens, or FLOPs, in which attention grows "
+        "with the square of a sequence's length.",
+    )
     attention: Literal["auto", "ring", "allgather"] = Field(
         "auto",
         description="Context-parallel attention: zigzag ring, or all-gather of keys and values; auto is the ring.",
     )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
-    head_chunk_tokens: int = Field(1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory.")
+    activation_offload: bool = Field(
+        False,
+        description="Keep what backward needs of the forward pass in host memory meanwhile; goes with any `recompute`.",
+    )
+    head_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens per chunk of the logprob head; none is a twentieth of a micro-batch's, 64 to 1024, so that "
+        "its memory is an eighth of what the logits would take.",
+    )
     rendezvous_port: int | None = Field(
         None, ge=1024, le=65535, description="Port on rank 0's host at which ranks meet; none chooses a free one."
     )

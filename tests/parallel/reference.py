@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from slime_like.config import AlgorithmConfig
 from slime_like.trajectory import ScoredTrajectory
@@ -20,17 +21,23 @@ class ReferenceStep:
     Attributes:
         logprobs, entropy: (response_len,) float64 of every sequence.
         loss: weighted sum over all sequences divided by the denominator.
-        gradients: by Hugging Face name, of ``loss``.
+        balance: mean over layers and tokens of the routers' balancing loss; 0 without experts.
+        gradients: by Hugging Face name, of ``loss`` and of the routers' loss with its coefficient.
     """
 
     logprobs: list[Tensor]
     entropy: list[Tensor]
     loss: float
+    balance: float
     gradients: dict[str, Tensor]
 
 
 class Reference:
-    """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus."""
+    """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus.
+
+    Routers: Hugging Face's own loss, of one layer and one sequence at a time, over its experts per token (it counts
+    choices, not their share); summed over layers, weighed by the sequences' shares of the step's tokens.
+    """
 
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -41,24 +48,41 @@ class Reference:
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
         """Forward and backward over all sequences."""
         self.model.zero_grad()
-        logprobs, entropies, total = [], [], 0.0
+        logprobs, entropies, total, total_balance = [], [], 0.0, 0.0
+        tokens = sum(sequence.total_len for sequence in sequences)
         for sequence in sequences:
-            logprob, entropy = self.score(sequence)
+            logprob, entropy, routers = self._forward(sequence)
             loss = self._loss(sequence, logprob, entropy) / denominator
-            loss.backward()
+            balance = sequence.total_len / tokens * self._balance(routers)
+            (loss + self.algorithm.moe_aux_loss_coef * balance).backward()
             logprobs.append(logprob.detach())
             entropies.append(entropy.detach())
             total += loss.item()
+            total_balance += float(torch.as_tensor(balance).detach()) / self.model.config.num_hidden_layers
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        return ReferenceStep(logprobs, entropies, total, gradients)
+        return ReferenceStep(logprobs, entropies, total, total_balance, gradients)
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
         """Logprob of each response token given all tokens before it, and the entropy there, at its temperature."""
+        logprobs, entropy, _ = self._forward(sequence)
+        return logprobs, entropy
+
+    def _forward(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Also (T, E) router logits of every layer."""
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        logits = self.model(input_ids=tokens[None]).logits[0] / sequence.temperature
+        has_experts = hasattr(self.model.config, "num_experts_per_tok")
+        options = {"output_router_logits": True} if has_experts else {}
+        output = self.model(input_ids=tokens[None], **options)
+        logits = output.logits[0] / sequence.temperature
         distribution = torch.log_softmax(logits[sequence.prompt_len - 1 : -1], dim=-1)
         logprobs = distribution.gather(1, sequence.response_tokens[:, None]).squeeze(1)
-        return logprobs, -(distribution.exp() * distribution).sum(1)
+        return logprobs, -(distribution.exp() * distribution).sum(1), output.router_logits if has_experts else ()
+
+    def _balance(self, routers: tuple[Tensor, ...]) -> Tensor | float:
+        if not routers:
+            return 0.0
+        experts, top_k = routers[0].shape[1], self.model.config.num_experts_per_tok
+        return sum(load_balancing_loss_func((logits,), experts, top_k) / top_k for logits in routers)
 
     def _loss(self, sequence: ScoredTrajectory, logprobs: Tensor, entropy: Tensor) -> Tensor:
         config = self.algorithm

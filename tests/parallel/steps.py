@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import zero_weight_pack
+from slime_like.algorithms.packing import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -40,6 +40,7 @@ def train_rank(
     scored = trainer.score(filled)
     gradients = _gradients(trainer, filled, denominator)
     stats = [_step(trainer, filled, denominator) for _ in range(steps)]
+    trainer.settle_weights()
     result = RankResult(
         coordinates,
         indices,
@@ -53,23 +54,23 @@ def train_rank(
 
 
 def _gradients(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> dict[str, Tensor]:
-    trainer.begin_step()
+    trainer.begin_step(denominator, real_tokens(packs))
     _two_windows(trainer, packs)
     trainer.finalize_gradients(denominator)
     return local_shard(trainer, gradients=True)
 
 
 def _step(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:
-    trainer.begin_step()
+    trainer.begin_step(denominator, real_tokens(packs))
     _two_windows(trainer, packs)
     return trainer.finish_step(denominator)
 
 
 def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> None:
     """As micro-batches stream in a step consists of several windows; their split must not show."""
-    trainer.accumulate(packs[:1])
+    trainer.accumulate(packs[:1], last=len(packs) == 1)
     if packs[1:]:
-        trainer.accumulate(packs[1:])
+        trainer.accumulate(packs[1:], last=True)
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing import pack_sequences, real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
@@ -147,6 +147,31 @@ def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_says_where(checkpo
     config = _config(checkpoint, tmp_path, trainer={"parallel": {"tensor": 2}, "step_timeout_s": 2.0})
     message, _ = run_ranks(_lonely_step, 2, tmp_path / "ranks", config, pack, timeout_s=60.0)
     assert message.startswith("rank 0, score: ")
+
+
+def _steps_of_unclear_scale(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    messages = []
+    with pytest.raises(TrainerError) as caught:
+        trainer.begin_step()
+    messages.append(str(caught.value))
+    trainer.begin_step(7.0, real_tokens([pack]))
+    trainer.accumulate([pack], last=True)
+    with pytest.raises(TrainerError) as caught:
+        trainer.finish_step(8.0)
+    messages.append(str(caught.value))
+    trainer.shutdown()
+    return messages
+
+
+def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("qwen3_moe", tmp_path / "model")
+    config = _config(checkpoint, tmp_path, algorithm={"moe_aux_loss_coef": 0.01})
+    pack = pack_sequences(scored_sequences(LENGTHS))
+    ((missing, other),) = run_ranks(_steps_of_unclear_scale, 1, tmp_path / "ranks", config, pack)
+    assert missing.startswith("rank 0, begin_step: algorithm.moe_aux_loss_coef=0.01 has its own denominator")
+    assert other.startswith("rank 0, finish_step: denominator=8.0 is not the 7.0 that begin_step was given")
 
 
 def _setup_error(placement: RankPlacement, config: RunConfig) -> str:

@@ -1,0 +1,73 @@
+"""Communication of gradients and weights behind computation (``trainer.optimizer.overlap``).
+
+Gradients are summed over replicas once per step, bucket by bucket. With overlap a bucket's sum starts as soon as the
+last micro-batch of the step has filled it, which only the caller of ``accumulate`` can know to be the last; where it
+does not say so, the sums start when the step ends, and nothing but time is lost. Sharded weights are gathered when the
+next forward pass reaches them; whatever else reads weights settles them first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What Megatron's DDP wrappers of one rank's chunks send, and when. Collective over the replicas of a shard."""
+
+    chunks: Sequence[DistributedDataParallel]
+
+    def attach(self) -> None:
+        """The head reads its weight without calling the layer that owns it, and so has to ask for it."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather and chunk.module.post_process:
+                group = chunk.param_to_bucket_group[chunk.module.output_weight()]
+                chunk.module.set_weight_gather(group.finish_param_sync)
+
+    def begin_step(self) -> None:
+        """Nothing of an abandoned step may still be under way when gradients are zeroed."""
+        for group in self._groups():
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+
+    @contextlib.contextmanager
+    def window(self, last: bool) -> Iterator[None]:
+        """Around a window's schedule. In the step's last one Megatron may send what its last micro-batch completes."""
+        config = self.chunks[0].config
+        with contextlib.ExitStack() as stack:
+            if last:
+                config.no_sync_func = self._silent
+                stack.callback(setattr, config, "no_sync_func", None)
+            else:
+                stack.enter_context(self._silent())
+            yield
+
+    def start_sums(self) -> None:
+        """Start whatever has not started during the backward pass. In a first step Megatron does so itself."""
+        for group in self._groups():
+            if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync()
+
+    def settle_weights(self) -> None:
+        """Gather weights that no forward pass has asked for since the last update, and wait for those under way."""
+        for group in self._groups():
+            if group.ddp_config.overlap_param_gather and (
+                not group.param_gather_dispatched or group.param_gather_handle is not None
+            ):
+                group.start_param_sync(force_sync=True)
+
+    @contextlib.contextmanager
+    def _silent(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    def _groups(self) -> list[Any]:
+        return [group for chunk in self.chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]

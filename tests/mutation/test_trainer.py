@@ -1,0 +1,204 @@
+"""Known bugs of parallel training put back into the trainer, one at a time: the parity matrix must notice each.
+
+A bug is put in inside the forked ranks, by replacing one function, and dies with them. Then the comparison that the
+matrix makes of that layout must fail, and those that it makes before must not: a crash is no proof. Not covered: CUDA
+kernels, several hosts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron import micro_batch, schedule
+from backends.megatron.allgather import GatherSegments
+from backends.megatron.router import BalanceLoss, RoutedTokens
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms import context
+from slime_like.interfaces import RankPlacement
+from slime_like.trajectory import PackedTrajectory
+from tests.parallel.parity import Case, Settings, check_gradients, check_scores, make_case, run_case
+from tests.parallel.steps import RankResult, train_rank
+
+# By name: the package has a function of the same name.
+finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+_QK_NORMS = ("q_layernorm", "k_layernorm")
+
+
+# ------------------------------------------------------------------------------------------------------------ the bugs
+def logits_are_read_at_the_token_itself() -> None:
+    correct = context.response_logit_index
+    context.response_logit_index = lambda packed: correct(packed) + 1
+
+
+def positions_stay_behind_the_zigzag() -> None:
+    correct = micro_batch.rotary_table
+
+    def table(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return correct(inv_freq, torch.arange(positions.numel(), device=positions.device), dtype)
+
+    micro_batch.rotary_table = table
+
+
+def ring_gets_contiguous_chunks() -> None:
+    correct = context._local_coordinates
+
+    def coordinates(cu_padded: Tensor, size: int, rank: int, layout: str) -> tuple[Tensor, Tensor]:
+        segment, offset = correct(cu_padded, 1, 0, "zigzag")
+        local = torch.div(cu_padded.diff(), size, rounding_mode="floor")[segment]
+        mine = torch.div(offset, local, rounding_mode="floor") == rank
+        return segment[mine], offset[mine]
+
+    context._local_coordinates = coordinates
+
+
+def sequences_begin_where_the_rank_begins() -> None:
+    def boundaries(self: Any, shard: context.ContextShard) -> dict[str, Any]:
+        return {"gather": GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)}
+
+    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+
+
+def padding_is_routed_like_the_last_sequence() -> None:
+    correct = RoutedTokens.of
+
+    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens:
+        tokens = correct(pack, *arguments)
+        return replace(tokens, sequence=tokens.sequence.clamp(max=pack.num_sequences - 1))
+
+    RoutedTokens.of = of  # type: ignore[method-assign]
+
+
+def fillers_are_routed_like_samples() -> None:
+    correct = RoutedTokens.of
+
+    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens:
+        return correct(replace(pack, is_filler=False), *arguments)
+
+    RoutedTokens.of = of  # type: ignore[method-assign]
+
+
+def every_micro_batch_takes_its_own_mean() -> None:
+    correct = MegatronTrainer._micro_batch_loss
+
+    def loss(self: MegatronTrainer, batch: micro_batch.MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return correct(self, batch, logprobs, entropy) / batch.pack.token_weights.sum().clamp_min(1e-6)
+
+    MegatronTrainer._micro_batch_loss = loss  # type: ignore[method-assign]
+
+
+def replicas_are_averaged() -> None:
+    correct = MegatronTrainer.finalize_gradients
+
+    def finalize(self: MegatronTrainer, denominator: float) -> None:
+        correct(self, denominator * self.coordinates.data_size)
+
+    MegatronTrainer.finalize_gradients = finalize  # type: ignore[method-assign]
+
+
+def loss_is_scaled_by_the_context_size() -> None:
+    correct = schedule.join_context_parts
+
+    def join(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = correct(part, group)
+        return whole + (group.size() - 1) * (whole - whole.detach())
+
+    schedule.join_context_parts = join
+
+
+def tied_embedding_is_not_reduced() -> None:
+    finalization._allreduce_word_embedding_grads = lambda *arguments: None
+
+
+def query_and_key_norms_are_not_reduced() -> None:
+    correct = finalization._allreduce_non_tensor_model_parallel_grads
+
+    def reduce(model: Any, *arguments: Any) -> None:
+        norms = [p for chunk in model for name, p in chunk.named_parameters() if name.split(".")[-2] in _QK_NORMS]
+        before = [parameter.main_grad.clone() for parameter in norms]
+        correct(model, *arguments)
+        for parameter, gradient in zip(norms, before, strict=True):
+            parameter.main_grad.copy_(gradient)
+
+    finalization._allreduce_non_tensor_model_parallel_grads = reduce
+
+
+def routers_loss_is_divided_by_the_denominator() -> None:
+    correct = BalanceLoss.of_step
+    BalanceLoss.of_step = lambda coefficient, denominator, *rest: correct(coefficient, 1.0, *rest)  # type: ignore
+
+
+# ---------------------------------------------------------------------------------------------------------- the matrix
+@dataclass(frozen=True)
+class Mutation:
+    """With ``bug`` in every rank, ``family`` under ``layout`` must fail the comparison ``caught_by``."""
+
+    bug: Callable[[], None]
+    family: str
+    layout: Settings
+    caught_by: Literal["scores", "gradients"]
+
+
+ALLGATHER = {"context": 2, "attention": "allgather"}
+INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+
+MUTATIONS = [
+    Mutation(logits_are_read_at_the_token_itself, "qwen3", {}, "scores"),
+    Mutation(positions_stay_behind_the_zigzag, "qwen3", {"context": 2}, "scores"),
+    Mutation(ring_gets_contiguous_chunks, "qwen3", {"context": 2}, "scores"),
+    Mutation(sequences_begin_where_the_rank_begins, "qwen3", ALLGATHER, "scores"),
+    Mutation(padding_is_routed_like_the_last_sequence, "qwen3_moe", {}, "gradients"),
+    Mutation(fillers_are_routed_like_samples, "qwen3_moe", INTERLEAVED, "gradients"),
+    Mutation(every_micro_batch_takes_its_own_mean, "qwen3", {}, "gradients"),
+    Mutation(replicas_are_averaged, "qwen3", {"data": 2}, "gradients"),
+    Mutation(loss_is_scaled_by_the_context_size, "qwen3", {"context": 2}, "gradients"),
+    Mutation(tied_embedding_is_not_reduced, "qwen2", {"pipeline": 2}, "gradients"),
+    Mutation(query_and_key_norms_are_not_reduced, "qwen3", {"tensor": 2, "sequence": True}, "gradients"),
+    Mutation(routers_loss_is_divided_by_the_denominator, "qwen3_moe", {}, "gradients"),
+]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(family: str) -> Case:
+        return make_case(family, tmp_path_factory.mktemp(family), steps=0)
+
+    return make
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
+def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> None:
+    case = cases(mutation.family)
+    results = _run_with(mutation.bug, case, mutation.layout, tmp_path)
+    if mutation.caught_by == "gradients":
+        check_scores(case, results)
+    comparison = {"scores": check_scores, "gradients": check_gradients}[mutation.caught_by]
+    with pytest.raises(AssertionError):
+        comparison(case, results)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", ALLGATHER), ("qwen3_moe", INTERLEAVED)])
+def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
+    """Otherwise a broken harness would look like a caught mutation. The matrix itself says so of every layout."""
+    case = cases(family)
+    results = _run_with(lambda: None, case, layout, tmp_path)
+    check_scores(case, results)
+    check_gradients(case, results)
+
+
+def _run_with(bug: Callable[[], None], case: Case, layout: Settings, directory: Path) -> list[RankResult]:
+    def rank(placement: RankPlacement, *arguments: Any) -> RankResult:
+        bug()
+        return train_rank(placement, *arguments)
+
+    return run_case(case, layout, directory, rank, steps=0)

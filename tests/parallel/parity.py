@@ -1,0 +1,180 @@
+"""What the parity tests compare, and with what: one step's case, its run on many ranks, and every bound.
+
+Used by the matrix of layouts and, with a fault put in on purpose, by the tests of that matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.parallel.assembly import to_hugging_face
+from tests.parallel.ranks import run_ranks
+from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
+from tests.parallel.steps import RankResult, by_stage, scored_packs, train_rank
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+LOGPROB_BOUND = 1e-5
+LOSS_BOUND = 1e-5
+GRADIENT_BOUND = 1e-5
+UPDATE_BOUND = 1e-4
+STEPS = 3
+
+# (prompt, response) lengths. Ordinary with a single-token response; one long prompt whose only responses stand in one
+# context rank's slice; one sequence as long as its pack; a fully masked sample beside another.
+PACKS = [[(5, 9), (3, 1), (11, 6), (2, 17)], [(60, 2)], [(8, 21)], [(7, 3), (4, 12)]]
+MASKED = (7,)
+TAIL = 5  # padding at the end of the first pack
+
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 4.0}
+ALGORITHM = {"kl_coef": 0.05, "entropy_coef": 0.01, "reduction": "samples"}
+BALANCE = {"qwen3_moe": 0.2}  # the routers' own loss then is about as much of their gradients as all else
+
+Settings = dict[str, Any]
+"""Of a layout: sizes of ``trainer.parallel``; "distributed", "overlap", ... of the optimizer; others of ``trainer``."""
+RankFunction = Callable[..., RankResult]
+
+
+@dataclass
+class Case:
+    """One family's checkpoint and sequences, with what the reference says of them."""
+
+    checkpoint: Path
+    sequences: list[ScoredTrajectory]
+    expected: ReferenceStep
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    updated: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def denominator(self) -> float:
+        return samples_with_loss(self.sequences)
+
+    def packs(self) -> list[PackedTrajectory]:
+        packs, start = [], 0
+        for index, lengths in enumerate(PACKS):
+            part = self.sequences[start : start + len(lengths)]
+            budget = sum(s.total_len for s in part) + TAIL if index == 0 else None
+            packs.append(pack_sequences(part, target_tokens_per_batch=budget))
+            start += len(lengths)
+        return packs
+
+
+def samples_with_loss(sequences: list[ScoredTrajectory]) -> float:
+    """The step's denominator under ``ALGORITHM``'s reduction."""
+    return float(sum(bool(s.loss_mask.any()) for s in sequences))
+
+
+def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
+    """A tiny checkpoint of ``family`` in ``directory``, and the float64 reference's step and ``steps`` updates."""
+    checkpoint = save_checkpoint(family, directory)
+    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
+    algorithm = {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
+    reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
+    initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    denominator = samples_with_loss(sequences)
+    expected = reference.step(sequences, denominator)
+    updated = adamw_steps(
+        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
+    )
+    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
+
+
+def parity_config(
+    checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
+) -> RunConfig:
+    """The run's configuration under ``layout``."""
+    settings = dict(layout)
+    of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad")
+    optimizer = {"distributed": False} | {name: settings.pop(name) for name in of_optimizer if name in settings}
+    of_trainer = ("recompute", "attention", "activation_offload")
+    options = {name: settings.pop(name) for name in of_trainer if name in settings}
+    return RunConfig(
+        run_dir=run_dir,
+        steps=STEPS,
+        model={"path": checkpoint, "dtype": dtype},
+        algorithm={**ALGORITHM, **algorithm},
+        trainer={
+            "parallel": settings,
+            "optimizer": {**OPTIMIZER, **optimizer},
+            **options,
+            "head_chunk_tokens": 8,
+            "step_timeout_s": 60.0,
+            "cpu_threads": 1,
+        },
+    )
+
+
+def run_case(
+    case: Case, layout: Settings, directory: Path, function: RankFunction = train_rank, steps: int = STEPS
+) -> list[RankResult]:
+    """The case's step, and ``steps`` updates, on every rank of ``layout``."""
+    config = parity_config(case.checkpoint, directory, layout, **case.algorithm)
+    world = config.trainer.parallel.world_size
+    return run_ranks(function, world, directory / "ranks", config, case.packs(), case.denominator, steps)
+
+
+def check_everything(case: Case, layout: Settings, results: list[RankResult]) -> None:
+    """Logprobs, entropies, the loss, gradients (where a rank has them whole) and the updates."""
+    check_scores(case, results)
+    check_loss(case, results)
+    if not layout.get("distributed") or len(results) == 1:
+        check_gradients(case, results)
+    check_updates(case, results)
+
+
+def check_scores(case: Case, results: list[RankResult]) -> None:
+    found = scored_packs(results)
+    start = 0
+    for index, lengths in enumerate(PACKS):
+        stop = start + len(lengths)
+        for kind in ("logprobs", "entropy"):
+            expected = torch.cat(getattr(case.expected, kind)[start:stop])
+            for scored in found[index]:
+                torch.testing.assert_close(
+                    getattr(scored, kind).double(), expected, rtol=0, atol=LOGPROB_BOUND, msg=f"{kind} of pack {index}"
+                )
+        start = stop
+
+
+def check_loss(case: Case, results: list[RankResult]) -> None:
+    first = [result.stats[0] for result in results if result.stats[0] is not None]
+    assert first, "no rank returned the step's figures"
+    for stats in first:
+        for name, expected in (("loss", case.expected.loss), ("moe_aux_loss", case.expected.balance)):
+            found = float(getattr(stats, name))
+            assert found == pytest.approx(expected, abs=LOSS_BOUND), f"{name} is {found}, should be {expected}"
+        assert float(stats.num_tokens) == sum(int(s.loss_mask.sum()) for s in case.sequences)
+
+
+def check_gradients(case: Case, results: list[RankResult], bound: float = GRADIENT_BOUND) -> None:
+    dimensions = ModelDimensions.from_checkpoint(case.checkpoint)
+    check_tensors(to_hugging_face(by_stage(results, "gradients"), dimensions), case.expected.gradients, bound)
+
+
+def check_updates(case: Case, results: list[RankResult]) -> None:
+    weights = to_hugging_face(by_stage(results, "weights"), ModelDimensions.from_checkpoint(case.checkpoint))
+    changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
+    expected = {name: case.updated[name] - case.initial[name] for name in case.initial}
+    check_tensors(changes, expected, UPDATE_BOUND)
+
+
+def check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    """Relative by norm, tensor by tensor."""
+    assert found.keys() == expected.keys()
+    errors = {
+        name: float((found[name].double() - value).norm() / value.norm().clamp_min(1e-12))
+        for name, value in expected.items()
+    }
+    worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
+    assert worst[0][1] <= bound, "\n".join(f"{name}: relative error {error:.2e}" for name, error in worst)
