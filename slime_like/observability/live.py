@@ -30,10 +30,10 @@ _SHARE_WIDTH = 60
 class LiveDisplay:
     """Drawn in place on ``stream``; what is printed meanwhile goes above it. A thread redraws it twice a second."""
 
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, total_steps: int, stream: TextIO, unit: str) -> None:
         console = Console(file=stream, force_terminal=True)
         self._bar = Bar(
-            TextColumn("[bold]step"),
+            TextColumn(f"[bold]{escape(unit)}"),
             MofNCompleteColumn(),
             BarColumn(),
             TimeElapsedColumn(),

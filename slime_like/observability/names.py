@@ -18,6 +18,7 @@ MEAN_REWARD = "ref_actor_rewards/rewards_mean"
 LOSS = "train_actor_training/loss"
 ACCURACY = "evaluation/accuracy"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
+SCORING_SPEED = "score/tokens_per_second"
 ORCHESTRATION_SECONDS = "phases/orchestration (s)"
 ORCHESTRATION_SHARE = "phases/orchestration (%)"
 
@@ -26,7 +27,7 @@ ZERO_SPREAD = 1e-6
 
 _MEANS = (
     "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "grad_norm",
-    "engine_gap_mean", "importance_weight", "importance_clipfrac",
+    "engine_gap_mean", "importance_weight", "importance_clipfrac", "moe_aux_loss",
 )  # fmt: skip
 
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol, TextIO
 
-from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME, phase_seconds
+from slime_like.observability.names import (
+    ACCURACY,
+    LOSS,
+    MEAN_REWARD,
+    ROLLOUT_SPEED,
+    SCORING_SPEED,
+    STEP_TIME,
+    phase_seconds,
+)
 from slime_like.observability.phases import PHASES
 
 Mode = Literal["auto", "live", "plain", "off"]
@@ -22,6 +30,7 @@ FIGURES = (
     (MEAN_REWARD, "reward", "{:.3f}"),
     (ACCURACY, "accuracy", "{:.3f}"),
     (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
+    (SCORING_SPEED, "tokens/s", "{:,.0f}"),
 )
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 
@@ -37,21 +46,27 @@ class Display(Protocol):
 
 
 class Progress:
-    """Progress of ``total_steps`` training steps. A context manager; the terminal is itself again after ``close``.
+    """Progress of ``total_steps`` steps. A context manager; the terminal is itself again after ``close``.
 
     Args:
         mode: "live" draws a display in place, "plain" writes lines without control characters, at most about one a
             second and always the last, "off" writes nothing; "auto" is live on a terminal and plain elsewhere.
-        total_steps: steps of the whole run.
+        total_steps: steps of the whole run, or of whatever ``unit`` names.
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
+        unit: what is counted.
     """
 
     def __init__(
-        self, mode: Mode, total_steps: int, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        mode: Mode,
+        total_steps: int,
+        stream: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+        unit: str = "step",
     ) -> None:
         self._values: dict[str, float] = {}
-        self._display = _open_display(mode, total_steps, stream or sys.stderr, now)
+        self._display = _open_display(mode, total_steps, stream or sys.stderr, now, unit)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value."""
@@ -91,21 +106,22 @@ def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
 
 
-def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float]) -> Display | None:
+def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> Display | None:
     if mode == "off":
         return None
     if mode == "live" or (mode == "auto" and stream.isatty()):
         from slime_like.observability.live import LiveDisplay
 
-        return LiveDisplay(total_steps, stream)
-    return PlainDisplay(total_steps, stream, now)
+        return LiveDisplay(total_steps, stream, unit)
+    return PlainDisplay(total_steps, stream, now, unit)
 
 
 class PlainDisplay:
     """One line an update, for files and pipes."""
 
-    def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float]) -> None:
+    def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         self._total_steps = total_steps
+        self._unit = unit
         self._stream = stream
         self._now = now
         self._written_at: float | None = None
@@ -130,7 +146,7 @@ class PlainDisplay:
             self._held_back = None
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
-        parts = [f"step {step}/{self._total_steps}"]
+        parts = [f"{self._unit} {step}/{self._total_steps}"]
         parts += [f"{label} {value}" for label, value in shown_figures(values)]
         shares = phase_shares(values)
         if shares:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from slime_like.commands.arguments import given_path
 from slime_like.observability.report import REPORT_FILE, print_report, write_report
 
 
@@ -16,7 +17,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="look into a run: figures on the terminal, curves and samples as an HTML page",
         description="Print a run's figures and write its curves, phase times and debug tables as one HTML page.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run; it may still be going")
+    parser.add_argument(
+        "run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=f"where to write the page (default: RUN_DIR/{REPORT_FILE})"
     )

@@ -15,12 +15,14 @@ from slime_like.observability.tables import SAMPLE_TABLE
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 160
+_BORDERS = 3
+"""Characters that a column takes beside its text: a line, and a space on either side."""
 
 
 def show(run: RunData, console: Console) -> None:
     """Print everything there is to say."""
     console.print(_summary(run))
-    console.print(_figures(run))
+    console.print(_figures(run, console.width))
     phases = _phases(run)
     if phases is not None:
         console.print(phases)
@@ -43,11 +45,25 @@ def _summary(run: RunData) -> Table:
     return table
 
 
-def _figures(run: RunData) -> Table:
-    table = _new_table("Figures by training step", "metric", "first", "last", "lowest", "highest")
-    for name, _, values in key_metrics(run):
-        table.add_row(*map(printable, (name, values[0], values[-1], min(values), max(values))))
+def _figures(run: RunData, width: int) -> Table:
+    columns = ("first", "last", "lowest", "highest")
+    table = _new_table("Figures by training step", "metric", *columns)
+    rows = [
+        (printable(name), [printable(value) for value in (values[0], values[-1], min(values), max(values))])
+        for name, _, values in key_metrics(run)
+    ]
+    figures = [
+        max([len(column), *(cells[index].cell_len for _, cells in rows)]) for index, column in enumerate(columns)
+    ]
+    left = width - sum(figures) - _BORDERS * (len(columns) + 1) - 1
+    for name, cells in rows:
+        table.add_row(_broken_at_slash(name, left), *cells)
     return table
+
+
+def _broken_at_slash(name: Text, width: int) -> Text:
+    """A metric's name in one line if it fits, else as section and name in two: never broken inside of a word."""
+    return name if name.cell_len <= width else Text(name.plain.replace("/", "/\n", 1))
 
 
 def _phases(run: RunData) -> Table | None:

@@ -19,13 +19,14 @@ from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
 
 
-def bundle_sizes(config: RunConfig, with_trainers: bool = True) -> list[int]:
+def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
     """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices.
 
-    Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers.
+    Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
+    and verification without engines.
     """
     trainers = [1] * config.trainer.parallel.world_size if with_trainers else []
-    if config.supervised or config.debug.load_rollouts:
+    if not with_engines or config.supervised or config.debug.load_rollouts:
         return trainers
     colocated = with_trainers and config.cluster.placement == "colocated"
     return trainers + ([] if colocated else [config.rollout.tensor] * config.rollout.num_engines)
@@ -38,11 +39,11 @@ class Placement:
     neighbours, above all tensor-parallel ones, share a node.
     """
 
-    def __init__(self, config: RunConfig, with_trainers: bool = True) -> None:
+    def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
-        self._sizes = bundle_sizes(config, with_trainers)
+        self._sizes = bundle_sizes(config, with_trainers, with_engines)
         self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
-        self._shared = with_trainers and config.cluster.placement == "colocated"
+        self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
         self._nodes: list[str] = []
@@ -108,10 +109,15 @@ class Placement:
     def _require_enough(self) -> None:
         there, needed = int(ray.cluster_resources().get(self.device, 0)), sum(self._sizes)
         if there < needed:
+            engines = len(self._sizes) > self._num_ranks
             raise SlimeLikeError(
                 f"cluster: {needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of "
-                f"{self._sizes}), the cluster has {there}; add nodes, lower trainer.parallel or rollout.num_engines, "
-                "or share devices with cluster.placement=colocated"
+                f"{self._sizes}), the cluster has {there}; add nodes, "
+                + (
+                    "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
+                    if engines
+                    else "or lower trainer.parallel"
+                )
             )
 
     def _require_whole_nodes(self) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import ray
+from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement
+from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, ScoredLogprobs
 from slime_like.orchestration.calls import gather
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
@@ -47,6 +48,13 @@ class TrainerGroup:
         Raises:
             TrainerError: a rank died, raised, or was late; ConfigError from a rank passes through as it is.
         """
+        self._set_up("setup")
+
+    def setup_for_scoring(self, checkpoint: Path | None = None) -> None:
+        """As ``setup``, without gradients and optimizer; weights of ``checkpoint`` (what ``save`` wrote), if given."""
+        self._set_up("setup_for_scoring", checkpoint)
+
+    def _set_up(self, method: str, *arguments: Any) -> None:
         timeout = self._config.trainer.start_timeout_s
         host, port = gather(
             [self._ranks[0].address.remote()],
@@ -57,7 +65,9 @@ class TrainerGroup:
         )[0]
         # Ray shows every actor its own device only, so that each is device 0 of its process.
         placements = [RankPlacement(rank, len(self._ranks), 0, host, port) for rank in range(len(self._ranks))]
-        self._coordinates = self._call_each("setup", [(p,) for p in placements], phase="setting up", timeout_s=timeout)
+        self._coordinates = self._call_each(
+            method, [(placement, *arguments) for placement in placements], phase="setting up", timeout_s=timeout
+        )
 
     def _environment(self) -> dict[str, str]:
         """Variables that torch and Megatron read when they are imported."""
@@ -85,6 +95,27 @@ class TrainerGroup:
     def score_batch(self, weights: Literal["policy", "reference"]) -> None:
         self._call("score_batch", weights, phase=f"scoring with the {weights} weights")
 
+    def score(
+        self,
+        replicas: Sequence[list[PackedTrajectory]],
+        weights: Literal["policy", "reference"] = "policy",
+    ) -> list[list[ScoredLogprobs]]:
+        """Logprobs and entropies of packs that are not kept: [replica][pack], as they came in.
+
+        Every replica must be given the same number of packs. The step's loaded batch is left as it is.
+        """
+        stored = [ray.put(packs) for packs in replicas]
+        arguments = [(stored[place.data], weights) for place in self._coordinates]
+        answers = self._call_each("score", arguments, phase=f"scoring with the {weights} weights")
+        by_replica = {
+            place.data: scores for place, scores in zip(self._coordinates, answers, strict=True) if scores is not None
+        }
+        return [by_replica[replica] for replica in range(len(replicas))]
+
+    def set_advantages(self, advantages: Mapping[str, float]) -> None:
+        """Replace the advantages of the loaded batch, by sequence id."""
+        self._call("set_advantages", dict(advantages), phase="receiving advantages")
+
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats:
         answers = self._call("train_minibatch", index, denominator, phase="training")
         return next(stats for stats in answers if stats is not None)
@@ -108,6 +139,12 @@ class TrainerGroup:
     def next_buckets(self) -> list[BucketMetadata | None]:
         """The next bucket of every rank that sends one; all ``None`` when the export is over."""
         return self._call("next_bucket", phase="exporting weights")
+
+    def exported_tensors(self) -> Iterator[dict[str, Tensor]]:
+        """The model under Hugging Face's names, in buckets of at most ``sync.bucket_mb``, to this process."""
+        self.begin_export()
+        while buckets := [b for b in self._call("next_tensors", phase="exporting weights") if b is not None]:
+            yield from buckets
 
     # -------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:

@@ -18,13 +18,14 @@ import ray
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing import pack_sequences, unpack_response_logprobs
+from slime_like.algorithms.packing import pack_sequences, real_tokens, unpack_response_logprobs
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import (
     BucketMetadata,
     RankCoordinates,
     RankPlacement,
+    ScoredLogprobs,
     TrainerBackend,
     WeightBucket,
 )
@@ -34,6 +35,7 @@ from slime_like.weights.transports.base import Sender
 from slime_like.weights.transports.registry import open_sender
 
 Minibatch = list[PackedTrajectory]
+Scores = list[ScoredLogprobs]
 
 
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
@@ -46,6 +48,12 @@ class FrozenLogprobs:
     policy: Tensor
     reference: Tensor | None
 
+    @property
+    def required_reference(self) -> Tensor:
+        if self.reference is None:
+            raise TrainerError("a sequence has no reference logprobs; score the batch with the reference first")
+        return self.reference
+
 
 class TrainerRank:
     """One rank. Plain Python: Ray makes an actor of it."""
@@ -54,6 +62,7 @@ class TrainerRank:
         self._config = config
         self._rank = rank
         self._backend: TrainerBackend | None = None
+        self._coordinates: RankCoordinates | None = None
         self._minibatches: list[Minibatch] = []
         self._sender: Sender | None = None
         self._buckets: Iterator[WeightBucket] | None = None
@@ -80,12 +89,20 @@ class TrainerRank:
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
+        self._coordinates = self._open_backend(placement).setup()
+        return self._coordinates
+
+    def setup_for_scoring(self, placement: RankPlacement, checkpoint: Path | None) -> RankCoordinates:
+        self._coordinates = self._open_backend(placement).setup_for_scoring(checkpoint)
+        return self._coordinates
+
+    def _open_backend(self, placement: RankPlacement) -> TrainerBackend:
         # Collectives, too, go through the cluster's own interface; what the user has set stays.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, _interface(_node_address()))
         backend_class = load_backend(self._config.trainer.backend)
         self._backend = backend_class(self._config, placement)
-        return self._backend.setup()
+        return self._backend
 
     @property
     def backend(self) -> TrainerBackend:
@@ -110,10 +127,25 @@ class TrainerRank:
             else:
                 pack.ref_logprobs = values.logprobs
 
+    def score(self, packs: list[PackedTrajectory], weights: Literal["policy", "reference"]) -> Scores | None:
+        """Logprobs and entropies of ``packs`` on the host, from one rank of every replica; ``None`` from the others."""
+        scored = self.backend.score(packs, weights)
+        place = self._coordinates
+        if scored is None or place is None or place.tensor > 0 or place.context > 0:
+            return None
+        return [ScoredLogprobs(values.logprobs.cpu(), values.entropy.cpu()) for values in scored]
+
+    def set_advantages(self, advantages: dict[str, float]) -> None:
+        """Replace the advantages of every loaded pack; each sequence of the batch must be named."""
+        for pack in (pack for minibatch in self._minibatches for pack in minibatch):
+            own = torch.tensor([advantages[name] for name in pack.sequence_ids], dtype=torch.float32)
+            pack.advantages = own.to(pack.response_lens.device).repeat_interleave(pack.response_lens)
+
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
         """One optimizer step over the minibatch ``index`` of the loaded batch."""
-        self.backend.begin_step()
-        self.backend.accumulate(self._minibatches[index])
+        packs = self._minibatches[index]
+        self.backend.begin_step(denominator, real_tokens(packs))
+        self.backend.accumulate(packs, last=True)
         return self.backend.finish_step(denominator)
 
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
@@ -162,6 +194,16 @@ class TrainerRank:
             return None
         self._in_flight.append(self._sender.send(bucket))
         return self._in_flight[-1]
+
+    def next_tensors(self) -> dict[str, Tensor] | None:
+        """The next bucket of ``begin_export`` itself, on the host; ``None`` as in ``next_bucket``."""
+        if self._buckets is None:
+            raise RuntimeError(f"trainer rank {self._rank}: next_tensors before begin_export")
+        bucket = next(self._buckets, None)
+        if bucket is None or not bucket.tensors:
+            return None
+        # A bucket is valid until the next one only, and may hold views of a larger buffer.
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.tensors}
 
     def _release(self, keep: int) -> None:
         while self._sender is not None and len(self._in_flight) > keep:

@@ -1,0 +1,30 @@
+"""What subcommands share: configuration flags between their own, and a run directory that nobody has to name."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_like.config.base import require_path
+
+
+def given_path(text: str) -> Path:
+    """``type`` of a positional path: text that can name no file is refused."""
+    try:
+        require_path(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def has_flag(flags: Sequence[str], name: str) -> bool:
+    """Is ``--name`` among configuration flags, as ``--name value`` or ``--name=value``?"""
+    return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
+
+
+def temporary_run_dir(command: str) -> Path:
+    """A directory that does not exist yet, for a command that leaves nothing behind."""
+    return Path(tempfile.gettempdir()) / f"slime-like-{command}-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,152 @@
+"""All subcommands of ``slime-like``: their arguments, and what each one runs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from slime_like import __version__
+from slime_like.commands import score as score_command
+from slime_like.commands import verify as verify_command
+from slime_like.commands.arguments import given_path
+from slime_like.config.check import check
+from slime_like.config.directories import directory_problem
+from slime_like.config.help import fields_help
+from slime_like.config.load import load_config
+from slime_like.config.run import MAX_SEED
+from slime_like.errors import ConfigError
+from slime_like.failure import traceback_kept
+from slime_like.observability import report_command
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
+    from slime_like.orchestration.step import TrainSummary
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families ``make-tiny-model`` offers; listed here so that ``--help`` need not import torch."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the subcommand that the arguments name; its exit code. Errors meant for people are ``SlimeLikeError``s."""
+    if argv[:1] in (["train"], ["eval"]) and not {"-h", "--help"} & set(argv):
+        # The flags take any number of values, so only the first argument can be the file.
+        has_file = len(argv) > 1 and not argv[1].startswith("--")
+        config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
+        return _train(config) if argv[0] == "train" else _evaluate(config)
+    if argv[:1] == ["score"] and not {"-h", "--help"} & set(argv):
+        signal.signal(signal.SIGTERM, _terminate)
+        return score_command.run(argv[1:])
+    if argv[:2] == ["verify", "layouts"] and not {"-h", "--help"} & set(argv):
+        signal.signal(signal.SIGTERM, _terminate)
+        return verify_command.run(argv[2:])
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "report":
+        return report_command.run(arguments)
+    return _make_tiny_model(arguments.out, arguments.family, arguments.seed, arguments.force)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slime-like", description="Reinforcement learning of language models, 3D-parallel.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
+    _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
+    score_command.add_parser(commands)
+    verify_command.add_parser(commands)
+    _add_make_tiny_model(commands)
+    report_command.add_parser(commands)
+    return parser
+
+
+def _add_configured(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, what: str
+) -> None:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        usage=f"slime-like {name} [CONFIG.yaml] [--section.field VALUE ...]",
+        description=f"{what} Every field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+        "relative to the current directory.",
+        epilog=fields_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+
+
+def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tiny = commands.add_parser(
+        "make-tiny-model",
+        help="write a tiny Hugging Face checkpoint and arithmetic data",
+        description="Write a tiny, randomly initialised Hugging Face checkpoint into OUT, and sums of two numbers into "
+        "OUT/data (train.jsonl, sft.jsonl, eval.jsonl). Nothing is downloaded.",
+        allow_abbrev=False,
+    )
+    tiny.add_argument("out", type=given_path, metavar="OUT", help="directory to write")
+    tiny.add_argument("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
+    tiny.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
+
+
+def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
+    config = load_config(path, flags)
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)
+    signal.signal(signal.SIGTERM, _terminate)
+    return config
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End like Ctrl-C does, so that a scheduler's SIGTERM leaves nothing running either."""
+    raise KeyboardInterrupt
+
+
+def _evaluate(config: RunConfig) -> int:
+    if not config.evaluation.files:
+        raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
+    from slime_like.evaluate import evaluate
+
+    with traceback_kept(config.run_dir):
+        result = evaluate(config)
+    print(f"held-out accuracy: {result.accuracy:.3f} over {result.num_responses} responses")
+    print(f"response length: {result.response_length_mean:.1f} tokens, {result.truncated_fraction:.1%} truncated")
+    return 0
+
+
+def _train(config: RunConfig) -> int:
+    from slime_like.train import train  # imports torch and Ray: only once the configuration is right
+
+    with traceback_kept(config.run_dir):
+        _print_summary(train(config))
+    return 0
+
+
+def _print_summary(summary: TrainSummary) -> None:
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
+    print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
+    print(f"wall time: {summary.wall_s:.1f} s")
+    for name, path in summary.files.items():
+        print(f"{name}: {path}")
+
+
+def _make_tiny_model(out: Path, family: str, seed: int, force: bool) -> int:
+    problem = directory_problem(out)
+    if problem:
+        raise ConfigError([f"OUT={out} {problem}"])
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError([f"--seed={seed} is out of range; it must be 0 to {MAX_SEED}"])
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigError([f"OUT={out} is not empty; give another directory, or --force to write into it"])
+    from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+
+    make_tiny_model(out, family=family, seed=seed)
+    make_arithmetic_data(out / "data", seed=seed)
+    print(f"model: {out}\ndata:  {out / 'data'}")
+    return 0

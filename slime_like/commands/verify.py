@@ -1,0 +1,147 @@
+"""``slime-like verify layouts``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.commands.arguments import has_flag, temporary_run_dir
+from slime_like.config import RunConfig
+from slime_like.config.check import check_trainer
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
+from slime_like.verification.tolerances import step_flags
+
+if TYPE_CHECKING:
+    from slime_like.trajectory import ScoredTrajectory
+
+USAGE = "slime-like verify layouts [--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]"
+_FIXED = ("model.path", "trainer.optimizer.distributed", "trainer.optimizer.overlap")
+_DIFFERS = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        help="does every parallel layout compute what one rank computes, on this machine?",
+        usage=USAGE,
+        description="Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
+        "logprobs, loss, gradient norm and the weights after training with one rank's. Exit code 1 where one differs;\n"
+        "the first differing token and tensor are named.",
+        epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
+        "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
+        "steps.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", choices=["layouts"], metavar="layouts", help="what to verify")
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face directory that every node sees (default: a tiny Qwen3, on this machine only)",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="NAME",
+        help="layouts such as tp2-sp-pp2 (default: those that fit of: " + " ".join(DEFAULT_LAYOUTS) + ")",
+    )
+    parser.add_argument(
+        "--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="rollouts of one step, as debug.save_rollouts keeps them (default: a synthetic batch)",
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Everything behind ``slime-like verify layouts``."""
+    parser = argparse.ArgumentParser(prog="slime-like verify layouts", usage=USAGE, add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    options, flags = parser.parse_known_args(list(arguments))
+    with _model(options.model) as model:
+        return _verify(options, model, flags)
+
+
+def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> int:
+    baseline = parse_layout(options.baseline)
+    layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
+    config = _config(model, flags, synthetic=options.batch is None)
+    from slime_like.verification.table import print_table
+    from slime_like.verify import LayoutsRequest, verify_layouts  # imports torch and Ray: only once all is right
+
+    temporary = not has_flag(flags, "run_dir")
+    batch = _batch(options.batch, model)
+    rows = verify_layouts(config, LayoutsRequest(baseline, layouts, options.layouts is not None, batch, temporary))
+    steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
+    print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+    return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
+
+
+def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
+    """The user's flags come last, so that they win."""
+    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
+    fixed = [name for name in names if name.startswith("trainer.parallel.") or name in _FIXED]
+    if fixed:
+        raise ConfigError([f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed])
+    # On CUDA the kernels take bfloat16 alone.
+    dtype = load_config(None, [*_named(model), "--model.dtype", _default_dtype(), *flags]).model.dtype
+    settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
+    settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
+    if synthetic:
+        from slime_like.verification.batch import SYNTHETIC_BUDGET
+
+        settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
+    config = load_config(None, [*_named(model), *settings, *flags])
+    problems = check_trainer(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _named(model: Path) -> list[str]:
+    return ["--run_dir", str(temporary_run_dir("verify")), "--model.path", str(model)]
+
+
+def _default_dtype() -> str:
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _batch(file: Path | None, model: Path) -> list[ScoredTrajectory]:
+    from slime_like.data.dump import load_trajectories
+    from slime_like.verification.batch import require_fit, synthetic_batch
+
+    dimensions = ModelDimensions.from_checkpoint(model)
+    batch = synthetic_batch(dimensions) if file is None else load_trajectories(file)
+    require_fit(batch, dimensions, "the synthetic batch" if file is None else str(file))
+    return batch
+
+
+@contextlib.contextmanager
+def _model(given: Path | None) -> Iterator[Path]:
+    """The user's model, or a tiny one that is gone afterwards."""
+    if given is not None:
+        yield given
+        return
+    from slime_like.data.tiny_model import make_tiny_model
+
+    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
+        make_tiny_model(Path(directory), num_hidden_layers=4)  # two stages of two chunks
+        yield Path(directory)

@@ -1,0 +1,122 @@
+"""Rows of token ids to be scored: ``{"id", "prompt_tokens", "response_tokens"}`` and, optionally, ``"temperature"``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_like.algorithms.context import padded_length
+from slime_like.config import TrainerConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.rows import Row, read_rows
+from slime_like.trajectory import UnscoredTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One row: its ``id`` as it stands in the file, and the sequence (named by file and line)."""
+
+    id: str | int
+    sequence: UnscoredTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RowTotals:
+    """What a file holds: rows, and tokens of prompts and responses."""
+
+    rows: int
+    tokens: int
+
+
+class TokenRows:
+    """The rows of one ``.jsonl`` or ``.parquet`` file, read anew in every pass and never held all at once.
+
+    Args:
+        path: the file.
+        dimensions: the model that will score them.
+        trainer: layout and token budget; every sequence must fit one micro-batch.
+
+    Iterating and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
+    """
+
+    def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
+        self._path = path
+        self._dimensions = dimensions
+        self._context = trainer.parallel.context
+        self._budget = trainer.target_tokens_per_batch
+
+    def totals(self) -> RowTotals:
+        """Check every row and count."""
+        rows = tokens = 0
+        for row in self:
+            rows += 1
+            tokens += row.sequence.total_len
+        return RowTotals(rows, tokens)
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        for row in read_rows(self._path):
+            yield self._token_row(row)
+
+    def _token_row(self, row: Row) -> TokenRow:
+        name = row.values.get("id")
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise row.fault("'id' is missing or neither text nor a whole number; give one")
+        prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
+        self._require_fit(row, len(prompt) + len(response))
+        return TokenRow(name, _sequence(row, prompt, response))
+
+    def _tokens(self, row: Row, key: str) -> list[int]:
+        given = row.values.get(key)
+        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
+            raise row.fault(f"{key!r} is missing or no list of whole numbers; give token ids")
+        if not given:
+            raise row.fault(f"{key!r} is empty, so that nothing can be scored; remove the row")
+        if not 0 <= min(given) <= max(given) < self._dimensions.vocab_size:
+            outside = next(token for token in given if not 0 <= token < self._dimensions.vocab_size)
+            raise row.fault(
+                f"{key!r} has the id {outside}, but the model has ids 0 to {self._dimensions.vocab_size - 1}"
+            )
+        return given
+
+    def _require_fit(self, row: Row, tokens: int) -> None:
+        longest = self._dimensions.max_position_embeddings
+        if tokens > longest:
+            raise row.fault(
+                f"has {tokens} tokens, more than the model's max_position_embeddings={longest}; cut or remove the row"
+            )
+        padded = padded_length(tokens, self._context)
+        if padded > self._budget:
+            raise row.fault(
+                f"takes {padded} tokens of a micro-batch (padding for trainer.parallel.context={self._context} "
+                f"included), more than trainer.target_tokens_per_batch={self._budget}; raise that"
+            )
+
+
+def _temperature(row: Row) -> float:
+    value: Any = row.values.get("temperature")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise row.fault(f"'temperature' is {value!r}, no number above 0; give one, or leave it out for 1")
+    return float(value)
+
+
+def _sequence(row: Row, prompt: list[int], response: list[int]) -> UnscoredTrajectory:
+    return UnscoredTrajectory(
+        prompt_tokens=torch.tensor(prompt, dtype=torch.int64),
+        response_tokens=torch.tensor(response, dtype=torch.int64),
+        prompt_len=len(prompt),
+        response_len=len(response),
+        logprobs=None,
+        answer="",
+        sequence_id=f"{row.path}:{row.line}",
+        policy_version=0,
+        group_id=row.line,
+        loss_mask=torch.ones(len(response), dtype=torch.bool),
+        temperature=_temperature(row),
+    )

@@ -1,0 +1,133 @@
+"""Per-token logprobs and entropies of given sequences, by the trainer itself, under any layout. No engine starts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.token_rows import RowTotals, TokenRow, TokenRows
+from slime_like.errors import DataError
+from slime_like.interfaces import ScoredLogprobs
+from slime_like.observability.names import SCORING_SPEED
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.sequence_scoring import score_sequences, window_tokens
+from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.trainers_alone import run_directory, trainers_alone
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """What to score.
+
+    Attributes:
+        input: token rows, see ``slime_like.data.token_rows``.
+        output: gets ``{"id", "logprobs", "entropy"}`` per row, in the input's order; it appears whole or not at all.
+        weights: a training checkpoint's ``trainer`` directory; ``None`` means the weights of ``model.path``.
+        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
+    """
+
+    input: Path
+    output: Path
+    weights: Path | None
+    temporary_run_dir: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """``mean_logprob`` over all response tokens; ``wall_s`` without the start of the ranks."""
+
+    rows: int
+    tokens: int
+    mean_logprob: float
+    wall_s: float
+
+
+def score(config: RunConfig, request: ScoreRequest) -> ScoreSummary:
+    """Check every row, then score them in windows: memory holds one window of packs, not the file.
+
+    Raises:
+        SlimeLikeError: in one sentence; every process has ended by then, and ``output`` is as it was.
+    """
+    rows = TokenRows(request.input, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
+    totals = rows.totals()
+    if not totals.rows:
+        raise DataError(f"{request.input}:0: holds no row; give at least one")
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
+        progress = stack.enter_context(Progress(config.logging.progress, totals.rows, unit="sequence"))
+        ranks = config.trainer.parallel.world_size
+        progress.note(f"starting Ray and {ranks} trainer ranks; their logs: {run_dir / 'worker_logs'}")
+        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
+        trainers = stack.enter_context(trainers_alone(config))
+        trainers.setup_for_scoring(request.weights)
+        out = stack.enter_context(_whole_or_nothing(request.output))
+        return _run(config, trainers, rows, totals, out, progress)
+
+
+def _run(
+    config: RunConfig, trainers: TrainerGroup, rows: TokenRows, totals: RowTotals, out: TextIO, progress: Progress
+) -> ScoreSummary:
+    started = time.monotonic()
+    done = tokens = responses = 0
+    total_logprob = 0.0
+    for window in windows(rows, window_tokens(config.trainer)):
+        scores = score_sequences(trainers, [row.sequence for row in window], config.trainer)
+        for row, scored in zip(window, scores, strict=True):
+            out.write(output_line(row.id, scored))
+            total_logprob += float(scored.logprobs.double().sum())
+            responses += row.sequence.response_len
+            tokens += row.sequence.total_len
+        done += len(window)
+        progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
+    if done != totals.rows:
+        raise DataError(
+            f"the input had {totals.rows} rows when it was checked and {done} now; leave it alone meanwhile"
+        )
+    return ScoreSummary(done, tokens, total_logprob / responses, time.monotonic() - started)
+
+
+def windows(rows: Iterable[TokenRow], max_tokens: int) -> Iterator[list[TokenRow]]:
+    """Consecutive rows of at most ``max_tokens`` tokens together (a longer one stands alone)."""
+    window: list[TokenRow] = []
+    tokens = 0
+    for row in rows:
+        if window and tokens + row.sequence.total_len > max_tokens:
+            yield window
+            window, tokens = [], 0
+        window.append(row)
+        tokens += row.sequence.total_len
+    if window:
+        yield window
+
+
+def output_line(name: str | int, scored: ScoredLogprobs) -> str:
+    """One row of the output; every number is the shortest decimal that reads back as the same float32."""
+    row = {"id": name, "logprobs": _shortest(scored.logprobs), "entropy": _shortest(scored.entropy)}
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _shortest(values: Tensor) -> list[float]:
+    return [float(text) for text in values.numpy().astype(np.float32).astype("U").tolist()]
+
+
+@contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
+    """A file that appears under its name when it is complete; what a failure leaves is removed."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

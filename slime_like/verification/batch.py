@@ -1,0 +1,105 @@
+"""The batch that every layout is given: the same sequences, with the same frozen logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import DataError
+from slime_like.interfaces import ScoredLogprobs
+from slime_like.trajectory import ScoredTrajectory
+
+SYNTHETIC_BUDGET = 192
+"""Token budget under which the synthetic batch makes several packs, one of them a single long sequence."""
+
+_GROUP_SIZE = 4
+# (prompt, response): a single response token; a long prompt, whose response lies in one context rank's part; a long
+# response; lengths that no 2 * context divides.
+_LENGTHS = (
+    (5, 9), (3, 1), (11, 6), (2, 17), (60, 2), (8, 21), (7, 3), (4, 12),
+    (1, 30), (30, 31), (13, 7), (150, 33), (2, 5), (6, 64), (9, 9), (40, 1),
+)  # fmt: skip
+_FULLY_MASKED = 6
+
+
+def synthetic_batch(dimensions: ModelDimensions, seed: int = 0) -> list[ScoredTrajectory]:
+    """Sixteen scored sequences of random tokens in groups of four: the same for the same vocabulary and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [_sequence(index, *lengths, dimensions, generator) for index, lengths in enumerate(_LENGTHS)]
+
+
+def _sequence(
+    index: int, prompt: int, response: int, dimensions: ModelDimensions, generator: torch.Generator
+) -> ScoredTrajectory:
+    tokens = torch.randint(0, dimensions.vocab_size, (prompt + response,), generator=generator)
+    loss_mask = torch.rand(response, generator=generator) < 0.85
+    loss_mask[-1] = True
+    if index == _FULLY_MASKED:
+        loss_mask = torch.zeros_like(loss_mask)
+    return ScoredTrajectory(
+        prompt_tokens=tokens[:prompt],
+        response_tokens=tokens[prompt:],
+        prompt_len=prompt,
+        response_len=response,
+        logprobs=None,
+        ref_logprobs=None,
+        rewards=torch.zeros(1),
+        successes=torch.zeros(1),
+        advantages=torch.randn((), generator=generator),
+        answer="",
+        sequence_id=f"synthetic-{index}",
+        group_id=index // _GROUP_SIZE,
+        reward_metadata={"func_names": ["none"]},
+        policy_version=0,
+        loss_mask=loss_mask,
+        temperature=(1.0, 0.7, 1.3)[index % 3],
+    )
+
+
+def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensions, source: str) -> None:
+    """Can this model compute these sequences?
+
+    Raises:
+        DataError: there is none, or one has ids or a length that the model does not know.
+    """
+    if not sequences:
+        raise DataError(f"{source}:0: holds no sequence; keep another step's rollouts")
+    for sequence in sequences:
+        highest = max(int(sequence.prompt_tokens.max()), int(sequence.response_tokens.max()))
+        if highest >= dimensions.vocab_size:
+            raise DataError(
+                f"{source}:0: sequence {sequence.sequence_id} has the id {highest}, but the model has ids 0 to "
+                f"{dimensions.vocab_size - 1}; give the model that these rollouts are of"
+            )
+        if sequence.total_len > dimensions.max_position_embeddings:
+            raise DataError(
+                f"{source}:0: sequence {sequence.sequence_id} has {sequence.total_len} tokens, more than the model's "
+                f"max_position_embeddings={dimensions.max_position_embeddings}; give the model of these rollouts"
+            )
+
+
+def with_frozen_logprobs(
+    sequences: Sequence[ScoredTrajectory], scores: Sequence[ScoredLogprobs], seed: int = 0
+) -> list[ScoredTrajectory]:
+    """The batch as the loss needs it. Logprobs that are missing are made: the policy's own, with noise of that seed.
+
+    All layouts must be given the very same ones, so that a layout's scoring cannot hide in its training.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [_frozen(sequence, score.logprobs, generator) for sequence, score in zip(sequences, scores, strict=True)]
+
+
+def _frozen(sequence: ScoredTrajectory, logprobs: Tensor, generator: torch.Generator) -> ScoredTrajectory:
+    old, behaviour, reference = (
+        logprobs + scale * torch.randn(len(logprobs), generator=generator) for scale in (0.05, 0.06, 0.2)
+    )
+    return replace(
+        sequence,
+        old_logprobs=old if sequence.old_logprobs is None else sequence.old_logprobs,
+        logprobs=behaviour if sequence.logprobs is None else sequence.logprobs,
+        ref_logprobs=reference if sequence.ref_logprobs is None else sequence.ref_logprobs,
+    )

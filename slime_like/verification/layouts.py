@@ -1,0 +1,91 @@
+"""Parallel layouts by short names: ``tp2-sp-pp2-cp2-distributed``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
+from slime_like.errors import ConfigError
+
+ONE_RANK = "single"
+
+DEFAULT_LAYOUTS = (
+    "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp4", "cp2-allgather", "dp2", "dp2-distributed-overlap",
+    "tp4-sp", "dp2-ep2", "tp2-sp-ep2", "tp2-cp2-dp2", "tp2-sp-cp2-allgather", "tp2-sp-pp2-cp2-distributed",
+)  # fmt: skip
+"""Every axis alone, and the combinations in which axes meet."""
+
+_SIZES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "dp": "data",
+    "ep": "expert",
+    "vpp": "virtual_pipeline",
+}
+_SIZE = re.compile(rf"({'|'.join(_SIZES)})([1-9]\d*)")
+_ATTENTION = tuple(get_args(TrainerConfig.model_fields["attention"].annotation))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to lay a model out.
+
+    Attributes:
+        name: as the user wrote it.
+        parallel: the axes.
+        distributed: optimizer state sharded over data-parallel ranks.
+        overlap: gradients reduced, and sharded weights gathered, while others are computed.
+        attention: value of ``trainer.attention``; ``None`` leaves it as configured.
+    """
+
+    name: str
+    parallel: ParallelConfig
+    distributed: bool
+    overlap: bool
+    attention: str | None
+
+    def applied_to(self, config: RunConfig) -> RunConfig:
+        """``config`` under this layout."""
+        sharding = {"distributed": self.distributed, "overlap": self.overlap}
+        optimizer = config.trainer.optimizer.model_copy(update=sharding)
+        changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}
+        if self.attention is not None:
+            changes["attention"] = self.attention
+        return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+
+
+def parse_layout(name: str) -> Layout:
+    """Read a name: ``single``, or parts joined by ``-``.
+
+    Raises:
+        ConfigError: a part is unknown or given twice; the message lists what there is.
+    """
+    settings: dict[str, Any] = {}
+    key: str
+    value: int | bool | str
+    for part in [] if name == ONE_RANK else name.split("-"):
+        size = _SIZE.fullmatch(part)
+        if size:
+            key, value = _SIZES[size[1]], int(size[2])
+        elif part in ("sp", "distributed", "overlap"):
+            key, value = {"sp": "sequence"}.get(part, part), True
+        elif part in _ATTENTION:
+            key, value = "attention", part
+        else:
+            raise ConfigError([f"--layouts {name}: {part!r} is unknown; {_GRAMMAR}"])
+        if key in settings:
+            raise ConfigError([f"--layouts {name}: {part!r} sets {key} a second time; keep one of the two"])
+        settings[key] = value
+    distributed, overlap = settings.pop("distributed", False), settings.pop("overlap", False)
+    attention = settings.pop("attention", None)
+    return Layout(name, ParallelConfig(**settings), distributed, overlap, attention)
+
+
+_GRAMMAR = (
+    f"write {ONE_RANK!r}, or parts joined by '-': tpN, ppN, cpN, dpN, epN (sizes), vppN (model chunks per stage), sp "
+    "(sequence parallelism), distributed and overlap (optimizer), and one attention of "
+    f"{', '.join(_ATTENTION)}"
+)

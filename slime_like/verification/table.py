@@ -1,0 +1,75 @@
+"""The parity table, for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from slime_like.verification.comparison import Parity
+
+_WIDTH = 120
+_FIGURES = (
+    ("logprobs (max)", "logprob_max"),
+    ("(mean)", "logprob_mean"),
+    ("loss", "loss"),
+    ("grad norm", "grad_norm"),
+    ("weights", "weights"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layout's line: what it was compared to give, or in one sentence why there is nothing to compare.
+
+    Attributes:
+        parity: ``None`` where the layout was skipped or failed.
+        skipped: why it does not fit the model or the machine.
+        failed: what stopped it.
+    """
+
+    layout: str
+    ranks: int
+    parity: Parity | None = None
+    skipped: str | None = None
+    failed: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.skipped is not None:
+            return "skipped"
+        if self.failed is not None or self.parity is None:
+            return "FAILED"
+        return "DIFFERS" if self.parity.differences else "same"
+
+    @property
+    def sentences(self) -> list[str]:
+        given = [sentence for sentence in (self.skipped, self.failed) if sentence is not None]
+        return given + (self.parity.differences if self.parity is not None else [])
+
+
+def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
+    """The table, then a line for every difference, failure and omission."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    for heading, _ in _FIGURES:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for row in rows:
+        table.add_row(row.layout, str(row.ranks), *_figures(row.parity), row.verdict)
+    console.print(table)
+    for row in rows:
+        for sentence in row.sentences:
+            stream.write(f"{row.layout}: {sentence}\n")
+    stream.flush()
+
+
+def _figures(parity: Parity | None) -> list[str]:
+    return ["" if parity is None else f"{getattr(parity, name):.1e}" for _, name in _FIGURES]

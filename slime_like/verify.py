@@ -1,0 +1,198 @@
+"""One batch through every parallel layout that fits the machine: does each compute what one rank computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import ray
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.layout import layout_problems
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.batcher import ExperienceBatcher
+from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.sequence_scoring import score_sequences
+from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.trainers_alone import run_directory, trainers_alone
+from slime_like.trajectory import ScoredTrajectory
+from slime_like.verification.batch import with_frozen_logprobs
+from slime_like.verification.comparison import (
+    Measurement,
+    Parity,
+    TensorGap,
+    add_weights,
+    compare_measurements,
+    compare_tensor,
+    missing_tensor,
+    unexpected_tensor,
+)
+from slime_like.verification.layouts import Layout
+from slime_like.verification.table import Row
+from slime_like.verification.tensor_store import TensorStore
+from slime_like.verification.tolerances import TOLERANCES
+
+CPU_RANKS = 8
+"""Most ranks of a layout on a machine without GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutsRequest:
+    """What to compare.
+
+    Attributes:
+        baseline: the layout that the others are compared with.
+        layouts: the others.
+        required: a layout that does not fit is an error, not a skipped row.
+        batch: what all are given.
+        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
+    """
+
+    baseline: Layout
+    layouts: Sequence[Layout]
+    required: bool
+    batch: Sequence[ScoredTrajectory]
+    temporary_run_dir: bool
+
+
+def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
+    """Per-token logprobs, ``config.steps`` optimizer steps with their losses and gradient norms, weights afterwards.
+
+    Returns:
+        One row per layout, the baseline first.
+
+    Raises:
+        SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
+    """
+    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
+    reasons = {layout.name: model_misfit(layout, dimensions, len(request.batch)) for layout in everyone}
+    _refuse(request, reasons)
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
+        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(request.layouts), unit="layout"))
+        progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
+        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
+        resources = ray.cluster_resources()
+        reasons |= {own.name: reasons[own.name] or device_misfit(own, resources) for own in everyone}
+        _refuse(request, reasons)
+        progress.note(f"{request.baseline.name}: the one that the others are compared with")
+        weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
+        baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.compare(baseline.own, []))]
+        progress.update(1, {})
+        for done, layout in enumerate(request.layouts, start=2):
+            progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
+            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
+            progress.update(done, {})
+        return rows
+
+
+def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
+    ranks = layout.parallel.world_size
+    if misfit is not None:
+        return Row(layout.name, ranks, skipped=misfit)
+    gaps: list[TensorGap] = []
+    try:
+        found = measure(config, baseline.batch, lambda tensors: gaps.extend(baseline.gaps(tensors)))
+    except TrainerError as error:
+        return Row(layout.name, ranks, failed=str(error))
+    gaps += [missing_tensor(name) for name in baseline.final.names - {gap.name for gap in gaps}]
+    return Row(layout.name, ranks, baseline.compare(found, gaps))
+
+
+def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
+    """Why a layout cannot run this model and a batch of so many sequences, or ``None``."""
+    problems = layout_problems(layout.parallel, dimensions)
+    if problems:
+        return problems[0]
+    if layout.parallel.data > sequences:
+        return f"has {layout.parallel.data} replicas, and the batch has {sequences} sequences; every replica needs one"
+    return None
+
+
+def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
+    """Why a layout cannot run on a cluster with these resources (as Ray names them), or ``None``."""
+    ranks, gpus = layout.parallel.world_size, int(resources.get("GPU", 0))
+    there = gpus or min(CPU_RANKS, int(resources.get("CPU", 0)))
+    if ranks > there:
+        return f"needs {ranks} ranks, and there are {there} {'GPUs' if gpus else 'CPU slots'}"
+    return None
+
+
+def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
+    """The baseline, and layouts that were asked for, must fit."""
+    required = (request.baseline, *(request.layouts if request.required else ()))
+    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in required if reasons[layout.name]]
+    if problems:
+        raise ConfigError(problems)
+
+
+class Baseline:
+    """What the baseline computed, its weights before and after training on disk.
+
+    Attributes:
+        batch: what every layout is given: the frozen logprobs are in it.
+        own: the baseline's measurement.
+        final: its weights after the last step.
+    """
+
+    def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
+        self._initial, self.final = TensorStore(directory / "before"), TensorStore(directory / "after")
+        self._tolerances = TOLERANCES[config.model.dtype]
+        with trainers_alone(config) as trainers:
+            trainers.setup()
+            _export(trainers, self._initial.add)
+            scores = score_sequences(trainers, batch, config.trainer)
+            self.batch = with_frozen_logprobs(batch, scores, config.seed)
+            self.own = _train(trainers, config, self.batch, [score.logprobs for score in scores])
+            _export(trainers, self.final.add)
+
+    def compare(self, found: Measurement, gaps: Sequence[TensorGap]) -> Parity:
+        parity = compare_measurements(found, self.own, self.batch, self._tolerances)
+        add_weights(parity, gaps)
+        return parity
+
+    def gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
+        """One bucket of another layout's trained weights."""
+        return [
+            compare_tensor(name, tensor, self.final[name], self._initial[name], self._tolerances)
+            if name in self.final.names
+            else unexpected_tensor(name)
+            for name, tensor in tensors.items()
+        ]
+
+
+def measure(
+    config: RunConfig, batch: Sequence[ScoredTrajectory], weights: Callable[[Mapping[str, Tensor]], None]
+) -> Measurement:
+    """Run one layout; ``weights`` is given its trained tensors, bucket by bucket."""
+    with trainers_alone(config) as trainers:
+        trainers.setup()
+        scores = score_sequences(trainers, batch, config.trainer)
+        measurement = _train(trainers, config, batch, [score.logprobs for score in scores])
+        _export(trainers, weights)
+        return measurement
+
+
+def _train(
+    trainers: TrainerGroup, config: RunConfig, batch: Sequence[ScoredTrajectory], logprobs: list[Tensor]
+) -> Measurement:
+    packed = ExperienceBatcher(config, trainers.data_parallel_size, pad_token_id=0).batch(batch)
+    trainers.load_batch(packed.replicas)
+    stats = [
+        trainers.train_minibatch(index, denominator)
+        for _ in range(config.steps)
+        for index, denominator in enumerate(packed.denominators)
+    ]
+    return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
+
+
+def _export(trainers: TrainerGroup, sink: Callable[[Mapping[str, Tensor]], None]) -> None:
+    for tensors in trainers.exported_tensors():
+        sink(tensors)

@@ -1,0 +1,105 @@
+"""`slime-like score` on real ranks: the logprobs are those of Hugging Face's model in float64."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import Tiny
+from tests.processes import run
+
+BOUND = 1e-5
+TIMEOUT_S = 270.0
+# (prompt, response) lengths: more tokens than one window of the budget below holds.
+LENGTHS = [(1 + 7 * index % 23, 1 + 11 * index % 31) for index in range(31)]
+
+
+def write_rows(path: Path) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 264, (count,), generator=generator).tolist()
+
+    rows: list[dict[str, Any]] = [
+        {
+            "id": f"row-{index}" if index % 2 else index,
+            "prompt_tokens": tokens(prompt),
+            "response_tokens": tokens(response),
+        }
+        for index, (prompt, response) in enumerate(LENGTHS)
+    ]
+    for row in rows[::3]:
+        row["temperature"] = 0.7
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@torch.no_grad()
+def assert_scored_as_by(model_dir: Path, rows: list[dict[str, Any]], output: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
+    scored = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["id"] for row in scored] == [row["id"] for row in rows]
+    for row, found in zip(rows, scored, strict=True):
+        tokens = torch.tensor([row["prompt_tokens"] + row["response_tokens"]])
+        logits = model(input_ids=tokens).logits[0] / row.get("temperature", 1.0)
+        distribution = torch.log_softmax(logits[len(row["prompt_tokens"]) - 1 : -1], dim=-1)
+        logprobs = distribution.gather(1, torch.tensor(row["response_tokens"])[:, None]).squeeze(1)
+        entropy = -(distribution.exp() * distribution).sum(1)
+        for name, expected in (("logprobs", logprobs), ("entropy", entropy)):
+            values = torch.tensor(found[name], dtype=torch.float64)
+            torch.testing.assert_close(values, expected, rtol=0, atol=BOUND, msg=f"{name} of {row['id']}")
+
+
+def test_a_hugging_face_model_is_scored_on_two_tensor_ranks(tiny: Tiny, tmp_path: Path) -> None:
+    """In two windows; nothing but the output is left."""
+    rows = write_rows(tmp_path / "in.jsonl")
+    finished = run(
+        [
+            "score", str(tiny.model), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"),
+            "--model.dtype", "float32", "--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true",
+            "--trainer.target_tokens_per_batch", "64", "--logging.progress", "plain",
+        ],
+        tmp_path / "log",
+        TIMEOUT_S,
+    )  # fmt: skip
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert_scored_as_by(tiny.model, rows, tmp_path / "out.jsonl")
+    assert f"scored: {len(rows)} sequences, {sum(map(sum, LENGTHS))} tokens" in finished.stdout
+    assert f"sequence {len(rows)}/{len(rows)} | tokens/s" in finished.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "log", "out.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory after two steps of supervised training on one rank."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
+    assert finished.code == 0, finished.stderr
+    return run_dir
+
+
+def test_a_training_checkpoint_is_scored_under_another_layout(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    """Away from its run, given dimensions alone: no weight can come from elsewhere. Against the run's export."""
+    rows = write_rows(tmp_path / "in.jsonl")
+    shutil.copytree(trained / "checkpoints" / "step-000002", tmp_path / "step")
+    (tmp_path / "dimensions").mkdir()
+    shutil.copy(tiny.model / "config.json", tmp_path / "dimensions")
+    finished = run(
+        [
+            "score", str(tmp_path / "step"), "--input", str(tmp_path / "in.jsonl"), "--output",
+            str(tmp_path / "out.jsonl"), "--model.path", str(tmp_path / "dimensions"), "--model.dtype", "float32",
+            "--trainer.parallel.pipeline", "2", "--trainer.target_tokens_per_batch", "256",
+        ],
+        tmp_path / "log",
+        TIMEOUT_S,
+    )  # fmt: skip
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert_scored_as_by(trained / "hf", rows, tmp_path / "out.jsonl")

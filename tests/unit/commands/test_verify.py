@@ -1,0 +1,73 @@
+"""`slime-like verify layouts` before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.cli import main
+from slime_like.commands.verify import _config
+from slime_like.verification.layouts import parse_layout
+from slime_like.verify import device_misfit
+from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--layouts", "tp2", "xp2"], "--layouts xp2: 'xp2' is unknown; write 'single', or parts joined by '-'"),
+    (["--baseline", "pp"], "--layouts pp: 'pp' is unknown"),
+    (["--model", "nowhere"], "nowhere: no config.json there"),
+    (["--trainer.parallel.tensor", "2"], "--trainer.parallel.tensor: layouts are given by --layouts"),
+    (["--trainer.optimizer.distributed=true"], "--trainer.optimizer.distributed: layouts are given by --layouts"),
+    (["--model.path", "model"], "--model.path: layouts are given by --layouts, the model by --model"),
+    (["--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
+    (["--batch", "none.pt"], "none.pt:0: no such rollout dump"),
+    (["--layouts", "tp2", "tp3"], "layout tp3: trainer.parallel.tensor=3 does not divide the model's 8 KV heads"),
+    (["--layouts", "dp2-ep2"], "layout dp2-ep2: trainer.parallel.expert=2, but the model has no experts"),
+    (["--layouts", "dp17"], "layout dp17: has 17 replicas, and the batch has 16 sequences"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
+def test_refusals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    assert main(["verify", "layouts", "--model", "model", *arguments]) in (1, 2)
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("slime-like: ") and message in error
+
+
+def test_a_layout_needs_as_many_devices_as_ranks() -> None:
+    eight = parse_layout("tp2-pp2-cp2")
+    assert device_misfit(eight, {"CPU": 8.0}) is None
+    assert device_misfit(eight, {"CPU": 64.0, "GPU": 8.0}) is None
+    assert device_misfit(eight, {"CPU": 64.0, "GPU": 4.0}) == "needs 8 ranks, and there are 4 GPUs"
+    assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks, and there are 8 CPU slots"
+
+
+def test_something_to_verify_must_be_named() -> None:
+    for argv in (["verify"], ["verify", "everything"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+
+
+def test_the_users_flags_win(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    own = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
+    assert (own.steps, own.algorithm.loss, own.model.dtype) == (5, "gspo", "bfloat16")
+    assert own.trainer.optimizer.lr == 3e-2 and own.trainer.target_tokens_per_batch == 192
+    float32 = _config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
+    assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)
+    assert float32.trainer.target_tokens_per_batch == 8192
+    assert float32.algorithm.kl_coef > 0 and float32.algorithm.entropy_coef > 0
+
+
+def test_experts_are_balanced_too(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", **EXPERTS)
+    assert _config(model, [], synthetic=True).algorithm.moe_aux_loss_coef > 0

@@ -1,0 +1,76 @@
+"""Rows of token ids: what is read, and every way in which a row is refused, by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config import TrainerConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.token_rows import RowTotals, TokenRows
+from slime_like.errors import DataError
+from tests.unit.config.checkpoint import write_checkpoint
+
+SOUND: dict[str, Any] = {"id": "a", "prompt_tokens": [1, 2], "response_tokens": [3, 0, 7]}
+
+
+def rows_of(directory: Path, *rows: Any, context: int = 1, budget: int = 16) -> TokenRows:
+    write_checkpoint(directory / "model", vocab_size=8, max_position_embeddings=64)
+    (directory / "rows.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+    trainer = TrainerConfig(target_tokens_per_batch=budget, parallel={"context": context})  # type: ignore[arg-type]
+    return TokenRows(directory / "rows.jsonl", ModelDimensions.from_checkpoint(directory / "model"), trainer)
+
+
+def test_rows_are_read_as_they_stand(tmp_path: Path) -> None:
+    """An id may be a number; without a temperature it is 1; unknown keys are nobody's business; every pass is whole."""
+    rows = rows_of(tmp_path, SOUND, "", {**SOUND, "id": 5, "temperature": 0.7, "note": "x"})
+    assert rows.totals() == RowTotals(rows=2, tokens=10)
+    for _ in range(2):
+        first, second = rows
+        assert (first.id, second.id) == ("a", 5)
+        assert first.sequence.prompt_tokens.tolist() == [1, 2]
+        assert first.sequence.response_tokens.tolist() == [3, 0, 7]
+        assert (first.sequence.prompt_len, first.sequence.response_len) == (2, 3)
+        assert (first.sequence.temperature, second.sequence.temperature) == (1.0, 0.7)
+        assert second.sequence.sequence_id.endswith("rows.jsonl:3")
+        assert torch.equal(first.sequence.loss_mask, torch.ones(3, dtype=torch.bool))
+
+
+BAD: list[tuple[Any, str]] = [
+    ("{", "no valid JSON"),
+    ("[1]", "holds a list"),
+    ({**SOUND, "id": None}, "'id' is missing or neither text nor a whole number"),
+    ({**SOUND, "id": True}, "'id' is missing or neither text nor a whole number"),
+    ({"id": 1, "response_tokens": [1]}, "'prompt_tokens' is missing or no list of whole numbers"),
+    ({**SOUND, "prompt_tokens": []}, "'prompt_tokens' is empty"),
+    ({**SOUND, "response_tokens": []}, "'response_tokens' is empty"),
+    ({**SOUND, "response_tokens": [1.0]}, "'response_tokens' is missing or no list of whole numbers"),
+    ({**SOUND, "response_tokens": [True]}, "'response_tokens' is missing or no list of whole numbers"),
+    ({**SOUND, "response_tokens": "12"}, "'response_tokens' is missing or no list of whole numbers"),
+    ({**SOUND, "response_tokens": [7, 8]}, "'response_tokens' has the id 8, but the model has ids 0 to 7"),
+    ({**SOUND, "prompt_tokens": [-1]}, "'prompt_tokens' has the id -1"),
+    ({**SOUND, "temperature": 0}, "'temperature' is 0, no number above 0"),
+    ({**SOUND, "temperature": "1"}, "'temperature' is '1'"),
+    ('{"id": 1, "prompt_tokens": [1], "response_tokens": [1], "temperature": Infinity}', "'temperature' is inf"),
+    ({**SOUND, "response_tokens": [1] * 15}, "takes 17 tokens of a micro-batch"),
+    ({**SOUND, "response_tokens": [1] * 70}, "has 72 tokens, more than the model's max_position_embeddings=64"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path, SOUND, row).totals()
+    assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}:2: ")
+    assert reason in str(caught.value)
+
+
+def test_padding_for_context_parallelism_counts(tmp_path: Path) -> None:
+    """Five tokens become sixteen on eight context ranks; seventeen become thirty-two."""
+    assert rows_of(tmp_path, SOUND, context=8).totals().rows == 1
+    with pytest.raises(DataError, match=r"takes 32 tokens .*trainer\.parallel\.context=8 included"):
+        rows_of(tmp_path, {**SOUND, "response_tokens": [1] * 15}, context=8, budget=17).totals()

@@ -1,0 +1,101 @@
+"""Scores come back in the order of the sequences, whatever packs and replicas they went through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.algorithms.packing import response_tokens
+from slime_like.config import TrainerConfig
+from slime_like.errors import DataError, TrainerError
+from slime_like.interfaces import ScoredLogprobs
+from slime_like.orchestration.sequence_scoring import score_sequences, window_tokens
+from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
+
+
+class TokenScorer:
+    """The logprob of a token is minus its id, its entropy the length of its sequence's prompt."""
+
+    def __init__(self, replicas: int) -> None:
+        self.data_parallel_size = replicas
+        self.seen: list[list[PackedTrajectory]] = []
+        self.weights = ""
+
+    def score(self, replicas: Sequence[list[PackedTrajectory]], weights: Any = "policy") -> list[list[ScoredLogprobs]]:
+        self.seen, self.weights = list(replicas), weights
+        return [
+            [
+                ScoredLogprobs(
+                    -response_tokens(pack).float(), pack.prompt_lens.repeat_interleave(pack.response_lens).float()
+                )
+                for pack in packs
+            ]
+            for packs in replicas
+        ]
+
+
+def sequence(index: int, prompt: int, response: int) -> UnscoredTrajectory:
+    start = 1000 * index
+    return UnscoredTrajectory(
+        prompt_tokens=torch.arange(start, start + prompt),
+        response_tokens=torch.arange(start + prompt, start + prompt + response),
+        prompt_len=prompt,
+        response_len=response,
+        logprobs=None,
+        answer="",
+        sequence_id=f"s{index}",
+        policy_version=0,
+        group_id=index,
+        loss_mask=torch.ones(response, dtype=torch.bool),
+    )
+
+
+def trainer(budget: int = 16, **parallel: int) -> TrainerConfig:
+    return TrainerConfig(target_tokens_per_batch=budget, parallel=parallel)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 12])
+def test_scores_belong_to_their_sequences(replicas: int) -> None:
+    """Also with fewer sequences than replicas: every replica runs the same number of packs, within the budget."""
+    lengths = [(3, 9), (1, 1), (10, 6), (2, 5), (4, 4), (1, 15), (7, 2)]
+    sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
+    scorer = TokenScorer(replicas)
+    scores = score_sequences(scorer, sequences, trainer(data=replicas), "reference")
+    for own, score in zip(sequences, scores, strict=True):
+        assert torch.equal(score.logprobs, -own.response_tokens.float())
+        assert score.entropy.tolist() == [own.prompt_len] * own.response_len
+    assert scorer.weights == "reference"
+    assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
+    assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    assert score_sequences(TokenScorer(2), [], trainer()) == []
+
+
+def test_a_sequence_over_the_budget_is_named() -> None:
+    """Padded for context parallelism, nine tokens take sixteen."""
+    scorer = TokenScorer(1)
+    assert len(score_sequences(scorer, [sequence(0, 4, 5)], trainer(16, context=4))) == 1
+    with pytest.raises(DataError, match=r"sequence s1 takes 24 tokens .*target_tokens_per_batch=16"):
+        score_sequences(scorer, [sequence(0, 4, 5), sequence(1, 4, 13)], trainer(16, context=4))
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_value_that_is_not_finite_is_refused(value: float) -> None:
+    class Broken(TokenScorer):
+        def score(self, replicas: Any, weights: Any = "policy") -> list[list[ScoredLogprobs]]:
+            answers = super().score(replicas)
+            answers[0][0].logprobs[-1] = value
+            return answers
+
+    with pytest.raises(TrainerError, match="sequence s0: a logprob or entropy is not finite"):
+        score_sequences(Broken(1), [sequence(0, 4, 5)], trainer())
+
+
+def test_a_window_fills_every_pipeline() -> None:
+    assert window_tokens(trainer(100, data=3)) == 100 * 3 * 8
+    assert window_tokens(trainer(100, data=3, pipeline=4)) == 100 * 3 * 16

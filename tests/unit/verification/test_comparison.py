@@ -1,0 +1,241 @@
+"""A difference between two layouts is found where it is, and rounding is none."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import DataError
+from slime_like.interfaces import ScoredLogprobs
+from slime_like.trajectory import ScoredTrajectory
+from slime_like.verification.batch import require_fit, synthetic_batch, with_frozen_logprobs
+from slime_like.verification.comparison import (
+    Measurement,
+    Parity,
+    add_weights,
+    compare_measurements,
+    compare_tensor,
+    missing_tensor,
+    model_order,
+    unexpected_tensor,
+)
+from slime_like.verification.table import Row, print_table
+from slime_like.verification.tensor_store import TensorStore
+from slime_like.verification.tolerances import TOLERANCES
+from tests.unit.config.checkpoint import write_checkpoint
+
+FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.2.mlp.down_proj.weight",
+    "model.layers.2.self_attn.q_proj.weight",
+    "model.layers.10.input_layernorm.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> list[ScoredTrajectory]:
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_model(directory)
+    return synthetic_batch(ModelDimensions.from_checkpoint(directory))
+
+
+def measured(batch: list[ScoredTrajectory]) -> Measurement:
+    generator = torch.Generator().manual_seed(1)
+    logprobs = [-5 + torch.randn(own.response_len, generator=generator) for own in batch]
+    return Measurement(logprobs, [0.5, -0.25], [3.0, 2.0])
+
+
+# ------------------------------------------------------------------------------------------------------ measurements
+def test_rounding_is_no_difference(batch: list[ScoredTrajectory]) -> None:
+    noisy = measured(batch)
+    noisy.logprobs = [logprobs + 5e-6 for logprobs in noisy.logprobs]
+    noisy.losses[0] += 1e-6
+    noisy.grad_norms[1] *= 1 + 1e-5
+    parity = compare_measurements(noisy, measured(batch), batch, FLOAT32)
+    assert parity.differences == []
+    assert parity.logprob_max == pytest.approx(5e-6, rel=0.1) and parity.logprob_mean == pytest.approx(5e-6, rel=0.1)
+    assert parity.loss == pytest.approx(1e-6 / 1.5) and parity.grad_norm == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("wrong", [-4.0, math.nan])
+def test_the_first_wrong_token_is_named(batch: list[ScoredTrajectory], wrong: float) -> None:
+    """Token 3 of sequence 5, whose prompt has 8 tokens; a later one differs as well."""
+    found, expected = measured(batch), measured(batch)
+    found.logprobs[5][3] = wrong
+    found.logprobs[9][0] += 1
+    expected.logprobs[5][3] = -5.0
+    (sentence,) = compare_measurements(found, expected, batch, FLOAT32).differences
+    assert sentence == (
+        f"logprob of sequence synthetic-5, response token 3 (position 11 of 29) is {wrong:.6f} instead of -5.000000; "
+        f"2 of {sum(own.response_len for own in batch)} tokens differ"
+    )
+
+
+def test_a_small_bias_of_all_tokens_is_found(batch: list[ScoredTrajectory]) -> None:
+    """No token is out of the bound for one, in bfloat16; their mean is."""
+    found = measured(batch)
+    found.logprobs = [logprobs + 0.1 for logprobs in found.logprobs]
+    (sentence,) = compare_measurements(found, measured(batch), batch, BFLOAT16).differences
+    assert sentence == "logprobs differ by 1.00e-01 nats on average, 2e-02 is allowed"
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("losses", "loss of step 2 is 1.75 instead of -0.25"),
+        ("grad_norms", "gradient norm of step 2 is 4 instead of 2"),
+    ],
+)
+def test_the_first_wrong_figure_is_named(batch: list[ScoredTrajectory], field: str, sentence: str) -> None:
+    found = measured(batch)
+    getattr(found, field)[1] += 2.0
+    assert compare_measurements(found, measured(batch), batch, FLOAT32).differences == [sentence]
+
+
+# ----------------------------------------------------------------------------------------------------------- tensors
+def trained(name: str) -> tuple[Tensor, Tensor]:
+    """A tensor before training and after: every element has moved by about 1e-3."""
+    generator = torch.Generator().manual_seed(len(name))
+    before = 0.1 * torch.randn(6, 8, generator=generator)
+    return before, before + 1e-3 * torch.randn(6, 8, generator=generator).sign()
+
+
+def test_tensors_that_differ_by_rounding_are_the_same() -> None:
+    for tolerances, dtype in ((FLOAT32, torch.float32), (BFLOAT16, torch.bfloat16)):
+        before, after = trained(NAMES[0])
+        size = 1.0 if dtype == torch.float32 else 20.0  # in bfloat16 the step is larger
+        after = (before + size * (after - before)).to(dtype)
+        one_unit = torch.finfo(dtype).eps * after.abs() / 2
+        assert compare_tensor("x", after + one_unit, after, before.to(dtype), tolerances).difference is None
+        assert compare_tensor("x", after, after, before.to(dtype), tolerances).relative == 0
+
+
+def test_a_perturbed_tensor_is_named_and_located() -> None:
+    """A change that is half of what it should be, in one row; an update that was not made at all."""
+    name = "model.layers.2.self_attn.q_proj.weight"
+    before, after = trained(name)
+    halved = after.clone()
+    halved[4] = before[4] + 0.5 * (after[4] - before[4])
+    gap = compare_tensor(name, halved, after, before, FLOAT32)
+    assert gap.relative == pytest.approx(0.5 * (1 / 6) ** 0.5, rel=1e-2)
+    assert gap.difference is not None and gap.difference.startswith("layer 2, self_attn.q_proj.weight deviates by 2.0")
+    assert "most at [4, " in gap.difference
+    for tolerances in (FLOAT32, BFLOAT16):
+        untrained = compare_tensor(name, before, after, before, tolerances)
+        assert untrained.relative == pytest.approx(1.0)
+    assert compare_tensor(name, before, after, before, FLOAT32).difference is not None
+    assert compare_tensor(name, before, before + 20 * (after - before), before, BFLOAT16).difference is not None
+
+
+def test_nan_and_another_shape_are_differences() -> None:
+    before, after = trained("x")
+    broken = after.clone()
+    broken[1, 2] = torch.nan
+    gap = compare_tensor("lm_head.weight", broken, after, before, FLOAT32)
+    assert gap.difference is not None and "most at [1, 2]: nan instead of" in gap.difference
+    shape = compare_tensor("lm_head.weight", after[:3], after, before, FLOAT32).difference
+    assert shape == "lm_head.weight has the shape (3, 8) instead of (6, 8)"
+    parity = Parity()
+    add_weights(parity, [compare_tensor("x", after, after, before, FLOAT32), gap])
+    assert parity.weights == math.inf
+
+
+def test_of_several_the_first_in_the_model_is_named() -> None:
+    backwards = list(NAMES[::-1])
+    backwards.sort(key=model_order)
+    assert backwards == list(NAMES)
+    for first in range(len(NAMES)):
+        gaps = []
+        for index, name in enumerate(NAMES):
+            before, after = trained(name)
+            gaps.append(compare_tensor(name, before if index >= first else after, after, before, FLOAT32))
+        parity = Parity()
+        add_weights(parity, gaps[::-1])
+        (sentence,) = parity.differences
+        assert NAMES[first].rpartition("layers.")[2].partition(".")[2] in sentence
+        assert sentence.endswith(f"; {6 - first} of 6 tensors differ") == (first < 5)
+
+
+def test_a_tensor_too_few_or_too_many_is_told() -> None:
+    parity = Parity()
+    add_weights(parity, [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")])
+    assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]
+
+
+# ----------------------------------------------------------------------------------------------------- batch and rest
+def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[ScoredTrajectory]) -> None:
+    assert {own.response_len for own in batch} >= {1, 64}
+    assert sum(not own.loss_mask.any() for own in batch) == 1
+    assert any(own.total_len % 4 for own in batch) and any(own.prompt_len > 100 for own in batch)
+    scores = [ScoredLogprobs(torch.full((own.response_len,), -5.0), torch.ones(own.response_len)) for own in batch]
+    frozen, again = with_frozen_logprobs(batch, scores), with_frozen_logprobs(batch, scores)
+    for own, other, bare in zip(frozen, again, batch, strict=True):
+        for name in ("old_logprobs", "logprobs", "ref_logprobs"):
+            assert getattr(bare, name) is None
+            assert torch.equal(getattr(own, name), getattr(other, name))
+            assert float((getattr(own, name) + 5).abs().max()) < 1.0
+        assert not torch.equal(own.old_logprobs, own.ref_logprobs)
+
+
+def test_a_batch_of_another_model_is_refused(batch: list[ScoredTrajectory], tmp_path: Path) -> None:
+    """The tiny model's ids are 0 to 263, and its sequences have up to 183 tokens."""
+    tall = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "tall", vocab_size=200))
+    short = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "short", max_position_embeddings=182))
+    fits = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "fits", max_position_embeddings=183))
+    require_fit(batch, fits, "a.pt")
+    with pytest.raises(
+        DataError, match=r"a\.pt:0: sequence synthetic-\d+ has the id 2\d\d, but the model has ids 0 to 199"
+    ):
+        require_fit(batch, tall, "a.pt")
+    with pytest.raises(DataError, match=r"a\.pt:0: sequence synthetic-11 has 183 tokens, more than the model's max"):
+        require_fit(batch, short, "a.pt")
+    with pytest.raises(DataError, match=r"a\.pt:0: holds no sequence"):
+        require_fit([], fits, "a.pt")
+
+
+def test_logprobs_of_a_dump_are_kept(batch: list[ScoredTrajectory]) -> None:
+    own = with_frozen_logprobs(batch[:1], [ScoredLogprobs(torch.zeros(9), torch.ones(9))])
+    kept = with_frozen_logprobs(own, [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])
+    for name in ("old_logprobs", "logprobs", "ref_logprobs"):
+        assert torch.equal(getattr(kept[0], name), getattr(own[0], name))
+
+
+def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    store = TensorStore(tmp_path / "store")
+    tensors = {"a": torch.randn(3, 4).t(), "b": torch.arange(5, dtype=torch.bfloat16)}
+    store.add(tensors)
+    store.add({"c": torch.zeros(())})
+    assert store.names == {"a", "b", "c"}
+    assert torch.equal(store["a"], tensors["a"]) and torch.equal(store["b"], tensors["b"])
+
+
+def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
+    rows = [
+        Row("single", 1, Parity()),
+        Row("tp2", 2, Parity(logprob_max=0.5, differences=["token 3 is wrong", "layer 1 is wrong"])),
+        Row("tp16-sp-pp2-cp2-distributed", 64, skipped="needs 64 ranks"),
+        Row("cp2", 2, failed="rank 1 died"),
+    ]
+    stream = io.StringIO()
+    print_table("Differences", rows, stream)
+    assert [row.verdict for row in rows] == ["same", "DIFFERS", "skipped", "FAILED"]
+    text = stream.getvalue()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line]
+    assert cells[1] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 4, "DIFFERS"]
+    assert cells[2] == ["tp16-sp-pp2-cp2-distributed", "64", *[""] * 5, "skipped"]
+    assert text.splitlines()[-4:] == [
+        "tp2: token 3 is wrong",
+        "tp2: layer 1 is wrong",
+        "tp16-sp-pp2-cp2-distributed: needs 64 ranks",
+        "cp2: rank 1 died",
+    ]

@@ -1,0 +1,61 @@
+"""Names of layouts, and what they do to a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import ConfigError
+from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
+from slime_like.verification.tolerances import parameter_count
+
+
+def test_a_name_sets_every_axis(tmp_path: Path) -> None:
+    layout = parse_layout("tp2-sp-pp4-vpp3-cp8-dp5-ep10-distributed-overlap-allgather")
+    axes = {"tensor": 2, "pipeline": 4, "virtual_pipeline": 3, "context": 8, "data": 5, "expert": 10}
+    assert layout.parallel == ParallelConfig(**axes, sequence=True)
+    config = RunConfig(
+        run_dir=tmp_path, model={"path": tmp_path}, trainer={"optimizer": {"lr": 0.5}, "head_chunk_tokens": 7}
+    )
+    applied = layout.applied_to(config)
+    assert applied.trainer.parallel == layout.parallel
+    assert applied.trainer.optimizer.distributed and applied.trainer.optimizer.overlap
+    assert applied.trainer.attention == "allgather"
+    assert (applied.trainer.optimizer.lr, applied.trainer.head_chunk_tokens) == (0.5, 7)
+    assert config.trainer.parallel == ParallelConfig()
+
+
+def test_one_rank_leaves_the_attention_alone(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "allgather"})
+    applied = parse_layout(ONE_RANK).applied_to(config)
+    assert applied.trainer.parallel.world_size == 1 and not applied.trainer.optimizer.distributed
+    assert applied.trainer.attention == "allgather"
+
+
+@pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2-", "tp2-tp2", "tp2-tensor", "TP2", "single-tp2", "sp-sp"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--layouts"):
+        parse_layout(name)
+
+
+def test_default_layouts_are_distinct_and_cover_every_axis() -> None:
+    layouts = [parse_layout(name) for name in DEFAULT_LAYOUTS]
+    assert len({(own.parallel, own.distributed, own.attention) for own in layouts}) == len(layouts)
+    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "sequence"):
+        assert any(getattr(own.parallel, axis) > 1 or getattr(own.parallel, axis) is True for own in layouts), axis
+    assert max(own.parallel.world_size for own in layouts) == 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+def test_parameters_are_counted(tmp_path: Path, family: str) -> None:
+    """All but norms and biases, against the tensors of the checkpoint itself."""
+    from safetensors.torch import load_file
+
+    make_tiny_model(tmp_path, family=family)
+    tensors = load_file(tmp_path / "model.safetensors")
+    matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim > 1)
+    assert parameter_count(ModelDimensions.from_checkpoint(tmp_path)) == matrices
