@@ -1,6 +1,7 @@
 # Sourced by the other scripts: creates .venv with the tested versions, or reuses it. Needs Linux x86-64 and Python 3.11 or 3.12.
 #   ensure_environment        what training needs
 #   ensure_environment dev    the same plus the test tools
+#   ensure_environment bench  what training needs plus what benchmarks compare it with
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$REPO/.venv"
@@ -51,10 +52,10 @@ refuse_cuda_torch() {
         die "torch $(torch_version) in $VENV is no CPU build: a CUDA torch was pulled onto a CPU environment; remove $VENV and start again"
 }
 
-install_locked() { # $1: runtime | dev
+install_locked() { # $1: runtime | dev | bench
     local list
     list=$(mktemp)
-    if [ "$1" = dev ]; then grep '# dev$' "$REPO/constraints.txt" >"$list"; else grep -v -e '# dev$' -e '^torch==' "$REPO/constraints.txt" >"$list"; fi
+    if [ "$1" = runtime ]; then grep -v -e '# dev$' -e '# bench$' -e '^torch==' "$REPO/constraints.txt" >"$list"; else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
     "$VENV/bin/pip" install -qq --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
@@ -74,7 +75,7 @@ ensure_browser() {
     fi
 }
 
-ensure_environment() { # $1: runtime (default) | dev
+ensure_environment() { # $1: runtime (default) | dev | bench
     local want="${1:-runtime}" stamp="$VENV/.slime-like-${1:-runtime}" key
     key=$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1)
     [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && return 0
@@ -82,6 +83,10 @@ ensure_environment() { # $1: runtime (default) | dev
         ensure_environment runtime
         say "installing the test tools"
         install_locked dev
+    elif [ "$want" = bench ]; then
+        ensure_environment runtime
+        say "installing what the benchmarks compare with"
+        install_locked bench
     else
         check_machine
         [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }

