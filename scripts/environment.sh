@@ -36,7 +36,8 @@ install_torch() {
     version=$("$VENV/bin/pip" install --dry-run -qq --no-deps --report - "$pin" 2>/dev/null |
         "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2>/dev/null || true)
     if [ "${version%+cpu}" != "$version" ]; then
-        "$VENV/bin/pip" install -qq --no-deps "torch==$version"
+        say "installing torch $version"
+        "$VENV/bin/pip" install -qq --no-deps "torch==$version" || die "torch $version could not be installed; the output above says why"
     else
         say "pip offers no CPU build of $pin; taking it from $TORCH_CPU_INDEX"
         "$VENV/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
@@ -90,12 +91,15 @@ ensure_environment() { # $1: runtime (default) | dev | bench
     else
         check_machine
         [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }
-        say "installing the tested versions (about 800 MB, once)"
+        say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
         [[ "$(torch_version)" == "$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)+cpu" ]] || install_torch
+        say "installing Ray, Megatron-core, vLLM, transformers and what they need (minutes)"
         install_locked runtime
         refuse_cuda_torch
+        say "installing slime-like itself"
         "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable "$REPO"
     fi
     printf '%s' "$key" >"$stamp"
+    say "the $want environment is ready"
 }

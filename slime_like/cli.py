@@ -1,39 +1,26 @@
-"""The command ``slime-like``.
+"""The command ``slime-like``: errors meant for people as sentences, and exit codes.
 
 Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is refused; 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from slime_like import __version__
-from slime_like.config.check import check
-from slime_like.config.help import fields_help
-from slime_like.config.load import load_config
 from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.observability import report_command
-
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
-    from slime_like.orchestration.step import TrainSummary
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families ``make-tiny-model`` offers; listed here so that ``--help`` need not import torch."""
+from slime_like.failure import traceback_kept
 
 _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; errors meant for people go to standard error, without traceback."""
+    """Run one subcommand; errors go to standard error as one sentence each, without traceback."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        with traceback_kept(None):
+            return _imported()(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         _complain(error.problems)
         return _REFUSED
@@ -45,113 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _run(argv: list[str]) -> int:
-    if argv[:1] in (["train"], ["eval"]) and not {"-h", "--help"} & set(argv):
-        # The flags take any number of values, so only the first argument can be the file.
-        has_file = len(argv) > 1 and not argv[1].startswith("--")
-        config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
-        return _train(config) if argv[0] == "train" else _evaluate(config)
-    arguments = _parser().parse_args(argv)
-    if arguments.command == "report":
-        return report_command.run(arguments)
-    return _make_tiny_model(arguments.out, arguments.family, arguments.seed, arguments.force)
+def _imported() -> Callable[[list[str]], int]:
+    """What runs the subcommands. Importing it takes a moment, in which Ctrl-C must be understood too: pydantic makes an
+    error of its own of an interrupt, so it is noted where it arrives."""
+    interrupted = False
 
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slime-like", description="Reinforcement learning of language models, 3D-parallel.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
-    _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
-    _add_make_tiny_model(commands)
-    report_command.add_parser(commands)
-    return parser
-
-
-def _add_configured(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, what: str
-) -> None:
-    command = commands.add_parser(
-        name,
-        help=summary,
-        usage=f"slime-like {name} [CONFIG.yaml] [--section.field VALUE ...]",
-        description=f"{what} Every field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
-        "relative to the current directory.",
-        epilog=fields_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-
-
-def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    tiny = commands.add_parser(
-        "make-tiny-model",
-        help="write a tiny Hugging Face checkpoint and arithmetic data",
-        description="Write a tiny, randomly initialised Hugging Face checkpoint into OUT, and sums of two numbers into "
-        "OUT/data (train.jsonl, sft.jsonl, eval.jsonl). Nothing is downloaded.",
-        allow_abbrev=False,
-    )
-    tiny.add_argument("out", type=Path, metavar="OUT", help="directory to write")
-    tiny.add_argument("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
-    tiny.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
-
-
-def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
-    config = load_config(path, flags)
-    problems = check(config)
-    if problems:
-        raise ConfigError(problems)
-    signal.signal(signal.SIGTERM, _terminate)
-    return config
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C does, so that a scheduler's SIGTERM leaves nothing running either."""
-    raise KeyboardInterrupt
-
-
-def _evaluate(config: RunConfig) -> int:
-    if not config.evaluation.files:
-        raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
-    from slime_like.evaluate import evaluate
-
-    result = evaluate(config)
-    print(f"held-out accuracy: {result.accuracy:.3f} over {result.num_responses} responses")
-    print(f"response length: {result.response_length_mean:.1f} tokens, {result.truncated_fraction:.1%} truncated")
-    return 0
-
-
-def _train(config: RunConfig) -> int:
-    from slime_like.train import train  # imports torch and Ray: only once the configuration is right
-
-    _print_summary(train(config))
-    return 0
-
-
-def _print_summary(summary: TrainSummary) -> None:
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
-    print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
-    print(f"wall time: {summary.wall_s:.1f} s")
-    for name, path in summary.files.items():
-        print(f"{name}: {path}")
-
-
-def _make_tiny_model(out: Path, family: str, seed: int, force: bool) -> int:
-    if out.exists() and not out.is_dir():
-        raise ConfigError([f"OUT={out} is a file; give a directory"])
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise ConfigError([f"OUT={out} is not empty; give another directory, or --force to write into it"])
-    from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
-
-    make_tiny_model(out, family=family, seed=seed)
-    make_arithmetic_data(out / "data", seed=seed)
-    print(f"model: {out}\ndata:  {out / 'data'}")
-    return 0
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        from slime_like.commands.root import run
+    except Exception as error:
+        if interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return run
 
 
 def _complain(problems: Sequence[str]) -> None:

@@ -36,4 +36,4 @@ class WeightSyncError(SlimeLikeError):
 
 
 class RewardError(SlimeLikeError):
-    """The reward workers cannot go on (a single bad answer costs only its own sample and is no error)."""
+    """Reward workers or the advantage estimator cannot go on (one bad answer costs only its own sample: no error)."""

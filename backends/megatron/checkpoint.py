@@ -6,6 +6,7 @@ import contextlib
 import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from backends.megatron.conversion.agreement import listed, together
 from slime_like.errors import CheckpointError
 
 _FORMAT = 1
+_UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
+"""What torch, pickle and JSON raise on a file that is missing, cut off or overwritten."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
 
@@ -117,13 +120,27 @@ def _read(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], set[s
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
         loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = lines[-1] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"  # between them is a traceback
+    except (CheckpointingException, CheckpointException, *_UNREADABLE) as error:
+        # torch wraps what a rank met; shapes and names that differ are plain errors of these kinds.
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if not isinstance(reason, CheckpointingException | KeyError | ValueError):
+            raise _damaged(directory, reason) from error
         raise CheckpointError(
-            f"{directory}: checkpoint does not fit this model or is damaged ({reason}); use one of the same model"
+            f"{directory}: does not fit this model ({_brief(reason)}); use the model.path that wrote it"
         ) from error
     return loaded, unread, absent
+
+
+def _damaged(directory: Path, reason: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{directory}: is damaged ({_brief(reason)}); resume from an older checkpoint in RUN_DIR/checkpoints"
+    )
+
+
+def _brief(error: BaseException) -> str:
+    """Type and the message's first sentence: torch's next ones guess at what may have happened."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _make_directory(directory: Path) -> None:
@@ -136,8 +153,12 @@ def _make_directory(directory: Path) -> None:
 def _read_common(directory: Path) -> dict[str, Any]:
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
-    except (CheckpointingException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{directory}: not a whole training checkpoint ({error}); use another one") from error
+    except CheckpointingException as error:
+        raise CheckpointError(
+            f"{directory}: not a whole training checkpoint ({_brief(error)}); use another one"
+        ) from error
+    except _UNREADABLE as error:
+        raise _damaged(directory, error) from error
     if common.get("format") != _FORMAT:
         raise CheckpointError(
             f"{directory}: has checkpoint format {common.get('format')}, this version reads {_FORMAT}; "

@@ -261,7 +261,9 @@ class VllmEngine:
             return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s")
         if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
             return error
-        return EngineError(f"{self._name} did not start: {_one_line(error)}; its own log is above")
+        return EngineError(
+            f"{self._name} did not start: {_one_line(error)}; its log is in {self._config.run_dir}/worker_logs"
+        )
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
         """The final output. vLLM's own exceptions become one sentence."""

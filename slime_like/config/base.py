@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -16,6 +17,18 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
         return annotation, False
     rest = [part for part in get_args(annotation) if part is not type(None)]
     return (rest[0] if len(rest) == 1 else annotation), len(rest) < len(get_args(annotation))
+
+
+def require_path(path: Any) -> None:
+    """Raise ``ValueError``, half a sentence, for text that can name no file: empty, or with a NUL character.
+
+    An empty path would mean the current directory, which nobody asked for.
+    """
+    text = str(path) if isinstance(path, str | Path) else None
+    if text == "":
+        raise ValueError("is empty; give a path")
+    if text is not None and "\0" in text:
+        raise ValueError("holds a NUL character, which no path can have; remove it")
 
 
 class Section(BaseModel):
@@ -46,4 +59,7 @@ class Section(BaseModel):
             return value if isinstance(value, bool) else _WORDS[value]
         if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("is no number; give one")
+        if Path in (annotation, *get_args(annotation)):
+            for path in value if isinstance(value, list | tuple) else (value,):
+                require_path(path)
         return value

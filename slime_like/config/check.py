@@ -5,15 +5,19 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.directories import directory_problem
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
+from slime_like.config.import_path import import_path_problem
 from slime_like.config.layout import layout_problems
 from slime_like.config.run import RunConfig
+from slime_like.config.weight_files import weight_file_problems
+from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
 from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
@@ -22,15 +26,27 @@ from slime_like.rewards.registry import REGISTERED, check_options, resolve_rewar
 def check(config: RunConfig) -> list[str]:
     """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
-    problems += _places(config)
+    problems += [*_places(config), *_kept_rollouts(config)]
     problems += _names(config)
     problems += _steps(config)
     if not config.supervised:
         problems += [*_devices(config), *_sampling(config), *_evaluation(config), *_rewards(config)]
     if dimensions is not None:
+        problems += _weights(config.model.path, "model.path", dimensions)
         problems += layout_problems(config.trainer.parallel, dimensions)
-        problems += _lengths(config, dimensions)
-        problems += _reference(config, dimensions)
+        problems += [*_experts(config, dimensions), *_lengths(config, dimensions), *_reference(config, dimensions)]
+    return problems
+
+
+def check_trainer(config: RunConfig) -> list[str]:
+    """Problems of the trainer alone, for commands that start neither engines nor rewards and read no prompts."""
+    dimensions, problems = _dimensions(config.model.path, "model.path")
+    backends = installed_names(BACKEND_GROUP)
+    if config.trainer.backend not in backends:
+        known = ", ".join(backends) or "(none is installed)"
+        problems.append(f"trainer.backend={config.trainer.backend} is unknown; use one of: {known}")
+    if dimensions is not None:
+        problems += [*layout_problems(config.trainer.parallel, dimensions), *_experts(config, dimensions)]
     return problems
 
 
@@ -43,10 +59,16 @@ def _dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[st
         return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
 
 
+def _weights(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
+    return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions.num_layers)]
+
+
 def _places(config: RunConfig) -> Iterator[str]:
     """Files and directories, and packages that a setting needs."""
-    if config.run_dir.exists() and not config.run_dir.is_dir():
-        yield f"run_dir={config.run_dir} is a file; give a directory"
+    for field, directory in (("run_dir", config.run_dir), ("debug.save_rollouts", config.debug.save_rollouts)):
+        problem = directory_problem(directory) if directory is not None else None
+        if problem:
+            yield f"{field}={directory} {problem}"
     if not config.data.train and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):
@@ -61,6 +83,35 @@ def _places(config: RunConfig) -> Iterator[str]:
             yield f"logging.{package}=true, but the package is not installed; pip install {package}, or set it to false"
 
 
+def _kept_rollouts(config: RunConfig) -> Iterator[str]:
+    """Rollouts of an earlier run must cover this one's steps; without an engine nothing can be evaluated."""
+    directory = config.debug.load_rollouts
+    if directory is None:
+        return
+    if config.evaluation.files:
+        yield (
+            f"debug.load_rollouts={directory} starts no engine, so that evaluation.files cannot be sampled from; set "
+            "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
+        )
+    if not directory.is_dir():
+        yield f"debug.load_rollouts={directory} is no directory; give one that debug.save_rollouts filled"
+        return
+    present = {file.name for file in directory.iterdir()}
+    missing = [step for step in _trained_steps(config) if rollouts_name(step) not in present]
+    if missing:
+        yield (
+            f"debug.load_rollouts={directory} lacks {rollouts_name(missing[0])}, and every one of steps={config.steps} "
+            f"needs its own; train for fewer steps, or keep more with debug.save_rollouts"
+        )
+
+
+def _trained_steps(config: RunConfig) -> Iterable[int]:
+    """The steps that certainly will be trained: where a checkpoint is gone on from, only the last is certain."""
+    fresh = not (config.run_dir / "checkpoints" / "latest").is_symlink()
+    starts_anew = config.resume == "never" or (config.resume == "auto" and fresh)
+    return range(1 if starts_anew else config.steps, config.steps + 1)
+
+
 def _names(config: RunConfig) -> Iterator[str]:
     """Names of things that are looked up when the run starts."""
     named = [("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP), "")]
@@ -70,7 +121,11 @@ def _names(config: RunConfig) -> Iterator[str]:
         named.append(("algorithm.advantage", config.algorithm.advantage, list(ADVANTAGES), importable))
         named.append(("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP), ""))
     for field, name, known, otherwise in named:
-        if name not in known and not (otherwise and ":" in name):
+        if otherwise and ":" in name:
+            problem = import_path_problem(name)
+            if problem:
+                yield f"{field}={name} {problem}"
+        elif name not in known:
             yield f"{field}={name} is unknown; use one of: {', '.join(known) or '(none is installed)'}{otherwise}"
 
 
@@ -126,6 +181,12 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so that "
             "every advantage is 0; use at least 2, or advantage: reinforce_pp"
         )
+    buffer = algorithm.overlong_buffer
+    if buffer is not None and buffer > rollout.max_new_tokens:
+        yield (
+            f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, below "
+            "which the penalty grows; use at most that"
+        )
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
@@ -140,19 +201,29 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:
-    """Registered functions are found and their options tried; a user's own module is imported by the workers only."""
+    """Registered functions are found and their options tried; a user's own module is looked up, and imported by the
+    workers only."""
     names = [function.name for function in config.reward.functions]
     for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if names.index(function.name) != index:
             yield f"{field} is used twice; keep one"
-        elif function.name not in REGISTERED and not all(function.name.partition(":")):
-            yield f"{field} is unknown; use {', '.join(REGISTERED)} or `package.module:name`"
+        elif function.name not in REGISTERED:
+            if not all(function.name.partition(":")):
+                yield f"{field} is unknown; use {', '.join(REGISTERED)} or `package.module:name`"
+            elif problem := import_path_problem(function.name):
+                yield f"{field} {problem}"
         elif function.name in REGISTERED:
             try:
                 check_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def _experts(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    coefficient = config.algorithm.moe_aux_loss_coef
+    if coefficient > 0 and dimensions.num_experts == 0:
+        yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
 
 
 def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -189,10 +260,12 @@ def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
 
 def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
     path = config.reference.path
-    if config.algorithm.kl_coef == 0 or path is None:
+    if not config.algorithm.needs_reference or path is None:
         return
     reference, problems = _dimensions(path, "reference.path")
     yield from problems
+    if reference is not None:
+        yield from _weights(path, "reference.path", reference)
     if reference is not None and reference.vocab_size != policy.vocab_size:
         yield (
             f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "

@@ -95,4 +95,7 @@ def _absolute(value: Any, optional: bool) -> Any:
         return [_absolute(item, optional) for item in value]
     if not isinstance(value, str) or not value or (optional and value.lower() == "none"):
         return value  # validation says what is wrong with it, if anything is
-    return str(Path(value).expanduser().absolute())
+    try:
+        return str(Path(value).expanduser().absolute())
+    except RuntimeError:  # `~name` of no user stands for itself, as in a shell
+        return str(Path(value).absolute())

@@ -14,6 +14,12 @@ from slime_like.config.model import ModelConfig, ReferenceConfig
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.trainer import TrainerConfig
 
+MAX_STEPS = 999_999
+"""Checkpoints and kept rollouts are named by step, in six digits that sort."""
+
+MAX_SEED = 2**32 - 1
+"""What every random generator in use takes, also after seeds are derived from it."""
+
 
 class CheckpointConfig(Section):
     """What is written to disk, and when."""
@@ -65,13 +71,17 @@ class ClusterConfig(Section):
 class RunConfig(Section):
     """Root of the configuration; YAML keys and command-line flags mirror these names."""
 
-    run_dir: Path = Field(description="Directory of the run: metrics, logs, checkpoints, the resolved configuration.")
-    steps: int = Field(100, ge=1, description="Training steps.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
+    run_dir: Path = Field(
+        description="Directory of the run: metrics, logs, checkpoints, the resolved configuration. An earlier run "
+        "there that `resume` does not go on from is moved aside."
+    )
+    steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialisation.")
     resume: str = Field(
         "auto",
-        description="auto: go on from the run directory's latest checkpoint, if it has one; never: start anew, an "
-        "earlier run of the directory is moved aside; or the path of a checkpoint.",
+        description="auto: go on from the run directory's latest checkpoint, or start anew where it has none; never: "
+        "start anew; or the path of a checkpoint. Starting anew moves an earlier run of the directory aside, to "
+        "RUN_DIR.1, RUN_DIR.2 and so on: under auto, too, one that was interrupted before its first checkpoint.",
     )
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")

@@ -62,27 +62,51 @@ class Document:
 def read_document(text: str, name: str) -> Document:
     """Parse one YAML document; faults are reported in ``problems``, never raised."""
     document = Document()
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        loader = _Loader(text)
+        node = _composed(loader)
         if node is not None:
             _note_keys(node, "", name, document, set())
             document.data = loader.construct_document(node)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         document.problems.append(_syntax_problem(error, name))
-    finally:
-        loader.dispose()
     return document
 
 
 def read_value(text: str) -> Any:
     """One value as it would stand in the YAML file. Raises ``yaml.YAMLError``."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    try:
+        loader = _Loader(text)
+        node = _composed(loader)
+        return None if node is None else loader.construct_document(node)
+    except (ValueError, RecursionError) as error:
+        raise yaml.MarkedYAMLError(problem=_reason(error)) from error
 
 
 def write_text(data: Any) -> str:
     """YAML text which ``read_document`` reads back as ``data``; ASCII, since PyYAML loses some characters else."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def _composed(loader: _Loader) -> yaml.Node | None:
+    """The document's nodes; ``None`` of an empty text."""
+    node: yaml.Node | None = loader.get_single_node()
+    _refuse_cycles(node, set(), set())
+    return node
+
+
+def _refuse_cycles(node: yaml.Node | None, above: set[int], finished: set[int]) -> None:
+    """An alias inside of what it stands for has no end, and no place in a configuration."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in finished:
+        return
+    if id(node) in above:
+        raise yaml.MarkedYAMLError(problem="an alias stands inside of its own anchor", problem_mark=node.start_mark)
+    above.add(id(node))
+    children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    for child in children:
+        _refuse_cycles(child, above, finished)
+    above.discard(id(node))
+    finished.add(id(node))
 
 
 def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen: set[int]) -> None:
@@ -104,8 +128,14 @@ def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen
             _note_keys(value, f"{path}.", name, document, seen)
 
 
-def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    return getattr(error, "problem", None) or str(error).splitlines()[0]
+
+
+def _syntax_problem(error: Exception, name: str) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    reason = getattr(error, "problem", None) or str(error)
+    reason = _reason(error)
     where = f"{name}:{mark.line + 1}" if mark is not None else name
     return f"{where}: not valid YAML ({reason}); correct this line"

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
+from slime_like.data.dump_names import rollouts_name
 from slime_like.errors import DataError
 from slime_like.trajectory import ScoredTrajectory
 
 _VERSION = 1
+_DAMAGE = (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError)
+"""What torch, or the construction of trajectories, raises on a file that is something else."""
 _FIELDS = tuple(field.name for field in fields(ScoredTrajectory))
 
 
 def dump_path(directory: Path, step: int) -> Path:
     """Where the rollouts of ``step`` lie in ``directory``."""
-    return directory / f"step-{step:06d}.pt"
+    return directory / rollouts_name(step)
 
 
 def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
@@ -41,6 +45,12 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
         content = torch.load(path, weights_only=True)
         if content["version"] != _VERSION:
             raise DataError(f"{path}:0: rollout dump of version {content['version']}, this program reads {_VERSION}")
-        return [ScoredTrajectory(**row) for row in content["trajectories"]]
-    except (RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}:0: damaged rollout dump ({error}); save it again with debug.save_rollouts") from error
+        trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
+    except _DAMAGE as error:
+        reason = next(iter(str(error).splitlines()), "")  # torch goes on about trusting the file
+        raise DataError(
+            f"{path}:0: damaged rollout dump ({type(error).__name__}: {reason}); save it again with debug.save_rollouts"
+        ) from error
+    if not trajectories:
+        raise DataError(f"{path}:0: holds no trajectory; save it again with debug.save_rollouts")
+    return trajectories

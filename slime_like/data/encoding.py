@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,8 @@ class RowEncoder:
             raise row.fault(
                 f"the answer {self._config.answer_key!r} {found}; give text or a number, or set data.answer_key"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise row.fault(f"the answer {self._config.answer_key!r} is {value}, which no response can be; correct it")
         return str(value)
 
     def _response_tokens(self, row: Row) -> list[int] | None:

@@ -55,14 +55,30 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                values = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+                if b"\\ud" in line.lower():
+                    _refuse_lone_surrogates(values)
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}:{number}: no valid JSON ({error}); one object per line belongs here"
                 ) from error
             if not isinstance(values, dict):
                 raise DataError(f"{path}:{number}: holds a {type(values).__name__}; one object per line belongs here")
             yield Row(path, number, values)
+
+
+def _refuse_constant(name: str) -> None:
+    """Python reads ``NaN`` and ``Infinity``, which are no JSON and no answer either."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse_lone_surrogates(values: Any) -> None:
+    r"""Escapes of half a character, such as ``\ud800``, are no text: no tokenizer takes them."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"\\u{ord(half):04x} is half of a surrogate pair, and no text") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -76,5 +92,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}:{number}: no valid Parquet file ({error}); write it again") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DataError(f"{path}:{number}: is damaged behind this row ({error}); write it again") from error

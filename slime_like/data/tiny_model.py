@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     model.generation_config = transformers.GenerationConfig(**_special_ids())
     with _without_progress_bar():
         model.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", file)  # safetensors makes files that only their owner reads
     byte_tokenizer().save_pretrained(directory)
 
 

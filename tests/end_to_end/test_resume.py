@@ -89,7 +89,7 @@ def test_kept_rollouts_train_alone_and_give_the_same_first_step(
 ) -> None:
     """No engine, no reward: the same samples on the same weights have the same loss."""
     replay = ["--debug.load_rollouts", str(uninterrupted / "rollouts"), "--debug.save_rollouts", "none"]
-    replay += ["--data.train", "none"]  # nor any prompt
+    replay += ["--data.train", "none", "--evaluation.files", "none"]  # nor any prompt
     finished = run(flags(tiny, tmp_path, *replay, "--checkpoint.every", "0"), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     for ours, theirs in zip(steps_of(tmp_path / "run"), steps_of(uninterrupted / "run"), strict=True):

@@ -8,7 +8,9 @@ random numbers drawn after loading with those drawn after saving.
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,17 +200,46 @@ def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]
     return messages
 
 
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _scramble(content: bytes) -> bytes:
+    flipped = bytearray(content)
+    for index in range(0, len(flipped), 200):
+        flipped[index] ^= 0xFF
+    return bytes(flipped)
+
+
+DAMAGE: list[tuple[str, Callable[[bytes], bytes]]] = [
+    ("*.distcp", _cut),
+    ("*.distcp", _scramble),
+    (".metadata", _cut),
+    (".metadata", lambda content: b"\x93abc" * 50),
+    (".metadata", lambda content: b""),
+    ("common.pt", _cut),
+    ("common.pt", lambda content: b"\x93abc" * 50),
+    ("metadata.json", lambda content: b"{"),
+]
+"""File of a checkpoint, and what becomes of its content."""
+
+
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    """Nothing there, a data file cut off, another model, another schedule."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    """Nothing there, every kind of damaged file, another model, another schedule."""
+    whole = tmp_path / "whole"
     config = _config(_model(tmp_path / "model", "single"), tmp_path, {})
     _run(_save_and_go_on, config, tmp_path / "first", whole)
-    _run(_save_and_go_on, config, tmp_path / "again", cut)
-    (data,) = cut.glob("*.distcp")
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    missing, damaged = run_ranks(_errors, 1, tmp_path / "errors", config, [tmp_path / "none", cut])[0]
+    directories = [tmp_path / f"damaged-{number}" for number in range(len(DAMAGE))]
+    for directory, (pattern, damage) in zip(directories, DAMAGE, strict=True):
+        shutil.copytree(whole, directory)
+        (file,) = directory.glob(pattern)
+        file.write_bytes(damage(file.read_bytes()))
+    missing, *damaged = run_ranks(_errors, 1, tmp_path / "errors", config, [tmp_path / "none", *directories])[0]
     assert "not a whole training checkpoint" in missing
-    assert "is damaged" in damaged
+    for directory, message in zip(directories, damaged, strict=True):
+        assert message.startswith(f"{directory}: is damaged (")
+        assert message.endswith("); resume from an older checkpoint in RUN_DIR/checkpoints")
+        assert len(message) < 300 and "\n" not in message
 
     for family, problem in (("qwen2", "decoder.layers.self_attention.linear_qkv"), ("qwen3", "q_layernorm")):
         make_tiny_model(tmp_path / family, family, num_hidden_layers=2 if family == "qwen2" else 4)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import stat
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from slime_like import __version__
-from slime_like.cli import FAMILIES, main
+from slime_like.cli import main
+from slime_like.commands.root import FAMILIES
 from slime_like.config import RunConfig
 from slime_like.config.fields import all_fields
 from slime_like.data import tiny_model
@@ -71,11 +75,71 @@ def test_an_error_is_a_sentence_and_an_exit_code(
     assert loop.seen[0].data.max_prompt_tokens == 512
 
 
-def test_a_bug_keeps_its_traceback(tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+UNFORESEEN: list[tuple[Exception, str]] = [
+    (ZeroDivisionError("a\nbug"), "ZeroDivisionError: a bug; this was not foreseen, its traceback is in "),
+    (RuntimeError(), "RuntimeError; this was not foreseen, its traceback is in "),
+    (ValueError("x" * 9999), f"ValueError: {'x' * 300}; this was not foreseen"),
+    (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device; look at that place, or at "),
+]
+
+
+@pytest.mark.parametrize("has_run_dir", [True, False])
+@pytest.mark.parametrize(("error", "text"), UNFORESEEN, ids=[type(case[0]).__name__ for case in UNFORESEEN])
+def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
+    tmp_path: Path,
+    sound: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    text: str,
+    has_run_dir: bool,
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Loop(monkeypatch, ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError):
-        main(sound)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Loop(monkeypatch, error)
+    if has_run_dir:
+        (tmp_path / "run").mkdir()
+    assert main(sound) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
+    kept = Path(printed.strip().rpartition(" in ")[2])
+    assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
+    assert "in _train\n    raise self._error\n" in kept.read_text()
+
+
+def test_an_interrupt_that_a_library_disguises_is_an_interrupt(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    disguised = ImportError("cannot import half a module")
+    disguised.__context__ = KeyboardInterrupt()
+    Loop(monkeypatch, disguised)
+    assert main(sound) == 130
+
+
+@pytest.mark.parametrize("disguise", [False, True])
+def test_ctrl_c_is_understood_while_modules_are_imported(disguise: bool) -> None:
+    """The signal arrives within an import that every command makes, whose module may make another error of it."""
+    code = f"""
+import os, signal, sys
+from slime_like.cli import main
+
+class Interrupted:
+    def find_spec(self, name, *rest):
+        if name != "pydantic":
+            return
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not {disguise}:
+                raise
+        raise ValueError("KeyboardInterrupt, says a library")
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(main(["--version"]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "slime-like: interrupted\n")
 
 
 def test_nothing_starts_on_a_refused_configuration(
@@ -129,7 +193,36 @@ def test_make_tiny_model_writes_model_and_data_once(tmp_path: Path, capsys: pyte
     )
     assert main([*command[:-1], "4", "--force"]) == 0
     assert (out / "data/train.jsonl").read_bytes() != before
-    assert main(["make-tiny-model", str(out / "config.json")]) == 2
+    assert len({stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()}) == 1
+
+
+NO_PLACE = [
+    (["TMP/file"], "OUT=TMP/file is a file; give a directory"),
+    (["TMP/file/below"], "OUT=TMP/file/below is below TMP/file, which is a file; give a path below a directory"),
+    (["/proc/tiny"], "OUT=/proc/tiny cannot be written to ("),
+    (["TMP/tiny", "--seed", "99999999999999999999"], "--seed=99999999999999999999 is out of range; it must be 0 to "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), NO_PLACE, ids=[case[1][:40] for case in NO_PLACE])
+def test_make_tiny_model_refuses_where_nothing_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(f"slime-like: {sentence.replace('TMP', str(tmp_path))}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", ["make-tiny-model", "report"])
+def test_an_empty_path_does_not_mean_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main([command, ""])
+    assert caught.value.code == 2
+    assert "is empty; give a path" in capsys.readouterr().err
 
 
 def test_families_are_those_of_the_tiny_model() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from slime_like.config.check import check
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layers_per_stage, layout_problems
 from slime_like.config.load import load_config
+from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError
-from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, sound_flags, write_checkpoint
+from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, sound_flags, write_checkpoint, write_weights
 
 
 @pytest.fixture
@@ -35,6 +38,21 @@ FAULTS: list[tuple[list[str], str]] = [
     (["--model.path", "TMP/none"], "model.path=TMP/none is no directory; give a Hugging Face checkpoint directory"),
     (["--model.path", "TMP"], "model.path=TMP: no config.json there; give a Hugging Face checkpoint directory"),
     (["--run_dir", "TMP/train.jsonl"], "run_dir=TMP/train.jsonl is a file; give a directory"),
+    (
+        ["--run_dir", "TMP/train.jsonl/run"],
+        "run_dir=TMP/train.jsonl/run is below TMP/train.jsonl, which is a file; give a path below a directory",
+    ),
+    (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written to ("),
+    (["--run_dir", "TMP/" + "x" * 256], f"run_dir=TMP/{'x' * 256} cannot be written to (File name too long)"),
+    (["--debug.save_rollouts", "TMP/train.jsonl"], "debug.save_rollouts=TMP/train.jsonl is a file; give a directory"),
+    (
+        ["--debug.load_rollouts", "TMP/none"],
+        "debug.load_rollouts=TMP/none is no directory; give one that debug.save_rollouts filled",
+    ),
+    (
+        ["--debug.load_rollouts", "TMP/model", "--steps", "3"],
+        "debug.load_rollouts=TMP/model lacks step-000001.pt, and every one of steps=3 needs its own; train for fewer",
+    ),
     (["--data.train", "none"], "data.train=[] is empty; give at least one .jsonl or .parquet file"),
     (["--data.train", "TMP/no.jsonl"], "data.train=TMP/no.jsonl does not exist; give an existing file"),
     (
@@ -65,6 +83,25 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--rollout.samples_per_prompt", "1"],
         "rollout.samples_per_prompt=1 gives algorithm.advantage=grpo nothing to compare",
     ),
+    (
+        ["--algorithm.loss", "no_such.place:thing"],
+        "algorithm.loss=no_such.place:thing leads nowhere: there is no module no_such; install it, or start with",
+    ),
+    (
+        ["--algorithm.advantage", "slime_like.algorithms.advantage:x"],
+        "algorithm.advantage=slime_like.algorithms.advantage:x leads nowhere: there is no module "
+        "slime_like.algorithms.advantage; install it",
+    ),
+    (
+        ["--reward.functions", "[{name: 'slime_like.rewards.math_answer:mathverify'}]"],
+        "reward.functions.0.name=slime_like.rewards.math_answer:mathverify leads nowhere: ",
+    ),
+    (["--algorithm.loss", "a-b:c"], "algorithm.loss=a-b:c is no import path; give `package.module:name`"),
+    (
+        ["--algorithm.overlong_buffer", "257"],
+        "algorithm.overlong_buffer=257 is more than rollout.max_new_tokens=256, below which the penalty grows",
+    ),
+    (["--algorithm.kl_reward_coef", "0.1", "--reference.path", "TMP/none"], "reference.path=TMP/none is no directory"),
     (["--algorithm.minibatches", "65"], "algorithm.minibatches=65 is more than rollout.prompts_per_step=64"),
     (
         ["--trainer.parallel.data", "9", "--rollout.prompts_per_step", "2", "--algorithm.minibatches", "2"],
@@ -73,6 +110,10 @@ FAULTS: list[tuple[list[str], str]] = [
     (
         ["--trainer.parallel.data", "3", "--rollout.prompts_per_step", "2", "--algorithm.loss", "sft"],
         "trainer.parallel.data=3 is more than the 2 samples of a minibatch",
+    ),
+    (
+        ["--algorithm.moe_aux_loss_coef", "0.01"],
+        "algorithm.moe_aux_loss_coef=0.01, but the model has no experts to balance; set it to 0",
     ),
     (["--trainer.optimizer.min_lr", "1"], "trainer.optimizer.min_lr=1 is above trainer.optimizer.lr=1e-06"),
     (
@@ -135,6 +176,88 @@ def test_a_fault_is_named_with_field_value_and_remedy(
     problems = check(load_config(None, [*flags, *(flag.replace("TMP", str(tmp_path)) for flag in more)]))
     assert len(problems) == 1, problems
     assert problems[0].startswith(sentence.replace("TMP", str(tmp_path)))
+
+
+def keep_rollouts(directory: Path, steps: Iterable[int]) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    for step in steps:
+        dump_path(directory, step).touch()
+    return ["--debug.load_rollouts", str(directory), "--steps", "3"]
+
+
+def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: list[str]) -> None:
+    flags += keep_rollouts(tmp_path / "kept", (1, 3))
+    [problem] = check(load_config(None, flags))
+    assert "kept lacks step-000002.pt" in problem
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-000002").mkdir(parents=True)
+    (checkpoints / "latest").symlink_to("step-000002")
+    assert check(load_config(None, flags)) == []
+    assert len(check(load_config(None, [*flags, "--resume", "never"]))) == 1
+
+
+def test_kept_rollouts_cannot_be_evaluated(tmp_path: Path, flags: list[str]) -> None:
+    flags += keep_rollouts(tmp_path / "kept", (1, 2, 3))
+    assert check(load_config(None, flags)) == []
+    flags += ["--evaluation.files", str(tmp_path / "train.jsonl"), "--evaluation.every", "1"]
+    [problem] = check(load_config(None, flags))
+    assert "starts no engine, so that evaluation.files cannot be sampled from; set evaluation.files: none" in problem
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
+    check(load_config(None, flags))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.jsonl"]
+
+
+def _weights(model: Path) -> Path:
+    return model / "model.safetensors"
+
+
+def _write_index(model: Path, text: str) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+
+
+TWO_FILES = json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
+MODEL_FILES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda model: _weights(model).unlink(), "MODEL holds no *.safetensors file, so the model has no weights; copy or"),
+    (lambda model: _weights(model).write_bytes(b""), "MODEL/model.safetensors is cut off or no safetensors file"),
+    (lambda model: _weights(model).write_bytes(b"\xff" * 64), "MODEL/model.safetensors is cut off or no safetensors"),
+    (
+        lambda model: _weights(model).write_bytes(_weights(model).read_bytes()[:100]),
+        "MODEL/model.safetensors is cut off or no safetensors file: its header does not fit its 100 bytes; copy or",
+    ),
+    (
+        lambda model: _weights(model).write_bytes(b"\x02" + bytes(7) + b"[]"),
+        "MODEL/model.safetensors is no safetensors file: its header cannot be read (",
+    ),
+    (
+        lambda model: _weights(model).write_bytes(_weights(model).read_bytes()[:-1]),
+        "MODEL/model.safetensors has ",
+    ),
+    (
+        lambda model: _write_index(model, TWO_FILES),
+        "MODEL/more.safetensors is missing, though model.safetensors.index.json lists it; copy or download it again",
+    ),
+    (
+        lambda model: _write_index(model, "[]"),
+        "MODEL/model.safetensors.index.json is no index of safetensors files (",
+    ),
+    (
+        lambda model: write_weights(_weights(model), range(11)),
+        "MODEL/config.json says num_hidden_layers=12, but the weights beside it are of 11 layers; use the config.json",
+    ),
+]
+
+
+@pytest.mark.parametrize("field", ["model.path", "reference.path"])
+@pytest.mark.parametrize(("damage", "sentence"), MODEL_FILES, ids=[case[1] for case in MODEL_FILES])
+def test_weights_that_are_missing_or_damaged_are_found_before_anything_starts(
+    tmp_path: Path, flags: list[str], field: str, damage: Callable[[Path], object], sentence: str
+) -> None:
+    model = write_checkpoint(tmp_path / "damaged")
+    damage(model)
+    [problem] = check(load_config(None, [*flags, f"--{field}", str(model), "--algorithm.kl_coef", "0.1"]))
+    assert problem.startswith(f"{field}: {sentence.replace('MODEL', str(model))}")
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path, flags: list[str]) -> None:
@@ -227,6 +350,10 @@ UNREADABLE = {
         "architecture GPT2LMHeadModel is not supported; known: ",
     ),
     "missing": ('{"architectures": ["Qwen3ForCausalLM"]}', "is missing"),
+    "nested architectures": ('{"architectures": [["x"]]}', "architecture ['x'] is not supported; known: "),
+    "architectures of another type": ('{"architectures": 3}', "architecture 3 is not supported; known: "),
+    "nested too deep": ("[" * 100_000, "not valid JSON"),
+    "endless number": ('{"vocab_size": ' + "9" * 5000 + "}", "not valid JSON"),
 }
 
 
@@ -254,6 +381,38 @@ def test_an_unreadable_checkpoint_is_named(tmp_path: Path, case: str) -> None:
 def test_a_checkpoint_that_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ModelDimensions.from_checkpoint(write_checkpoint(tmp_path, **changes))
+
+
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": "3"}, "num_hidden_layers='3' is no whole number of at least 1"),
+    ({"num_attention_heads": [4]}, "num_attention_heads=[4] is no whole number of at least 1"),
+    ({"hidden_size": 64.0}, "hidden_size=64.0 is no whole number of at least 1"),
+    ({"head_dim": True}, "head_dim=True is no whole number of at least 1"),
+    ({"vocab_size": 0}, "vocab_size=0 is no whole number of at least 1"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is no number above 0"),
+    ({"rope_theta": -1}, "rope_theta=-1 is no number above 0"),
+    ({"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
+    ({"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list of them"),
+    ({"eos_token_id": [2, None]}, "eos_token_id=[2, None] is neither a token id nor a list of them"),
+    ({"head_dim": None, "num_attention_heads": 7}, "num_attention_heads=7 does not divide hidden_size=64, and there"),
+    ({"layer_types": ["full_attention"] * 3}, "num_hidden_layers=12, but layer_types has 3 entries"),
+    ({**EXPERTS, "num_experts_per_tok": "2"}, "num_experts_per_tok='2' is no whole number of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), WRONG_TYPES, ids=[case[1] for case in WRONG_TYPES])
+def test_a_value_of_the_wrong_type_is_named_with_its_key(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelDimensions.from_checkpoint(write_checkpoint(tmp_path, **changes))
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: {reason}")
+
+
+def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"/generation_config\.json: not valid JSON"):
+        ModelDimensions.from_checkpoint(tmp_path)
 
 
 def test_dimensions_are_those_of_the_file(tmp_path: Path) -> None:

@@ -201,6 +201,19 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("a: [", [], "FILE:3: not valid YAML"),
     ("a: b: c", [], "FILE:3: not valid YAML"),
     ("a: !!python/object:os.system {}", [], "FILE:3: not valid YAML"),
+    ("a: &a [*a]", [], "FILE:3: not valid YAML (an alias stands inside of its own anchor); correct this line"),
+    ("a: &a {b: {c: *a}}", [], "FILE:3: not valid YAML (an alias stands inside of its own anchor)"),
+    ("a: " + "[" * 5000, [], "FILE: not valid YAML (nested too deep)"),
+    ("seed: " + "9" * 5000, [], "FILE: not valid YAML (Exceeds the limit"),
+    ("a: \x07", [], "FILE: not valid YAML (unacceptable character #x0007"),
+    ("", ["--rollout.engine_args", "&a [*a]"], "--rollout.engine_args: '&a [*a]' is not valid YAML (an alias stands"),
+    ("steps: 1000000", [], "FILE:3: steps=1000000 is out of range; it must be at most 999999"),
+    ("", ["--seed", "9" * 23], f"--seed={'9' * 23} is out of range; it must be at most 4294967295"),
+    ("reference: {path: ''}", [], "FILE:3: reference.path='' is empty; give a path"),
+    ('data: {train: [a.jsonl, ""]}', [], "FILE:3: data.train="),
+    ("", ["--run_dir", ""], "--run_dir='' is empty; give a path"),
+    ("", ["--evaluation.files="], "--evaluation.files=[] is empty; give a path"),
+    ("", ["--model.path", "a\0b"], "--model.path="),
 ]
 
 

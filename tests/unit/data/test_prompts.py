@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slime_like.config import DataConfig
 from slime_like.data.prompts import PromptSource, load_tokenizer
-from slime_like.data.tiny_model import byte_tokenizer
+from slime_like.data.tiny_model import byte_tokenizer, make_tiny_model
 from slime_like.errors import DataError
 
 TOKENIZER = byte_tokenizer()
@@ -57,6 +57,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"x.q": "1", "x": {"q": "2"}, "answer": "2"}, {"prompt_key": "x.q"}, "<user>1<assistant>", "2"),
     ({"input_token_ids": [33, 34], "prompt": "ignored", "answer": "2"}, {}, text((33, 34)), "2"),
     ({"ids": [33, 34], "answer": "2"}, {"token_ids_key": "ids"}, text((33, 34)), "2"),
+    ({"prompt": "\U0001f600\\ud800", "answer": "2"}, {"apply_chat_template": False}, "\U0001f600\\ud800", "2"),
     ({"prompt": "é", "answer": "ü"}, {"apply_chat_template": False}, "é", "ü"),
 ]
 
@@ -151,6 +152,16 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("{\n", {}, "FILE:1: no valid JSON"),
     ('{"prompt": "a", "answer": "b"}\nnonsense', {}, "FILE:2: no valid JSON"),
     ("[1]", {}, "FILE:1: holds a list; one object per line belongs here"),
+    (
+        r'{"prompt": "a\ud800b", "answer": "b"}',
+        {},
+        r"FILE:1: no valid JSON (\ud800 is half of a surrogate pair, and no",
+    ),
+    (r'{"prompt": "a", "answer": "b", "x": [{"\uDFFF": 1}]}', {}, r"FILE:1: no valid JSON (\udfff is half of a"),
+    ('{"prompt": "a", "answer": NaN}', {}, "FILE:1: no valid JSON (NaN is no JSON number); one object per line"),
+    ('{"prompt": "a", "answer": "b", "x": -Infinity}', {}, "FILE:1: no valid JSON (-Infinity is no JSON number)"),
+    ('{"prompt": "a", "answer": 1e999}', {}, "FILE:1: the answer 'answer' is inf, which no response can be; correct"),
+    ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", {}, "FILE:1: no valid JSON (Exceeds the limit"),
     ("[" * 100_000, {}, "FILE:1: no valid JSON"),
     ('{"answer": "b"}', {}, "FILE:1: has neither 'prompt' nor 'input_token_ids'; set data.prompt_key to its key"),
     ('{"prompt": "", "answer": "b"}', {}, "FILE:1: 'prompt' is empty; remove the row"),
@@ -223,6 +234,19 @@ def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | Non
     assert reason in str(caught.value)
 
 
+def test_a_damaged_parquet_body_is_no_wrong_path(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"{i}+{i}=" * 50, "answer": str(2 * i)} for i in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[200:1200] = bytes(byte ^ 0xFF for byte in content[200:1200])
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG, seed=0)
+    assert str(caught.value).startswith(f"{path}:0: is damaged")
+    assert str(caught.value).endswith("; write it again")
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\xff", "answer": "1"}\n')
@@ -254,6 +278,15 @@ def test_the_checkpoints_tokenizer_is_loaded(tmp_path: Path) -> None:
     assert loaded.encode("12+34=") == TOKENIZER.encode("12+34=")
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="its tokenizer cannot be loaded"):
         load_tokenizer(tmp_path / "model")
+
+
+def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, num_hidden_layers=3)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"config\.json: transformers refuses it \("):
+        load_tokenizer(tmp_path)

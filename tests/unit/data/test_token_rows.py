@@ -55,7 +55,7 @@ BAD: list[tuple[Any, str]] = [
     ({**SOUND, "prompt_tokens": [-1]}, "'prompt_tokens' has the id -1"),
     ({**SOUND, "temperature": 0}, "'temperature' is 0, no number above 0"),
     ({**SOUND, "temperature": "1"}, "'temperature' is '1'"),
-    ('{"id": 1, "prompt_tokens": [1], "response_tokens": [1], "temperature": Infinity}', "'temperature' is inf"),
+    ('{"id": 1, "prompt_tokens": [1], "response_tokens": [1], "temperature": 1e999}', "'temperature' is inf"),
     ({**SOUND, "response_tokens": [1] * 15}, "takes 17 tokens of a micro-batch"),
     ({**SOUND, "response_tokens": [1] * 70}, "has 72 tokens, more than the model's max_position_embeddings=64"),
 ]

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,20 @@ def test_the_terminal_gets_the_essentials_and_no_control_character(run_dir: Path
     ):
         assert text in printed
     assert all(character == "\n" or character.isprintable() for character in printed)
+
+
+@pytest.mark.parametrize("width", [72, 80, 200])
+def test_a_metrics_name_is_never_broken_inside_of_a_word(run_dir: Path, width: int) -> None:
+    stream = io.StringIO()
+    print_report(run_dir, Console(file=stream, width=width, force_terminal=False))
+    lines = stream.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    first_cells = [line.split("│")[1].strip() for line in lines if "│" in line]
+    for name in ("train_actor_training/learning_rate", "train_actor_performance/total_step_time (s)"):
+        section, _, metric = name.partition("/")
+        whole = name in first_cells
+        assert whole or (f"{section}/", metric) in pairwise(first_cells), name
+        assert whole or width < 200
 
 
 def test_the_command(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.algorithms import pack_sequences, zero_weight_pack
+from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.errors import TrainerError
+from slime_like.errors import RewardError, TrainerError
 from slime_like.orchestration.credit import penalise_kl, step_advantages, total_rewards
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
 from slime_like.trajectory import ScoredTrajectory
@@ -38,6 +38,29 @@ def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
     control = config().model_copy(update={"debug": config().debug.model_copy(update={"shuffle_advantages": True})})
     shuffled = step_advantages(control, totals, groups, step=3)
     assert sorted(plain.tolist()) == sorted(shuffled.tolist()) and not torch.equal(plain, shuffled)
+
+
+# What a user may write as an advantage estimator.
+RAISES = AdvantageEstimator(lambda rewards, groups, eps: 1 / 0, "group")
+NO_TENSOR = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
+ONE_TOO_FEW = AdvantageEstimator(lambda rewards, groups, eps: rewards[1:], "group")
+ENDLESS = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
+NO_ESTIMATOR = "text"
+FAULTY = [
+    ("RAISES", "failed with ZeroDivisionError: division by zero ("),
+    ("NO_TENSOR", "failed with AttributeError: 'list' object has no attribute 'to' ("),
+    ("ONE_TOO_FEW", "gave shape (3,) for 4 samples; it must return one finite advantage for each"),
+    ("ENDLESS", "gave values that are not finite for 4 samples; it must return one finite advantage for each"),
+    ("NO_ESTIMATOR", "failed with ValueError: advantage estimator"),
+]
+
+
+@pytest.mark.parametrize(("name", "what"), FAULTY)
+def test_a_users_estimator_that_fails_is_named(name: str, what: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        step_advantages(config(advantage=f"{__name__}:{name}"), torch.arange(4.0), [0, 0, 1, 1], step=7)
+    assert str(caught.value).startswith(f"step 7: algorithm.advantage={__name__}:{name} {what}")
+    assert name != "RAISES" or f"({__file__}:" in str(caught.value)
 
 
 class OneRank:

@@ -1,0 +1,36 @@
+"""Can a directory be made, and written into? Tried out before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def directory_problem(path: Path) -> str | None:
+    """Why nothing could be written into ``path``, as the end of a sentence with its remedy; ``None`` where it could.
+
+    ``path`` need not exist: then its nearest parent that does is tried, by making a directory there that is removed at
+    once. Permissions alone do not tell: a read-only file system or ``/proc`` refuses whoever asks.
+    """
+    try:
+        nearest = _nearest(path)
+        if nearest is None:
+            return "is a file; give a directory"
+        if not nearest.is_dir():
+            return f"is below {nearest}, which is a file; give a path below a directory"
+        Path(tempfile.mkdtemp(prefix=".slime-like-", dir=nearest)).rmdir()
+        # A name can be wrong by itself, e.g. too long.
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(path)
+    except OSError as error:
+        return f"cannot be written to ({error.strerror or error}); give a directory on a disk that can be"
+    return None
+
+
+def _nearest(path: Path) -> Path | None:
+    """``path`` or the first parent of it that exists; ``None`` where ``path`` itself is no directory."""
+    if path.exists():
+        return path if path.is_dir() else None
+    return next(parent for parent in path.absolute().parents if parent.exists())

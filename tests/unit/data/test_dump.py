@@ -1,0 +1,60 @@
+"""Kept rollouts: what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.dump import dump_path, load_trajectories, save_trajectories
+from slime_like.errors import DataError
+from slime_like.verification.batch import synthetic_batch
+from tests.unit.config.checkpoint import write_checkpoint
+
+RANDOM = random.Random(0).randbytes(4096)
+BROKEN: dict[str, tuple[object, str]] = {
+    "random bytes": (RANDOM, "damaged rollout dump (UnpicklingError: "),
+    "the beginning of a pickle": (b"\x80\x02" + RANDOM, "damaged rollout dump ("),
+    "empty": (b"", "damaged rollout dump (EOFError: "),
+    "text": (b"hello", "damaged rollout dump ("),
+    "a list": ([1, 2], "damaged rollout dump (TypeError: "),
+    "no version": ({}, "damaged rollout dump (KeyError: 'version')"),
+    "another version": ({"version": 9}, "rollout dump of version 9, this program reads 1"),
+    "other fields": ({"version": 1, "trajectories": [{"x": 1}]}, "damaged rollout dump (TypeError: "),
+    "nothing in it": (
+        {"version": 1, "trajectories": []},
+        "holds no trajectory; save it again with debug.save_rollouts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, case: str) -> None:
+    content, reason = BROKEN[case]
+    path = dump_path(tmp_path, 1)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(DataError) as caught:
+        load_trajectories(path)
+    assert str(caught.value).startswith(f"{path}:0: {reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> None:
+    batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
+    path = dump_path(tmp_path, 12)
+    save_trajectories(path, batch)
+    for found, saved in zip(load_trajectories(path), batch, strict=True):
+        for field in fields(saved):
+            value, expected = getattr(found, field.name), getattr(saved, field.name)
+            same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+            assert same, field.name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"step-000012\.pt:0: damaged rollout dump"):
+        load_trajectories(path)
