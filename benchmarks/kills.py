@@ -79,12 +79,12 @@ def disturbed(arguments: list[str], root: Path, kills: int, longest_s: float, ge
     """Kill and start again ``kills`` times, then let it end; the finished steps at each kill."""
     finished_steps = []
     for attempt in range(kills):
-        command = Command(arguments, root / f"log-{attempt}")
-        time.sleep(generator.uniform(0.5, longest_s))
-        if command.process.poll() is not None:
-            sys.exit(f"attempt {attempt} ended before it was killed: {command.output}; take more steps")
-        command.kill()
-        left = command.finish(timeout_s=30).left_behind
+        with Command(arguments, root / f"log-{attempt}") as command:
+            time.sleep(generator.uniform(0.5, longest_s))
+            if command.process.poll() is not None:
+                sys.exit(f"attempt {attempt} ended before it was killed: {command.output}; take more steps")
+            command.kill()
+            left = command.finish(timeout_s=30).left_behind
         if left:
             sys.exit(f"attempt {attempt} left processes behind: {left}")
         latest = root / "run" / "checkpoints" / "latest"

@@ -28,6 +28,8 @@ class Finished:
 class Command:
     """``slime-like ARGUMENTS`` in a process group of its own.
 
+    A context manager: a test that fails half-way leaves nothing that would disturb the next one.
+
     The test process becomes the subreaper of whatever the command orphans, so that every descendant can be found
     through the process tree, whatever it calls itself.
     """
@@ -46,6 +48,13 @@ class Command:
                 stderr=err,
                 start_new_session=True,
             )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.finish(timeout_s=0.0)
 
     @property
     def output(self) -> str:
@@ -86,19 +95,18 @@ class Command:
             found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
         return found
 
-    def named(self, title: str) -> psutil.Process:
-        """The descendant whose process title contains ``title``."""
-        matches = [process for process in self.descendants() if title in _title(process)]
-        assert matches, f"no descendant is called {title!r}: {[_title(p) for p in self.descendants()]}"
+    def named(self, *titles: str) -> psutil.Process:
+        """The descendant whose process title contains one of ``titles``."""
+        matches = [process for process in self.descendants() if any(title in _title(process) for title in titles)]
+        assert matches, f"no descendant is called {titles}: {[_title(p) for p in self.descendants()]}"
         return matches[0]
 
     def finish(self, timeout_s: float) -> Finished:
         try:
             code = self.process.wait(timeout_s)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            code = self.process.wait()
         finished = Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
         _adopt_orphans(False)  # other tests expect the system to collect what they orphan
         return finished
@@ -148,4 +156,5 @@ def _title(process: psutil.Process) -> str:
 
 
 def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0) -> Finished:
-    return Command(arguments, log_dir).finish(timeout_s)
+    with Command(arguments, log_dir) as command:
+        return command.finish(timeout_s)

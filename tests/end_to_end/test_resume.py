@@ -48,10 +48,10 @@ def assert_same(root: Path, whole: Path) -> None:
 
 def test_killed_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
     """Killed during step 3: the checkpoint of step 2 is the last, so step 3 is run again."""
-    command = Command(flags(tiny, tmp_path), tmp_path / "log")
-    command.wait_for("checkpoint of step 2", timeout_s=120)
-    command.kill()
-    killed = command.finish(timeout_s=30)
+    with Command(flags(tiny, tmp_path), tmp_path / "log") as command:
+        command.wait_for("checkpoint of step 2", timeout_s=120)
+        command.kill()
+        killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
     finished = run(flags(tiny, tmp_path), tmp_path / "log-again")
     assert finished.code == 0, finished.stderr

@@ -53,10 +53,10 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
 @pytest.mark.parametrize(("moment", "how"), [("starting Ray", "ctrl-c"), ("step 0/", "ctrl-c"), ("step 0/", "SIGTERM")])
 def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str) -> None:
     """By hand, or by a scheduler's SIGTERM."""
-    command = Command(tiny.rl_flags(tmp_path / "run", "--steps", "1000"), tmp_path / "log")
-    command.wait_for(moment, timeout_s=120)
-    command.interrupt() if how == "ctrl-c" else command.process.terminate()
-    finished = command.finish(timeout_s=60)
+    with Command(tiny.rl_flags(tmp_path / "run", "--steps", "1000"), tmp_path / "log") as command:
+        command.wait_for(moment, timeout_s=120)
+        command.interrupt() if how == "ctrl-c" else command.process.terminate()
+        finished = command.finish(timeout_s=60)
     assert finished.code == 130
     assert "interrupted" in one_sentence(finished).lower()
 
