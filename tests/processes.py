@@ -121,13 +121,17 @@ class Command:
         titles = [_title(process) for process in left]
         for process in left:
             process.kill()
-        return titles + [str(path) for path in _shared_memory() - self._memory_before]
+        memory = [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
+        return titles + [str(path) for path in memory]
 
 
 def _shared_memory() -> set[Path]:
-    """Weight buckets in shared memory, ``slime-RUN.PID.NUMBER``, whose process is no more."""
-    buckets = Path("/dev/shm").glob("slime-*.*.*")
-    return {path for path in buckets if not psutil.pid_exists(int(path.name.split(".")[1]))}
+    """Weight buckets in shared memory: ``slime-RUN.PID.NUMBER``."""
+    return set(Path("/dev/shm").glob("slime-*.*.*"))
+
+
+def _maker_lives(bucket: Path) -> bool:
+    return psutil.pid_exists(int(bucket.name.split(".")[1]))
 
 
 def _adopt_orphans(on: bool) -> None:
