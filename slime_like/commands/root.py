@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from slime_like import __version__
@@ -19,6 +17,7 @@ from slime_like.config.load import load_config
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.failure import traceback_kept
+from slime_like.interrupts import InterruptHandler
 from slime_like.observability import report_command
 
 if TYPE_CHECKING:
@@ -37,10 +36,10 @@ def run(argv: list[str]) -> int:
         config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
         return _train(config) if argv[0] == "train" else _evaluate(config)
     if argv[:1] == ["score"] and not {"-h", "--help"} & set(argv):
-        signal.signal(signal.SIGTERM, _terminate)
+        InterruptHandler().install()
         return score_command.run(argv[1:])
     if argv[:2] == ["verify", "layouts"] and not {"-h", "--help"} & set(argv):
-        signal.signal(signal.SIGTERM, _terminate)
+        InterruptHandler().install()
         return verify_command.run(argv[2:])
     arguments = _parser().parse_args(argv)
     if arguments.command == "report":
@@ -98,13 +97,8 @@ def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
     problems = check(config)
     if problems:
         raise ConfigError(problems)
-    signal.signal(signal.SIGTERM, _terminate)
+    InterruptHandler().install()
     return config
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C does, so that a scheduler's SIGTERM leaves nothing running either."""
-    raise KeyboardInterrupt
 
 
 def _evaluate(config: RunConfig) -> int:

@@ -10,6 +10,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime_like.errors import SlimeLikeError
+from slime_like.interrupts import raise_if_interrupted
+
+_LOOK_EVERY_S = 5.0
+"""Between looks at whether the user has interrupted."""
 
 
 def gather(
@@ -33,7 +37,10 @@ def gather(
     while waiting:
         # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
         left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
+        raise_if_interrupted()
+        if not ready and left > _LOOK_EVERY_S:
+            continue
         if not ready:
             late = ", ".join(waiting.values())
             raise error(f"{late} gave no answer within {timeout_s:.0f} s while {phase}; the worker logs say more")

@@ -19,6 +19,7 @@ from ray._common.utils import get_default_ray_temp_dir
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.interrupts import raise_if_interrupted
 from slime_like.orchestration import guard
 from slime_like.weights.transports.shared_memory import cleanup
 
@@ -56,25 +57,30 @@ class Cluster:
         try:
             with _own_signals():
                 ray.init(**self._arguments())
+            raise_if_interrupted()
             self._link_logs()
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            self._end()
+            self._end(in_order=False)
             where = self._config.address or "on this machine"
             raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
         except BaseException:
-            self._end()
+            self._end(in_order=False)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._end(in_order=kind is None)
 
-    def _end(self) -> None:
+    def _end(self, in_order: bool) -> None:
+        """What was interrupted while it started may still be starting: then the guard looks once more."""
         ray.shutdown()
         cleanup(self.run_name)
-        guard.dismiss(self._guard)
+        if in_order:
+            guard.dismiss(self._guard)
+        elif self._guard.stdin is not None:
+            self._guard.stdin.close()
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -99,10 +105,11 @@ class Cluster:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Ray puts a handler of its own on SIGTERM, which ends the process without any cleaning up."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _require_reachable(address: str) -> None:

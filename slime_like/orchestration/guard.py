@@ -74,7 +74,9 @@ def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Proce
     found = []
     for process in psutil.process_iter():
         try:
-            if any(file.path.startswith(sessions) and file.mode != "r" for file in process.open_files()):
+            if process.pid != driver_pid and any(
+                file.path.startswith(sessions) and file.mode != "r" for file in process.open_files()
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
             continue

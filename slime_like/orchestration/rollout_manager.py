@@ -12,6 +12,7 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt
+from slime_like.interrupts import raise_if_interrupted
 from slime_like.orchestration.calls import gather, one
 from slime_like.orchestration.engine_actor import EngineActor
 from slime_like.orchestration.placement import Placement
@@ -68,6 +69,7 @@ class RolloutManager:
         answers: dict[int, list[Generation]] = {}
         last_answer = time.monotonic()
         while queue or running:
+            raise_if_interrupted()
             self._submit(queue, running)
             ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0.005)
             if not ready:

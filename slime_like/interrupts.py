@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM that are not lost: libraries swallow a KeyboardInterrupt that reaches them at the wrong moment."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+
+class InterruptHandler:
+    """A signal handler that raises ``KeyboardInterrupt``, and remembers that it did.
+
+    Attributes:
+        noted: a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.noted = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+        raise KeyboardInterrupt
+
+    def install(self) -> None:
+        """Take over both signals. Main thread only."""
+        signal.signal(signal.SIGINT, self)
+        signal.signal(signal.SIGTERM, self)
+        sys.unraisablehook = self._swallowed
+
+    def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Python prints what it must ignore, e.g. in a fork's callbacks. An interrupt is not lost: it is remembered."""
+        if not (self.noted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
+            sys.__unraisablehook__(unraisable)
+
+
+def raise_if_interrupted() -> None:
+    """Raise ``KeyboardInterrupt`` if a signal has come, whoever swallowed the first. Called where the run waits."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if isinstance(handler, InterruptHandler) and handler.noted:
+            handler.noted = False  # what ends the run must not be interrupted itself
+            raise KeyboardInterrupt
