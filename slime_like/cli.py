@@ -8,10 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.failure import traceback_kept
+from slime_like.interrupts import InterruptHandler
 
 _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 
@@ -35,18 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _imported() -> Callable[[list[str]], int]:
     """What runs the subcommands. Importing it takes a moment, in which Ctrl-C must be understood too: pydantic makes an
     error of its own of an interrupt, so it is noted where it arrives."""
-    interrupted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
+    handler = InterruptHandler()
+    before = signal.signal(signal.SIGINT, handler)
     try:
         from slime_like.commands.root import run
     except Exception as error:
-        if interrupted:
+        if handler.noted:
             raise KeyboardInterrupt from error
         raise
     finally:

@@ -72,14 +72,7 @@ def fused_logprobs(
         )
     if chunk_tokens is None:
         chunk_tokens = min(max(64, -(-count // 20)), 1024)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
-    if count and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
-        raise ValueError(
-            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
-            f"{vocab_size - 1}; give the token's own id where it is masked"
-        )
-    shard = VocabularyShard(vocab_start, max(0, min(vocab_size - vocab_start, weight.shape[0])), chunk_tokens)
+    shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens)
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
 
 
@@ -88,6 +81,24 @@ class VocabularyShard:
 
     def __init__(self, start: int, columns: int, chunk_tokens: int) -> None:
         self.start, self.columns, self.chunk_tokens = start, columns, chunk_tokens
+
+    @classmethod
+    def of(
+        cls, targets: Tensor, held_columns: int, start: int, vocab_size: int, chunk_tokens: int
+    ) -> VocabularyShard:
+        """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
+
+        Raises:
+            ValueError: a target outside the vocabulary, a chunk below 1.
+        """
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
+        if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+            raise ValueError(
+                f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
+                f"{vocab_size - 1}; give the token's own id where it is masked"
+            )
+        return cls(start, max(0, min(vocab_size - start, held_columns)), chunk_tokens)
 
     def parts(self, count: int) -> list[slice]:
         return [slice(i, min(i + self.chunk_tokens, count)) for i in range(0, count, self.chunk_tokens)]

@@ -49,14 +49,7 @@ def vocab_parallel_logprobs(
             f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
             f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
         )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
-    if count and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
-        raise ValueError(
-            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
-            f"{vocab_size - 1}; give the token's own id where it is masked"
-        )
-    shard = VocabularyShard(vocab_start, max(0, min(vocab_size - vocab_start, logits.shape[1])), chunk_tokens)
+    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens)
     return _VocabParallelLogprobs.apply(logits, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
 
 

@@ -5,7 +5,7 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,10 +41,7 @@ def check(config: RunConfig) -> list[str]:
 def check_trainer(config: RunConfig) -> list[str]:
     """Problems of the trainer alone, for commands that start neither engines nor rewards and read no prompts."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
-    backends = installed_names(BACKEND_GROUP)
-    if config.trainer.backend not in backends:
-        known = ", ".join(backends) or "(none is installed)"
-        problems.append(f"trainer.backend={config.trainer.backend} is unknown; use one of: {known}")
+    problems += _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
     if dimensions is not None:
         problems += [*layout_problems(config.trainer.parallel, dimensions), *_experts(config, dimensions)]
     return problems
@@ -125,8 +122,14 @@ def _names(config: RunConfig) -> Iterator[str]:
             problem = import_path_problem(name)
             if problem:
                 yield f"{field}={name} {problem}"
-        elif name not in known:
-            yield f"{field}={name} is unknown; use one of: {', '.join(known) or '(none is installed)'}{otherwise}"
+        else:
+            yield from _unknown(field, name, known, otherwise)
+
+
+def _unknown(field: str, name: str, known: Sequence[str], otherwise: str = "") -> list[str]:
+    if name in known:
+        return []
+    return [f"{field}={name} is unknown; use one of: {', '.join(known) or '(none is installed)'}{otherwise}"]
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
