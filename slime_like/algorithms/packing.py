@@ -54,7 +54,7 @@ def pack_sequences(
     lengths = _Lengths(sequences, target_tokens_per_batch)
     _check(sequences, lengths)
     tensors = _layout(lengths)
-    tensors |= _token_tensors(sequences, lengths, tensors["response_mask"], pad_token_id, ignore_index)
+    tensors |= _token_tensors(sequences, lengths, pad_token_id, ignore_index)
     tensors |= _response_tensors(sequences, lengths)
     if _are_scored(sequences):
         tensors |= _score_tensors(sequences, lengths)
@@ -224,9 +224,9 @@ class _Lengths:
         self.packed = self.actual if budget is None else budget
         self.padding = self.packed - self.actual
 
-    def per_token(self, per_sequence: np.ndarray) -> Tensor:
+    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
         """Every sequence's value on each of its response tokens. NumPy repeats four times as fast as torch."""
-        return torch.from_numpy(np.repeat(per_sequence, self.response))
+        return np.repeat(per_sequence, self.response)
 
 
 def _layout(lengths: _Lengths) -> dict[str, Tensor]:
@@ -244,12 +244,11 @@ def _layout(lengths: _Lengths) -> dict[str, Tensor]:
 
 
 def _positions(lengths: _Lengths) -> np.ndarray:
-    """A running sum of steps of 1 that fall back to 0 where a segment, padding included, begins."""
-    steps = np.ones(lengths.packed, dtype=np.int32)
-    steps[0] = 0
-    begins = lengths.ends if lengths.padding else lengths.ends[:-1]
-    steps[begins] = 1 - lengths.total[: begins.size]
-    return np.cumsum(steps, out=steps)
+    """Every token's own index less that of its segment's first token; padding is a segment too."""
+    positions = np.arange(lengths.packed, dtype=np.int32)
+    firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
+    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))
+    return positions
 
 
 def _sequence_mask(lengths: _Lengths) -> np.ndarray:
@@ -264,7 +263,7 @@ def _response_mask(lengths: _Lengths) -> np.ndarray:
 
 
 def _token_tensors(
-    sequences: Sequence[Trajectory], lengths: _Lengths, response_mask: Tensor, pad_token_id: int, ignore_index: int
+    sequences: Sequence[Trajectory], lengths: _Lengths, pad_token_id: int, ignore_index: int
 ) -> dict[str, Tensor]:
     prompts = _gathered(sequences, "prompt_tokens", lengths.prompt_list)
     responses = _gathered(sequences, "response_tokens", lengths.response_list)
@@ -274,11 +273,13 @@ def _token_tensors(
     tokens = torch.cat(pieces).to(torch.int64)
     loss_mask = torch.cat(_gathered(sequences, "loss_mask", lengths.response_list)).to(torch.bool)
     carries = loss_mask.numpy().view(np.int8)
+    weights = lengths.per_token(np.array(_weights(sequences), dtype=np.float64))
+    weights *= carries  # half the time of torch's product of a float and a bool
     return {
         "tokens": tokens,
-        "targets": torch.from_numpy(_targets(tokens.numpy()[response_mask.numpy()], carries, ignore_index)),
+        "targets": torch.from_numpy(_targets(torch.cat(responses).to(torch.int64).numpy(), carries, ignore_index)),
         "loss_mask": loss_mask,
-        "token_weights": lengths.per_token(np.array(_weights(sequences), dtype=np.float64)).mul_(loss_mask),
+        "token_weights": torch.from_numpy(weights),
         "temperatures": torch.from_numpy(np.array([s.temperature for s in sequences], dtype=np.float64)),
     }
 
@@ -311,7 +312,7 @@ def _score_tensors(sequences: Sequence[ScoredTrajectory], lengths: _Lengths) -> 
     return {
         "rewards": _stacked(sequences, "rewards", remedy),
         "successes": _stacked(sequences, "successes", remedy),
-        "advantages": lengths.per_token(_scalar_advantages(sequences)),
+        "advantages": torch.from_numpy(lengths.per_token(_scalar_advantages(sequences))),
     }
 
 
