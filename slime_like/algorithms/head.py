@@ -83,9 +83,7 @@ class VocabularyShard:
         self.start, self.columns, self.chunk_tokens = start, columns, chunk_tokens
 
     @classmethod
-    def of(
-        cls, targets: Tensor, held_columns: int, start: int, vocab_size: int, chunk_tokens: int
-    ) -> VocabularyShard:
+    def of(cls, targets: Tensor, held_columns: int, start: int, vocab_size: int, chunk_tokens: int) -> VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:

@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "positions run on over the pack",
         "packing.py",
-        "    steps[begins] = 1 - lengths.total[: begins.size]\n",
+        "    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
