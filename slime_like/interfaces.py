@@ -279,6 +279,7 @@ class TrainerBackend(Protocol):
         Every context- and model-parallel rank of a replica is given the same full packs and takes its own part.
         Gradients are those of ``sum(token_weights * per_token_loss)``: nothing is divided yet.
         ``last`` says that no window of this step follows: communication may then start before ``finish_step``.
+        Where ``algorithm.scores_policy`` is false, a pack without old logprobs is given those of this very pass.
         """
 
     def finish_step(self, denominator: float) -> GRPOStats | None:

@@ -26,11 +26,13 @@ class MicroBatch:
     """One pack on this rank's device.
 
     Attributes:
-        pack: the whole pack, the same on every context-parallel rank.
+        given: the pack as the trainer was given it.
+        pack: the same on this rank's device, whole on every context-parallel rank.
         shard: this rank's part of it.
         layout: what the layers read beside hidden states.
     """
 
+    given: PackedTrajectory
     pack: PackedTrajectory
     shard: ContextShard
     layout: RoutedLayout
@@ -67,14 +69,16 @@ class BatchBuilder:
             same_length: pad all to the longest.
             balance: the routers' loss of the step that the micro-batches belong to.
         """
-        packs = [_on_device(pack, self.device) for pack in packs]
+        given, packs = packs, [_on_device(pack, self.device) for pack in packs]
         multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()
         shards = [self._shard(pack, multiple_of) for pack in packs]
         if same_length:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
-        pairs = zip(packs, shards, strict=True)
-        return [MicroBatch(pack, shard, self._layout(pack, shard, balance)) for pack, shard in pairs]
+        return [
+            MicroBatch(own, pack, shard, self._layout(pack, shard, balance))
+            for own, pack, shard in zip(given, packs, shards, strict=True)
+        ]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self.context_group.size(), self.context_group.rank()

@@ -201,6 +201,9 @@ class MegatronTrainer:
 
     def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
         pack = batch.pack
+        if pack.old_logprobs is None and not (self.config.supervised or self.config.algorithm.scores_policy):
+            # The only update of its batch starts from the very weights that old logprobs are of.
+            batch.given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
         output = self._loss(
             LossInputs(
                 logprobs=logprobs,

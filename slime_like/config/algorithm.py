@@ -84,12 +84,22 @@ class AlgorithmConfig(Section):
     )
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
+    old_logprobs: Literal["auto", "score"] = Field(
+        "auto",
+        description="Where the step's old logprobs come from. `score`: a forward pass before the first update. `auto`: "
+        "the same, but where a batch serves one update they are what that update's own forward pass computes.",
+    )
     advantage_eps: float = Field(1e-6, ge=0, description="Groups whose reward spread is at most this have advantage 0.")
 
     @property
     def needs_reference(self) -> bool:
         """A reference model is loaded and scores every batch."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def scores_policy(self) -> bool:
+        """A pass before the first update computes old logprobs: later updates, or the KL in the reward, need them."""
+        return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:

@@ -47,8 +47,10 @@ class TrainSummary:
 
 
 def score(session: Session, trajectories: Sequence[ScoredTrajectory], step: int) -> ReferenceRecord | None:
-    """Freeze the step's old logprobs on the trainers, and the reference's where a KL term is on, in loss or reward."""
-    session.trainers.score_batch("policy")
+    """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
+    reference's where a KL term is on, in loss or reward."""
+    if session.config.algorithm.scores_policy:
+        session.trainers.score_batch("policy")
     if not session.config.algorithm.needs_reference:
         return None
     started = time.perf_counter()

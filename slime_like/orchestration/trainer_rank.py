@@ -114,6 +114,8 @@ class TrainerRank:
     def load_batch(self, minibatches: list[Minibatch]) -> None:
         """Take this replica's micro-batches of the step, by minibatch."""
         self._minibatches = minibatches
+        for pack in (pack for minibatch in minibatches for pack in minibatch):
+            pack.old_logprobs = None  # kept rollouts may bring those of the step they were kept from
 
     def score_batch(self, weights: Literal["policy", "reference"]) -> None:
         """Fill ``old_logprobs`` (policy) or ``ref_logprobs`` (reference) of the loaded packs, frozen for the step."""
@@ -149,7 +151,7 @@ class TrainerRank:
         return self.backend.finish_step(denominator)
 
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-        """Policy and reference logprobs of those of the named sequences that this rank holds and has scored."""
+        """Policy and reference logprobs of those of the named sequences that this rank holds and has seen."""
         wanted = set(sequence_ids)
         found: dict[str, FrozenLogprobs] = {}
         for pack in (pack for minibatch in self._minibatches for pack in minibatch):

@@ -31,7 +31,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1."""
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
-    flags += ["--trainer.target_tokens_per_batch", "256"]
+    flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []

@@ -66,6 +66,46 @@ def test_current_logprobs_at_the_first_micro_step_are_the_old_ones(
     assert reported and max(reported) < 1e-6
 
 
+def _trained_once(
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
+) -> tuple[list[Tensor], Tensor | None]:
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    pack.old_logprobs = None
+    if config.algorithm.scores_policy:
+        scored = trainer.score([pack])
+        pack.old_logprobs = None if scored is None else scored[0].logprobs
+    trainer.begin_step()
+    trainer.accumulate([pack], last=True)
+    trainer.finish_step(float(pack.loss_mask.sum()))
+    weights = _weights(trainer)
+    trainer.shutdown()
+    return weights, pack.old_logprobs
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"context": 2}])
+def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
+    layout: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """With and without a scoring pass: the same old logprobs and, importance correction included, the same update."""
+    pack = pack_sequences(scored_sequences(LENGTHS))
+    algorithm = {"importance_correction": "truncate"}
+    found = []
+    for source in ("score", "auto"):
+        config = _config(
+            checkpoint, tmp_path, trainer={"parallel": layout}, algorithm=algorithm | {"old_logprobs": source}
+        )
+        ranks = tmp_path / source
+        found.append(run_ranks(_trained_once, config.trainer.parallel.world_size, ranks, config, pack))
+    for (own_weights, own), (weights, old) in zip(*found, strict=True):
+        assert (own is None) == (old is None)
+        if own is not None and old is not None:
+            torch.testing.assert_close(old, own, atol=1e-6, rtol=0)
+        for ours, theirs in zip(own_weights, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
+    assert any(old is not None for _, old in found[1])
+
+
 # -------------------------------------------------------------------------------------------------------- nothing added
 def _gradients_with_and_without_filling(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
