@@ -22,6 +22,7 @@ def train(config: RunConfig) -> TrainSummary:
         done = session.finished_steps
         if session.rollout:
             session.rollout.sync.run(version=done)
+            session.rollout.source.synced(version=done)
             if done == 0:
                 recorder.evaluate(step=0)
         clock, synced, reference = PhaseClock(), None, None
@@ -39,6 +40,8 @@ def train(config: RunConfig) -> TrainSummary:
             if session.rollout:
                 with clock.phase("sync"):
                     synced = session.rollout.sync.run(version=step)
+                session.rollout.source.trained(trajectories, step)
+                session.rollout.source.synced(version=step)
             recorder.record(step, trajectories, batch, updates, reference, synced, clock.finish())
             if recorder.evaluate_and_save(step):
                 clock.finish()  # neither belongs to a step

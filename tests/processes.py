@@ -115,14 +115,17 @@ class Command:
         """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, and segments
         of shared memory whose maker is gone."""
         deadline = time.monotonic() + grace_s
-        while self.descendants() and time.monotonic() < deadline:
+        while (self.descendants() or self._memory_left()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = self.descendants()
         titles = [_title(process) for process in left]
         for process in left:
             process.kill()
-        memory = [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
-        return titles + [str(path) for path in memory]
+        return titles + [str(path) for path in self._memory_left()]
+
+    def _memory_left(self) -> list[Path]:
+        """Of this command, or of one beside it whose guard is just about to remove it."""
+        return [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
 
 
 def _shared_memory() -> set[Path]:

@@ -30,7 +30,8 @@ def check(config: RunConfig) -> list[str]:
     problems += _names(config)
     problems += _steps(config)
     if not config.supervised:
-        problems += [*_devices(config), *_sampling(config), *_evaluation(config), *_rewards(config)]
+        problems += [*_devices(config), *_sampling(config), *_pipeline(config)]
+        problems += [*_evaluation(config), *_rewards(config)]
     if dimensions is not None:
         problems += _weights(config.model.path, "model.path", dimensions)
         problems += layout_problems(config.trainer.parallel, dimensions)
@@ -189,6 +190,31 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, below "
             "which the penalty grows; use at most that"
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    """May sampling run ahead of training, and may groups be left out?"""
+    rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
+    if ahead > 0 and config.cluster.placement == "colocated":
+        yield (
+            f"rollout.max_staleness={ahead} lets engines and trainers work at once, but cluster.placement=colocated "
+            "has them take turns on the same devices; use placement: separate, or max_staleness: 0"
+        )
+    if ahead > 0 and "importance_correction" not in algorithm.model_fields_set and not config.supervised:
+        yield (
+            f"rollout.max_staleness={ahead} trains on samples of older weights, which biases the gradient unless "
+            "algorithm.importance_correction corrects for it; set it to truncate or mask, or to none if that is meant"
+        )
+    if rollout.oversample > 1 and ahead > 0:
+        yield (
+            f"rollout.oversample={rollout.oversample:g} aborts what is late, but with rollout.max_staleness={ahead} it "
+            "is trained later instead; use oversample: 1, or max_staleness: 0"
+        )
+    if rollout.drop_zero_spread and rollout.samples_per_prompt == 1:
+        yield (
+            "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
+            "or drop_zero_spread: false"
         )
 
 

@@ -28,6 +28,36 @@ class RolloutConfig(Section):
         None, ge=2, description="Longest sequence an engine serves; none means prompt limit plus response limit."
     )
     max_concurrent_requests: int = Field(1024, ge=1, description="Requests one engine is given at a time.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Weight versions that training may be ahead of the weights that sampled a response's first token. "
+        "0 is strictly on-policy: sampling and training take turns. Above 0 they run side by side, new weights reach "
+        "responses in the middle, and the batch of a step is whichever groups are ready first.",
+    )
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        description="Prompt groups sampled per group trained; when enough are ready the others are aborted. Needs "
+        "max_staleness 0.",
+    )
+    drop_zero_spread: bool = Field(
+        False,
+        description="Drop groups whose samples all have the same reward, and sample others in their place (DAPO's "
+        "dynamic sampling).",
+    )
+    max_drops_per_step: int = Field(
+        1000,
+        ge=1,
+        description="Groups that drop_zero_spread may drop for one step; beyond that the run ends: a task that is "
+        "always or never solved teaches nothing.",
+    )
+    max_engine_restarts: int = Field(
+        2,
+        ge=0,
+        description="Engines started anew after they died, over the whole run. Their requests go to other engines, "
+        "from the beginning. 0 ends the run with the first death.",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments passed to the engine as they are, refused if unknown."
     )

@@ -1,98 +1,77 @@
-"""ReplayBuffer: scored trajectories waiting to be trained on."""
+"""ReplayBuffer: scored groups waiting to be trained on."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from slime_like.trajectory import ScoredTrajectory
+T = TypeVar("T")
 
 
-class ReplayBuffer:
-    """Holds at most ``capacity`` trajectories and hands each out once per epoch, in random order.
-
-    A trajectory is stale when the policy has moved on by more than ``max_staleness`` versions since its first token was
-    sampled. What leaves the buffer without having been asked for is counted in ``dropped``, by reason.
-
-    Args:
-        capacity: most trajectories held; the oldest make room.
-        max_staleness: 0 is strictly on-policy.
-        seed: seed of the order.
+@dataclass(frozen=True, slots=True)
+class Held(Generic[T]):
+    """A group in the buffer.
 
     Attributes:
-        dropped: "stale" and "capacity": how many trajectories left for that reason.
+        group_id: unique over the run.
+        version: weight version that its first token may have been sampled by, at the earliest.
+        content: the group itself.
     """
 
-    def __init__(self, capacity: int, max_staleness: int, seed: int) -> None:
-        if capacity < 1 or max_staleness < 0:
-            raise ValueError(
-                f"capacity={capacity} must be at least 1 and max_staleness={max_staleness} at least 0; raise them"
-            )
-        self._capacity = capacity
+    group_id: int
+    version: int
+    content: T
+
+
+class ReplayBuffer(Generic[T]):
+    """Hands every group out once, those of the oldest weights first, and none that is too old.
+
+    A group is stale when the policy has moved on by more than ``max_staleness`` versions since its first token.
+
+    Args:
+        max_staleness: 0 is strictly on-policy.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness} is negative; 0 is strictly on-policy")
         self._max_staleness = max_staleness
-        self._random = random.Random(seed)
-        self._held: dict[str, ScoredTrajectory] = {}  # oldest first
-        self._used: set[str] = set()
-        self.dropped: Counter[str] = Counter()
+        self._held: dict[int, Held[T]] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def num_unused(self) -> int:
-        """Trajectories not yet handed out in this epoch."""
-        return len(self._held) - len(self._used)
+    def __iter__(self) -> Iterator[Held[T]]:
+        return iter(list(self._held.values()))
 
-    def add(self, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """Put trajectories in; the oldest of the buffer are dropped where they exceed the capacity.
+    def add(self, group_id: int, version: int, content: T) -> None:
+        """Put a group in.
 
         Raises:
-            ValueError: a sequence id is in the buffer already.
+            ValueError: it is in the buffer already.
         """
-        for trajectory in trajectories:
-            name = trajectory.sequence_id
-            if name in self._held:
-                raise ValueError(f"trajectory {name} is in the replay buffer already; sequence ids must be unique")
-            self._held[name] = trajectory
-        excess = max(0, len(self._held) - self._capacity)
-        self._drop(list(self._held)[:excess], "capacity")
+        if group_id in self._held:
+            raise ValueError(f"group {group_id} is in the replay buffer already; group ids must be unique")
+        self._held[group_id] = Held(group_id, version, content)
 
-    def drop_stale(self, current_version: int) -> int:
-        """Drop what is too old to train version ``current_version`` with; returns how many."""
+    def drop_stale(self, current_version: int) -> list[int]:
+        """Drop what is too old to train version ``current_version``; the ids of what was dropped."""
         oldest_allowed = current_version - self._max_staleness
-        stale = [name for name, trajectory in self._held.items() if trajectory.policy_version < oldest_allowed]
-        self._drop(stale, "stale")
-        return len(stale)
+        stale = [group.group_id for group in self._held.values() if group.version < oldest_allowed]
+        for group_id in stale:
+            del self._held[group_id]
+        return stale
 
-    def sample(self, n: int, current_version: int) -> list[ScoredTrajectory]:
-        """``n`` trajectories that are not stale and were not handed out in this epoch, in random order.
+    def take(self, n: int) -> list[Held[T]]:
+        """``n`` groups: the oldest versions first, then those that came first; in the order of their ids.
 
         Raises:
             ValueError: there are fewer; nothing is handed out then.
         """
-        self.drop_stale(current_version)
-        unused = [name for name in self._held if name not in self._used]
-        if n > len(unused):
-            raise ValueError(
-                f"{n} trajectories wanted, {len(unused)} unused ones are in the replay buffer; add more, or start a "
-                "new epoch"
-            )
-        names = self._random.sample(unused, n)
-        self._used.update(names)
-        return [self._held[name] for name in names]
-
-    def start_epoch(self) -> None:
-        """Let every trajectory in the buffer be handed out once more."""
-        self._used.clear()
-
-    def clear(self) -> None:
-        """Forget everything; nothing is counted as dropped."""
-        self._held.clear()
-        self._used.clear()
-
-    def _drop(self, names: Sequence[str], reason: str) -> None:
-        for name in names:
-            del self._held[name]
-            self._used.discard(name)
-        self.dropped[reason] += len(names)
+        if n > len(self._held):
+            raise ValueError(f"{n} groups wanted, {len(self._held)} are in the replay buffer; wait for more")
+        chosen = sorted(self._held.values(), key=lambda group: group.version)[:n]
+        for group in chosen:
+            del self._held[group.group_id]
+        return sorted(chosen, key=lambda group: group.group_id)

@@ -147,6 +147,8 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
         "rollout/truncated_fraction": _ratio(truncated, len(record.finish_reasons)),
         "rollout/dropped_prompts": float(record.dropped_prompts),
         "queues/rollout_queue_size": float(record.queue_size),
+        "rollout/staleness_mean": float(np.mean(record.staleness)) if record.staleness else 0.0,
+        "rollout/staleness_max": float(max(record.staleness, default=0)),
     }
 
 

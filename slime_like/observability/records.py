@@ -55,12 +55,14 @@ class RolloutRecord:
         finish_reasons: (N,) "stop", "length" or "abort".
         dropped_prompts: prompts of this step that gave no trained sample.
         queue_size: groups that wait in the rollout queue.
+        staleness: (N,) weight versions between a response's first token and the weights it trains.
         seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
     """
 
     finish_reasons: Sequence[str]
     dropped_prompts: int = 0
     queue_size: int = 0
+    staleness: Sequence[int] = ()
     seconds: float | None = None
 
 

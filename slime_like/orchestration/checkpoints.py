@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,13 @@ class CheckpointStore:
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
+        self._also: dict[str, Callable[[Path], None]] = {}
         for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
             shutil.rmtree(partial)
+
+    def also_write(self, write: Callable[[Path], None], name: str) -> None:
+        """From now on, ``write`` the file ``name`` into every checkpoint."""
+        self._also[name] = write
 
     def save(self, step: int, trainers: TrainerGroup, state: dict[str, Any]) -> Path:
         """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
@@ -90,6 +96,8 @@ class CheckpointStore:
             partial.mkdir(parents=True)
             trainers.save(partial / _TRAINER)
             (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1), encoding="utf-8")
+            for name, write in self._also.items():
+                write(partial / name)
             shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
             partial.rename(final)
             self._point_latest(final)

@@ -42,6 +42,9 @@ class EngineActor:
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         return await asyncio.wait_for(self._engine.generate(request), self._config.rollout.request_timeout_s)
 
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)
 

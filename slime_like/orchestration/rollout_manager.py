@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
+import itertools
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayError
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, Generation, GenerationRequest, UpdateReceipt
 from slime_like.interrupts import raise_if_interrupted
 from slime_like.orchestration.calls import gather, one
 from slime_like.orchestration.engine_actor import EngineActor
+from slime_like.orchestration.flight import Flight, NoEngineLeft
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.worker_registry import WorkerRegistry
 
 # Longest silence between looks at the engines' health while requests run.
 _POLL_S = 5.0
+_HEALTH_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One start of one engine."""
+
+    index: int
+    actor: Any
 
 
 class RolloutManager:
-    """The generation pool."""
+    """The generation pool. Engines that die leave it; ``restart_dead`` brings them back. Thread-safe."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._config = config
         self._placement = placement
+        self._shared_devices: Sequence[str] = ()
         self._engines: list[Any] = []
+        self._lock = threading.Lock()
         self._registry = WorkerRegistry(config.rollout.max_concurrent_requests)
+        self._members: dict[int, _Member] = {}  # also those that have left; the registry knows who is in
+        self._dead: dict[int, EngineError] = {}
+        self._restarts = 0
+        self._restarted: list[int] = []
+        self._numbers = itertools.count()
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self, shared_devices: Sequence[str] = ()) -> None:
@@ -38,75 +58,147 @@ class RolloutManager:
         Args:
             shared_devices: the device of every trainer rank, for colocated engines.
         """
-        actor = ray.remote(EngineActor)
+        self._shared_devices = shared_devices
         for index in range(self._config.rollout.num_engines):
-            devices = ",".join(shared_devices[rank] for rank in self._placement.shared_ranks(index) if shared_devices)
-            options = self._placement.engine_options(index)
-            self._engines.append(
-                actor.options(**options, max_restarts=0, max_concurrency=10_000).remote(self._config, index, devices)
-            )
+            self._engines.append(self._new_actor(index))
+
+    def _new_actor(self, index: int) -> Any:
+        shared = self._shared_devices
+        devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index) if shared)
+        options = self._placement.engine_options(index)
+        actor = ray.remote(EngineActor).options(**options, max_restarts=0, max_concurrency=10_000)
+        return actor.remote(self._config, index, devices)
 
     def start(self) -> None:
         """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
-        # The engine bounds its own start; the slack here is for the actor's imports.
-        self._call("start", phase="starting", timeout_s=self._config.rollout.start_timeout_s + 120)
+        self._call("start", phase="starting", timeout_s=self._start_timeout_s)
         for index in range(len(self._engines)):
-            self._registry.join(index)
+            self._join(index)
+
+    @property
+    def _start_timeout_s(self) -> float:
+        # The engine bounds its own start; the slack here is for the actor's imports.
+        return self._config.rollout.start_timeout_s + 120
 
     @property
     def num_engines(self) -> int:
         return len(self._engines)
 
+    # ------------------------------------------------------------------------------------------------------ members
+    def _join(self, index: int) -> None:
+        with self._lock:
+            member = next(self._numbers)
+            self._members[member] = _Member(index, self._engines[index])
+            self._registry.join(member)
+
+    def acquire(self, tokens: int) -> int | None:
+        """See ``EnginePool``."""
+        with self._lock:
+            if not self._registry.workers:
+                raise NoEngineLeft(str(next(iter(self._dead.values()), "no engine has been started")))
+            return self._registry.acquire(tokens)
+
+    def release(self, member: int, tokens: int) -> None:
+        """See ``EnginePool``."""
+        with self._lock:
+            self._registry.release(member, tokens)
+
+    def send(self, member: int, request: GenerationRequest) -> Any:
+        """See ``EnginePool``."""
+        return self._members[member].actor.generate.remote(request)
+
+    def answer(self, member: int, reference: Any) -> list[Generation]:
+        """See ``EnginePool``."""
+        timeout = self._config.rollout.request_timeout_s
+        answer: list[Generation] = one(
+            reference, self.describe(member), phase="generating", timeout_s=timeout, error=EngineError
+        )
+        return answer
+
+    def lose(self, member: int, error: EngineError) -> bool:
+        """See ``EnginePool``. Where no restart is left, a dead engine is not lost: its error ends the run."""
+        with self._lock:
+            if member not in self._registry.workers:
+                return True
+        known = self._members[member]
+        if self._restarts_left <= 0 or _is_alive(known.actor):
+            return False
+        with self._lock:
+            if member in self._registry.workers:  # another thread may have been faster
+                self._registry.leave(member)
+                self._dead[known.index] = error
+        return True
+
+    def lose_dead(self, error: EngineError) -> bool:
+        """Take every dead engine out of the pool after a failed sync; False where none is dead or may be replaced."""
+        self._restarted.clear()  # nobody has been given the whole of the weights
+        with self._lock:
+            members = list(self._registry.workers)
+        for member in members:
+            self.lose(member, error)
+        return bool(self._dead) and self._restarts_left >= 0
+
+    @property
+    def _restarts_left(self) -> int:
+        waiting = len(self._dead) - len(self._restarted)
+        return self._config.rollout.max_engine_restarts - self._restarts - waiting
+
+    def abort(self, member: int, request_id: str) -> None:
+        """See ``EnginePool``."""
+        self._members[member].actor.abort.remote(request_id)
+
+    def describe(self, member: int) -> str:
+        """See ``EnginePool``."""
+        return self._name(self._members[member].index)
+
+    def restart_dead(self) -> list[str]:
+        """Start engines that have left the pool anew; what became of them, one sentence each.
+
+        They serve nothing until ``admit``: first they need the weights of today.
+
+        Raises:
+            EngineError: one did not start.
+        """
+        dead = dict(self._dead)
+        for index in dead:
+            old = self._engines[index]
+            ray.wait([old.stop.remote()], timeout=_STOP_TIMEOUT_S)
+            ray.kill(old)
+            self._engines[index] = self._new_actor(index)
+        names = [self._name(index) for index in dead]
+        references = [self._engines[index].start.remote() for index in dead]
+        gather(references, names, phase="starting again", timeout_s=self._start_timeout_s, error=EngineError)
+        self._restarts += len(dead)
+        self._restarted += dead
+        return [f"{name} was started again ({dead[index]})" for name, index in zip(names, dead, strict=True)]
+
+    def admit(self) -> None:
+        """Engines that ``restart_dead`` started have the weights: let them serve."""
+        restarted, self._restarted = self._restarted, []
+        for index in restarted:
+            del self._dead[index]
+            self._join(index)
+
     # --------------------------------------------------------------------------------------------------- generation
+    def flight(self) -> Flight:
+        """An empty flight through this pool."""
+        # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
+        return Flight(self, self._config.rollout.request_timeout_s + 60)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """All responses of every request, in the order of the requests.
 
         Raises:
             EngineError: an engine died, refused, or a request outlived ``rollout.request_timeout_s``.
         """
-        queue = deque(enumerate(requests))
-        running: dict[Any, tuple[int, int, int]] = {}  # reference -> (position, engine, tokens)
-        answers: dict[int, list[Generation]] = {}
-        last_answer = time.monotonic()
-        while queue or running:
+        flight = self.flight()
+        for request in requests:
+            flight.submit(request)
+        answers: dict[str, list[Generation]] = {}
+        while len(flight):
             raise_if_interrupted()
-            self._submit(queue, running)
-            ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0.005)
-            if not ready:
-                ready, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_S)
-            for reference in ready:
-                position, engine, tokens = running.pop(reference)
-                answers[position] = self._answer(reference, engine)
-                self._registry.release(engine, tokens)
-            last_answer = self._bounded(last_answer, bool(ready), running)
-        return [answers[position] for position in range(len(requests))]
-
-    def _submit(self, queue: deque[tuple[int, GenerationRequest]], running: dict[Any, tuple[int, int, int]]) -> None:
-        while queue:
-            position, request = queue[0]
-            tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
-            engine = self._registry.acquire(tokens)
-            if engine is None:
-                return
-            queue.popleft()
-            running[self._engines[engine].generate.remote(request)] = (position, engine, tokens)
-
-    def _answer(self, reference: Any, engine: int) -> list[Generation]:
-        timeout = self._config.rollout.request_timeout_s
-        answer: list[Generation] = one(
-            reference, self._name(engine), phase="generating", timeout_s=timeout, error=EngineError
-        )
-        return answer
-
-    def _bounded(self, last_answer: float, answered: bool, running: dict[Any, tuple[int, int, int]]) -> float:
-        if answered or not running:
-            return time.monotonic()
-        # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
-        bound = self._config.rollout.request_timeout_s + 60
-        if time.monotonic() - last_answer > bound:
-            silent = sorted({self._name(engine) for _, engine, _ in running.values()})
-            raise EngineError(f"{', '.join(silent)} answered nothing for {bound:.0f} s while generating")
-        return last_answer
+            answers |= {request.request_id: found for request, found in flight.poll(_POLL_S)}
+        return [answers[request.request_id] for request in requests]
 
     # ------------------------------------------------------------------------------------------------------ weights
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
@@ -156,3 +248,12 @@ class RolloutManager:
     def _gather(self, references: list[Any], *, phase: str, timeout_s: float) -> list[Any]:
         names = [self._name(index) for index in range(len(references))]
         return gather(references, names, phase=phase, timeout_s=timeout_s, error=EngineError)
+
+
+def _is_alive(actor: Any) -> bool:
+    """Whether an engine says of itself, within a bound, that it lives."""
+    try:
+        health: EngineHealth = ray.get(actor.health.remote(), timeout=_HEALTH_TIMEOUT_S)
+    except RayError:  # a dead actor, or one that does not answer
+        return False
+    return health.alive

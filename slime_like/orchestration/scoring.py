@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +16,33 @@ from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 
+@dataclass(frozen=True, slots=True)
+class RewardedGroup:
+    """A group whose rewards are known; advantages may depend on the batch it will be part of.
+
+    Attributes:
+        group: its N samples.
+        rewards, successes: (N, F) float32, one column per reward function.
+        totals: (N,) float32, the rewards that advantages come from.
+        metadata: one per sample.
+    """
+
+    group: GroupedUnscoredTrajectories
+    rewards: Tensor
+    successes: Tensor
+    totals: Tensor
+    metadata: list[dict[str, Any]]
+
+
 class Scorer:
-    """Scores whole groups: reward functions in worker processes, then group advantages."""
+    """Reward functions in worker processes, then advantages. Threads take turns with the workers."""
 
     def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
         self._names = [function.name for function in config.reward.functions]
+        self._turn = threading.Lock()
 
     @property
     def function_names(self) -> list[str]:
@@ -33,25 +54,37 @@ class Scorer:
         responses = decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
         prompts = {t.group_id: t.prompt_tokens for t in trajectories}
         texts = dict(zip(prompts, decode(list(prompts.values()), skip_special_tokens=False), strict=True))
-        return self._pool.score(
-            [
-                RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
-                for trajectory, response in zip(trajectories, responses, strict=True)
-            ]
-        )
+        items = [
+            RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
+            for trajectory, response in zip(trajectories, responses, strict=True)
+        ]
+        with self._turn:
+            return self._pool.score(items)
 
-    def score(self, groups: Sequence[GroupedUnscoredTrajectories], step: int) -> list[ScoredTrajectory]:
-        """Rewards, successes and advantages of all samples, in the order of the groups."""
+    def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
+        """Rewards and successes of all samples."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        outcomes = self.outcomes(trajectories)
-        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
-        successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
-        totals = total_rewards(self._config, rewards, [t.response_len for t in trajectories])
+        outcomes = iter(self.outcomes(trajectories))
+        return [self._rewarded(group, [next(outcomes) for _ in group.trajectories]) for group in groups]
+
+    def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+        """The trajectories of a step's whole batch with their advantages, in the order of the groups."""
+        trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
+        totals = torch.cat([rewarded.totals for rewarded in groups])
         advantages = step_advantages(self._config, totals, [t.group_id for t in trajectories], step)
+        rewards = torch.cat([rewarded.rewards for rewarded in groups])
+        successes = torch.cat([rewarded.successes for rewarded in groups])
+        metadata = [entry for rewarded in groups for entry in rewarded.metadata]
         return [
-            _scored(trajectory, rewards[i], successes[i], advantages[i], self._metadata(outcomes[i]))
+            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i])
             for i, trajectory in enumerate(trajectories)
         ]
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories, outcomes: Sequence[RewardOutcome]) -> RewardedGroup:
+        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
+        successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
+        totals = total_rewards(self._config, rewards, [t.response_len for t in group.trajectories])
+        return RewardedGroup(group, rewards, successes, totals, [self._metadata(outcome) for outcome in outcomes])
 
     def _metadata(self, outcome: RewardOutcome) -> dict[str, Any]:
         return {"func_names": self._names, **outcome.metadata}

@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.data.ledger import FILE_NAME as LEDGER
+from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource, load_tokenizer
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
@@ -18,9 +20,10 @@ from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.placement import Placement, bundle_sizes
 from slime_like.orchestration.rollout_manager import RolloutManager
+from slime_like.orchestration.rollout_source import RolloutSource
 from slime_like.orchestration.run_directory import prepare_run_dir
 from slime_like.orchestration.scoring import Scorer
-from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource, RolloutSource
+from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.weight_sync import WeightSync
@@ -31,10 +34,10 @@ from slime_like.rewards.pool import RewardPool
 class RolloutSide:
     """What a run without engines does without."""
 
-    engines: RolloutManager
-    scorer: Scorer
     sync: WeightSync
+    source: RolloutSource
     evaluator: Evaluator | None
+    ledger: Ledger
 
 
 def launch_engines(
@@ -125,10 +128,14 @@ class Session:
             self.source = DemonstrationSource(config, prompts)
             self.trainers.setup()
         else:
-            self.rollout = self._open_rollout(stack, placement, cluster.run_name)
-            self.source = RolloutSource(config, prompts, self.rollout.engines, self.rollout.scorer, self.turns)
+            self.rollout = self._open_rollout(stack, placement, prompts, cluster.run_name)
+            self.source = self.rollout.source
+            self.checkpoints.also_write(self.rollout.ledger.snapshot, LEDGER)
         if self.resumed is not None:
-            if prompts is not None:
+            if self.rollout is not None:
+                self.rollout.source.load_state_dict({**self.resumed.state, "data": self.resumed.data_position})
+                self.rollout.ledger.restore(self.resumed.path / LEDGER)
+            elif prompts is not None:
                 prompts.load_state_dict(self.resumed.data_position)
             self.trainers.load(self.resumed.trainer)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
@@ -137,7 +144,9 @@ class Session:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 
-    def _open_rollout(self, stack: ExitStack, placement: Placement, run_name: str) -> RolloutSide:
+    def _open_rollout(
+        self, stack: ExitStack, placement: Placement, prompts: PromptSource, run_name: str
+    ) -> RolloutSide:
         """Trainers and engines import at the same time; each is waited for with its own bound."""
         config, colocated = self.config, self.config.cluster.placement == "colocated"
         engines, pool = launch_engines(config, stack, placement, self.trainers.devices() if colocated else ())
@@ -154,4 +163,13 @@ class Session:
         sync = WeightSync(config, self.trainers, engines, placement, self.turns, run_name)
         sync.connect()
         evaluator = Evaluator(config, engines, scorer, self.tokenizer) if config.evaluation.files else None
-        return RolloutSide(engines, scorer, sync, evaluator)
+        ledger = Ledger.begin(config.run_dir)
+        stack.callback(ledger.close)
+        source = RolloutSource(config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines)
+        stack.callback(source.close)
+        return RolloutSide(sync, source, evaluator, ledger)
+
+    def _revive_engines(self, version: int) -> None:
+        assert self.rollout is not None
+        for sentence in self.rollout.sync.run(version).restarted:
+            self.progress.note(sentence)

@@ -1,4 +1,4 @@
-"""Where a step's trajectories come from: rollouts (RL) or demonstrations (supervised mode)."""
+"""Where a step's trajectories come from where no engine runs: demonstrations, or rollouts that were kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.rollout_manager import RolloutManager
-from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
-from slime_like.orchestration.scoring import Scorer
-from slime_like.orchestration.turns import Turns
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -23,35 +19,6 @@ class ExperienceSource(Protocol):
     """Yields the trajectories of one training step, accounting its time to the clock's phases."""
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
-
-
-class RolloutSource:
-    """Prompts, sampled by the engines under the current weights, then rewarded."""
-
-    def __init__(
-        self, config: RunConfig, prompts: PromptSource, engines: RolloutManager, scorer: Scorer, turns: Turns
-    ) -> None:
-        self._config = config
-        self._prompts = prompts
-        self._turns = turns
-        self._engines = engines
-        self._scorer = scorer
-        self._sampling = training_sampling(config)
-
-    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
-        rollout = self._config.rollout
-        prompts = self._prompts.next(rollout.prompts_per_step)
-        requests = build_requests(prompts, self._sampling, rollout.samples_per_prompt, self._config.seed, "train")
-        with clock.phase("sync"):
-            self._turns.generation()
-        with clock.phase("generate"):
-            answers = self._engines.generate(requests)
-        groups = [
-            to_group(prompt, answer, self._sampling.temperature)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        with clock.phase("reward"):
-            return self._scorer.score(groups, step)
 
 
 class DemonstrationSource:

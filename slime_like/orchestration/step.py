@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,15 +115,18 @@ class StepRecorder:
                 packed_tokens=batch.packed_tokens,
                 actual_tokens=batch.actual_tokens,
                 rewards=self._rewards(step, trajectories),
-                rollout=self._rollout(trajectories),
+                rollout=self._rollout(trajectories, step, times),
                 reference=reference,
                 weight_gather_s=sync.gather_s if sync else None,
                 probe_gap=sync.probe_gap if sync else None,
+                replay_buffer_size=self._queues()[1],
                 memory=self._memory,
             )
         )
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
+        for sentence in sync.restarted if sync else ():
+            self._session.progress.note(sentence)
         self._log_tables(step, trajectories, updates[-1])
 
     def _log_tables(self, step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats) -> None:
@@ -155,7 +159,7 @@ class StepRecorder:
             failures=failures,
         )
 
-    def _rollout(self, trajectories: Sequence[ScoredTrajectory]) -> RolloutRecord | None:
+    def _rollout(self, trajectories: Sequence[ScoredTrajectory], step: int, times: PhaseTimes) -> RolloutRecord | None:
         if self._config.supervised:
             return None
         prompts = self._session.prompts
@@ -163,7 +167,15 @@ class StepRecorder:
         return RolloutRecord(
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             dropped_prompts=self._dropped_prompts - before,
+            queue_size=self._queues()[0],
+            seconds=times.step_s if self._config.rollout.max_staleness > 0 else None,  # sampled all the time
+            staleness=[_staleness(trajectory, step) for trajectory in trajectories],
         )
+
+    def _queues(self) -> tuple[int, int]:
+        """Groups on their way, and groups that wait for training."""
+        side = self._session.rollout
+        return side.source.queue_sizes() if side is not None else (0, 0)
 
     # --------------------------------------------------------------------------------------- evaluation, checkpoints
     def evaluate_and_save(self, step: int) -> bool:
@@ -194,7 +206,11 @@ class StepRecorder:
     def _save(self, step: int) -> None:
         session = self._session
         session.turns.training()
-        state = {"data": session.prompts.state_dict()} if session.prompts else {}
+        state: dict[str, Any] = {}
+        if session.rollout is not None:
+            state = session.rollout.source.state_dict()
+        elif session.prompts is not None:
+            state = {"data": session.prompts.state_dict()}
         path = session.checkpoints.save(step, session.trainers, state)
         session.progress.note(f"checkpoint of step {step}: {path}")
 
@@ -223,3 +239,9 @@ class StepRecorder:
         figures = asdict(summary)
         write_summary(self._config, figures | {"files": {name: str(path) for name, path in files.items()}})
         return summary
+
+
+def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
+    """Step n trains version n - 1."""
+    versions = trajectory.weight_versions
+    return 0 if versions is None else step - 1 - int(versions.min())

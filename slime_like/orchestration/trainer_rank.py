@@ -174,6 +174,9 @@ class TrainerRank:
     # ------------------------------------------------------------------------------------------------------ weights
     def open_transport(self, name: str, session: str) -> dict[str, Any]:
         """Open the sending side of the weight transport; the rendezvous is what receivers need to join."""
+        if self._sender is not None:  # an engine was started anew and must meet a sender that is new, too
+            self._release(keep=0)
+            self._sender.close()
         self._sender = open_sender(name, session)
         return self._sender.rendezvous()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.errors import WeightSyncError
+from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import GenerationRequest, SamplingParams, UpdateReceipt
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.rollout_manager import RolloutManager
@@ -31,6 +31,7 @@ class SyncReport:
         num_tensors: tensors sent.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
+        restarted: engines that had died and were started anew for it, one sentence each.
     """
 
     version: int
@@ -38,6 +39,7 @@ class SyncReport:
     num_tensors: int
     gather_s: float
     probe_gap: float | None
+    restarted: list[str]
 
 
 class WeightSync:
@@ -82,6 +84,22 @@ class WeightSync:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
         self._turns.begin_sync()
+        told: list[str] = []
+        while True:
+            restarted = self._engines.restart_dead()
+            if restarted:
+                told += restarted
+                self.connect()
+            try:
+                report = self._send(version, told)
+            except EngineError as error:
+                if not self._engines.lose_dead(error):
+                    raise
+                continue  # whoever has half of the weights gets all of them, from the first bucket
+            self._engines.admit()
+            return report
+
+    def _send(self, version: int, restarted: list[str]) -> SyncReport:
         verify = self._config.sync.verify
         expected = self._trainers.probe(self._probe) if verify else None
         self._engines.begin_update(version)
@@ -89,10 +107,10 @@ class WeightSync:
         receipts = self._engines.finish_update(version)
         self._turns.end_sync()
         if expected is None:
-            return SyncReport(version, nbytes, len(sent), gather_s, None)
+            return SyncReport(version, nbytes, len(sent), gather_s, None, restarted)
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent, receipt, engine)
-        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version, expected))
+        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version, expected), restarted)
 
     def _stream(self) -> tuple[dict[str, int], int, float]:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""

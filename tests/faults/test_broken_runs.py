@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
 from tests.faults.test_failures import one_sentence
 from tests.processes import Command, run
@@ -38,7 +39,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], who: str, busy_with: str
 ) -> None:
     """Killed at whatever the run is doing, mostly one thing; the sentence says who, and in which phase."""
-    flags = ["--rollout.engine", engine, "--steps", "1000"]
+    flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.max_engine_restarts", "0"]
     flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
     with Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log") as command:
         command.wait_for("starting", timeout_s=30)
@@ -54,6 +55,34 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     sentence = one_sentence(finished)
     assert who in sentence
     assert " while " in sentence or ", " in sentence
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "ahead"), [("transformers", ("ray::EngineActor",), 0), ("vllm", VLLM_CORE, 1)]
+)
+def test_a_killed_engine_is_replaced_and_no_group_is_lost(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], ahead: int
+) -> None:
+    """The only engine: its requests wait for its successor, which has the weights of the day before it serves."""
+    flags = ["--rollout.engine", engine, "--steps", "12", "--rollout.prompts_per_step", "16"]
+    flags += ["--rollout.max_staleness", str(ahead), "--algorithm.importance_correction", "truncate"]
+    run_dir = tmp_path / "run"
+    with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
+        command.wait_for("starting", timeout_s=30)
+        while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+            assert command.process.poll() is None, command.output
+            time.sleep(0.02)
+        command.named(*victim).kill()
+        finished = command.finish(timeout_s=150)
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert f"engine 0 ({engine}) was started again (" in finished.stderr
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
+    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        assert row.get("weights/probe_gap", 0.0) < 1e-4
+        assert row.get("rollout/staleness_max", 0) <= ahead
 
 
 def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def test_a_sound_configuration_has_no_problem(flags: list[str]) -> None:
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
 
 
+AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
+
 # TMP stands for the test's directory.
 FAULTS: list[tuple[list[str], str]] = [
     (["--model.path", "TMP/none"], "model.path=TMP/none is no directory; give a Hugging Face checkpoint directory"),
@@ -74,6 +76,29 @@ FAULTS: list[tuple[list[str], str]] = [
     (
         ["--rollout.top_p", "0.9"],
         "rollout.top_p=0.9 cuts the distribution that the loss assumes whole; use 1 for training",
+    ),
+    (
+        [*AHEAD, "--cluster.placement", "colocated"],
+        "rollout.max_staleness=1 lets engines and trainers work at once, but cluster.placement=colocated has them take",
+    ),
+    (
+        ["--rollout.max_staleness", "2"],
+        "rollout.max_staleness=2 trains on samples of older weights, which biases the gradient unless",
+    ),
+    (
+        [*AHEAD, "--rollout.oversample", "1.5"],
+        "rollout.oversample=1.5 aborts what is late, but with rollout.max_staleness=1 it is trained later instead;",
+    ),
+    (
+        [
+            "--rollout.drop_zero_spread",
+            "true",
+            "--rollout.samples_per_prompt",
+            "1",
+            "--algorithm.advantage",
+            "reinforce_pp",
+        ],
+        "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples",
     ),
     (
         ["--rollout.top_k", "50"],

@@ -48,7 +48,10 @@ def rl_record() -> StepRecord:
         actual_tokens=150,
         rewards=reward_record(),
         rollout=RolloutRecord(
-            finish_reasons=["stop", "length", "length", "stop", "stop"], dropped_prompts=2, queue_size=3
+            finish_reasons=["stop", "length", "length", "stop", "stop"],
+            dropped_prompts=2,
+            queue_size=3,
+            staleness=[0, 2, 1, 0],
         ),
         reference=ReferenceRecord(
             total_s=2.0,

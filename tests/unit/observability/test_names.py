@@ -62,6 +62,8 @@ RL_FIGURES = {
     "ref_actor_rewards/rewards_func_length_mean": 1.2,
     "ref_actor_rewards/successes_func_length_mean": 0.4,
     "queues/rollout_queue_size": 3.0,
+    "rollout/staleness_mean": 0.75,
+    "rollout/staleness_max": 2.0,
     "queues/train_replay_buffer_size": 64.0,
     "phases/wait (s)": 0.5,
     "phases/generate (s)": 4.0,

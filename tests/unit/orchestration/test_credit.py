@@ -69,8 +69,11 @@ class OneRank:
     def __init__(self, settings: RunConfig, trajectories: list[ScoredTrajectory]) -> None:
         self.rank = TrainerRank(settings, 0)
         first, second = pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])
-        self.rank.load_batch([[first, zero_weight_pack(first)], [second]])
         self.packs = [first, second]
+        scored = [pack.old_logprobs for pack in self.packs]
+        self.rank.load_batch([[first, zero_weight_pack(first)], [second]])
+        for pack, old_logprobs in zip(self.packs, scored, strict=True):
+            pack.old_logprobs = old_logprobs
 
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
         return self.rank.response_logprobs(sequence_ids)

@@ -1,0 +1,310 @@
+"""Groups of prompts through engines and rewards, as far ahead of training as ``rollout.max_staleness`` allows."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.data.ledger import Ledger
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.replay import Held, ReplayBuffer
+from slime_like.errors import RewardError, TrainerError
+from slime_like.interrupts import raise_if_interrupted
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.flight import Flight, NoEngineLeft
+from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
+from slime_like.orchestration.scoring import RewardedGroup, Scorer
+from slime_like.orchestration.turns import Turns
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+
+_POLL_S = 5.0
+_THREAD_POLL_S = 0.2
+_LOOK_EVERY_S = 1.0
+_JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A prompt on its way, and the weights that its first token may be sampled by at the earliest."""
+
+    prompt: Prompt
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    prompt: Prompt
+    rewarded: RewardedGroup
+
+
+class RolloutSource:
+    """Issues prompts, collects samples, has them rewarded, and forms the batch of every step.
+
+    Before step n, the engines serve version n - 1. Until version v is served, ``v + max_staleness + 1`` batches may
+    have been issued, dropped groups not counted, but no more than the run has steps. So the groups of any one version
+    are never more than still fit into the batches that may train on them: a batch takes the oldest first and waits for
+    those that would be too old for the next, and nothing is ever thrown away for its age.
+
+    With max_staleness 0 everything happens in ``next_batch``; above 0 a thread samples and scores all the time.
+
+    Args:
+        flight: an empty one through the run's engines.
+        revive: brings engines back, with the weights of the version that is served; called when none is left.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: PromptSource,
+        flight: Flight,
+        scorer: Scorer,
+        turns: Turns,
+        ledger: Ledger,
+        revive: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._flight = flight
+        self._scorer = scorer
+        self._turns = turns
+        self._ledger = ledger
+        self._revive = revive
+        self._sampling = training_sampling(config)
+        self._asked: dict[str, Prompt] = {}
+        # Below: shared by the main thread and the sampling thread, under the condition.
+        self._changed = threading.Condition()
+        self._again: deque[Prompt] = deque()
+        self._issued: dict[int, _Issued] = {}
+        self._buffer: ReplayBuffer[_Ready] = ReplayBuffer(config.rollout.max_staleness)
+        self._version = self._formed = 0
+        self._dropped = 0
+        self._no_engine: NoEngineLeft | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------------------------- the main loop
+    def synced(self, version: int) -> None:
+        """The engines serve ``version``; the first call starts the sampling thread, if there is to be one."""
+        with self._changed:
+            if self._thread is None and not self._issued:
+                self._formed = version
+            self._version = version
+            self._changed.notify_all()
+        if self._thread is None and self._config.rollout.max_staleness > 0:
+            self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+            self._thread.start()
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        """The groups of training step ``step``, in the order of their ids.
+
+        Raises:
+            EngineError, RewardError: from engines and reward workers, also where they happened in the thread.
+        """
+        groups = self._batch_in_turn(step, clock) if self._thread is None else self._batch_beside(step, clock)
+        with clock.phase("reward"):
+            return self._scorer.scored([held.content.rewarded for held in groups], step)
+
+    def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+        """Every update of the step has been made."""
+        self._ledger.trained(dict.fromkeys(trajectory.group_id for trajectory in trajectories), step)
+
+    def queue_sizes(self) -> tuple[int, int]:
+        """(groups on their way, groups ready to be trained on)."""
+        with self._changed:
+            return len(self._issued), len(self._buffer)
+
+    def close(self) -> None:
+        """End the thread, within a bound. What it had on its way stays so in the ledger."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------------------ the state
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the prompts, and those that were issued and not trained; expressible in JSON."""
+        with self._changed:
+            unfinished = [issued.prompt for issued in self._issued.values()]
+            unfinished += [held.content.prompt for held in self._buffer]
+            unfinished += self._again
+            return {
+                "data": self._prompts.state_dict(),
+                "in_flight": [asdict(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``: what was in flight is issued again before anything new."""
+        self._prompts.load_state_dict(state["data"])
+        self._again = deque(_prompt(fields) for fields in state.get("in_flight", ()))
+
+    # ---------------------------------------------------------------------------------------------------- both manners
+    def _issue(self) -> None:
+        """Send as many prompts as the bound on staleness allows."""
+        rollout = self._config.rollout
+        with self._changed:
+            batches = min(self._version + rollout.max_staleness + 1, self._config.steps) - self._formed
+            allowed = math.ceil(batches * rollout.prompts_per_step * rollout.oversample)
+            count = max(0, allowed - len(self._issued) - len(self._buffer))
+            again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+            new = self._prompts.next(count - len(again))
+            for prompt in (*again, *new):
+                self._issued[prompt.group_id] = _Issued(prompt, self._version)
+            self._ledger.issued([prompt.group_id for prompt in new], self._version)
+            self._ledger.reissued([prompt.group_id for prompt in again], self._version, "resumed")
+        prompts = [*again, *new]
+        requests = build_requests(prompts, self._sampling, rollout.samples_per_prompt, self._config.seed, "train")
+        for prompt, request in zip(prompts, requests, strict=True):
+            self._asked[request.request_id] = prompt
+            self._flight.submit(request)
+
+    def _collect(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
+        answers = self._flight.poll(timeout_s)
+        if self._flight.moved:
+            moved = [self._asked[name].group_id for name in self._flight.moved]
+            self._flight.moved.clear()
+            self._ledger.reissued(moved, self._version, "engine died")
+        groups = [
+            to_group(self._asked.pop(request.request_id), generations, self._sampling.temperature)
+            for request, generations in answers
+        ]
+        self._ledger.generated([group.group_id for group in groups], self._version)
+        return groups
+
+    def _score(self, groups: Sequence[GroupedUnscoredTrajectories]) -> None:
+        if not groups:
+            return
+        rewarded = self._scorer.rewards(groups)
+        with self._changed:
+            self._ledger.scored([group.group_id for group in groups])
+            for own in rewarded:
+                issued = self._issued.pop(own.group.group_id)
+                if self._teaches(own):
+                    self._buffer.add(own.group.group_id, issued.version, _Ready(issued.prompt, own))
+                else:
+                    self._drop([own.group.group_id], "zero spread")
+            self._changed.notify_all()
+
+    def _teaches(self, rewarded: RewardedGroup) -> bool:
+        spread = float(rewarded.totals.max() - rewarded.totals.min())
+        return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps
+
+    def _drop(self, group_ids: Sequence[int], reason: str) -> None:
+        self._ledger.dropped(group_ids, reason)
+        self._dropped += len(group_ids) if reason == "zero spread" else 0
+        limit = self._config.rollout.max_drops_per_step
+        if self._dropped > limit:
+            raise RewardError(
+                f"{self._dropped} groups for one step were dropped because all their samples had the same reward, more "
+                f"than rollout.max_drops_per_step={limit}; choose prompts that are neither always nor never solved, or "
+                "set rollout.drop_zero_spread=false"
+            )
+
+    def _is_ready(self, step: int) -> bool:
+        rollout = self._config.rollout
+        if len(self._buffer) < rollout.prompts_per_step:
+            return False
+        too_old_for_the_next = step - rollout.max_staleness
+        return rollout.oversample > 1 or all(own.version >= too_old_for_the_next for own in self._issued.values())
+
+    def _take(self, step: int) -> list[Held[_Ready]]:
+        stale = self._buffer.drop_stale(step - 1)
+        if stale:
+            raise TrainerError(f"step {step}: groups {stale} are older than rollout.max_staleness allows; report this")
+        taken = self._buffer.take(self._config.rollout.prompts_per_step)
+        self._formed = step
+        self._dropped = 0
+        return taken
+
+    # ------------------------------------------------------------------------------------------------ sampling in turn
+    def _batch_in_turn(self, step: int, clock: PhaseClock) -> list[Held[_Ready]]:
+        with clock.phase("sync"):
+            self._turns.generation()
+        while not self._is_ready(step):
+            with clock.phase("wait"):
+                self._issue()
+            with clock.phase("generate"):
+                groups = self._collect_enough()
+            with clock.phase("reward"):
+                self._score(groups)
+        taken = self._take(step)
+        if self._config.rollout.oversample > 1:
+            self._abort_rest()
+        return taken
+
+    def _collect_enough(self) -> list[GroupedUnscoredTrajectories]:
+        """Everything that is on its way; of what was oversampled, as much as is missing."""
+        rollout = self._config.rollout
+        enough = rollout.prompts_per_step - len(self._buffer) if rollout.oversample > 1 else math.inf
+        groups: list[GroupedUnscoredTrajectories] = []
+        while len(self._flight) and len(groups) < enough:
+            raise_if_interrupted()
+            try:
+                groups += self._collect(_POLL_S)
+            except NoEngineLeft:
+                self._revive(self._version)
+        return groups
+
+    def _abort_rest(self) -> None:
+        self._flight.abort(self._asked.keys())
+        self._asked.clear()
+        rest = [*self._issued, *(held.group_id for held in self._buffer.take(len(self._buffer)))]
+        self._issued.clear()
+        self._drop(rest, "oversampled")
+
+    # --------------------------------------------------------------------------------------- sampling beside training
+    def _batch_beside(self, step: int, clock: PhaseClock) -> list[Held[_Ready]]:
+        with clock.phase("wait"):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._has_news(step), _LOOK_EVERY_S)
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._is_ready(step):
+                        return self._take(step)
+                    lost = self._no_engine is not None
+                raise_if_interrupted()
+                if lost:
+                    self._revive(self._version)
+                    with self._changed:
+                        self._no_engine = None
+                        self._changed.notify_all()
+
+    def _has_news(self, step: int) -> bool:
+        return self._failure is not None or self._no_engine is not None or self._is_ready(step)
+
+    def _run(self) -> None:
+        """The thread. Every wait in it is short, so that ``close`` is heard."""
+        try:
+            while not self._stopping:
+                self._issue()
+                self._score(self._collect_or_wait())
+        except BaseException as error:  # raised again where the main thread asks for its batch
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _collect_or_wait(self) -> list[GroupedUnscoredTrajectories]:
+        try:
+            groups = self._collect(_THREAD_POLL_S)
+        except NoEngineLeft as error:
+            with self._changed:
+                self._no_engine = error
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._no_engine is None or self._stopping, _LOOK_EVERY_S)
+            return []
+        if not groups and not len(self._flight):  # as far ahead as allowed: until the next version
+            with self._changed:
+                self._changed.wait(_THREAD_POLL_S)
+        return groups
+
+
+def _prompt(fields: dict[str, Any]) -> Prompt:
+    """What JSON made of a prompt without a demonstration."""
+    return Prompt(**{**fields, "tokens": tuple(fields["tokens"])})

@@ -1,0 +1,133 @@
+"""The ledger: events in, an audit out; snapshots bring an earlier truth back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from slime_like.cli import main
+from slime_like.data.ledger import FILE_NAME, Ledger, audit_run
+from slime_like.errors import DataError
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger.begin(tmp_path)
+
+
+def whole_way(ledger: Ledger, *groups: int, step: int = 1) -> None:
+    ledger.issued(groups, version=0)
+    ledger.generated(groups, version=0)
+    ledger.scored(groups)
+    ledger.trained(groups, step)
+
+
+def test_everything_is_accounted_for(ledger: Ledger, tmp_path: Path) -> None:
+    whole_way(ledger, 0, 1, 2)
+    ledger.issued([3, 4, 5, 6], version=1)
+    ledger.generated([3, 4], version=1)
+    ledger.scored([3])
+    ledger.dropped([3], "zero spread")
+    ledger.dropped([5], "oversampled")
+    audit = audit_run(tmp_path)
+    assert (audit.issued, audit.trained, audit.in_flight) == (7, 3, (4, 6))
+    assert audit.dropped == {"zero spread": 1, "oversampled": 1}
+    assert audit.holds and audit.issued == audit.trained + sum(audit.dropped.values()) + len(audit.in_flight)
+
+
+def test_what_is_issued_again_is_in_order(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.issued([0], version=0)
+    ledger.generated([0], version=0)
+    ledger.reissued([0], 1, "resumed")
+    ledger.generated([0], version=1)
+    ledger.scored([0])
+    ledger.trained([0], 1)
+    assert audit_run(tmp_path).holds
+
+
+@pytest.mark.parametrize(
+    ("calls", "problem"),
+    [
+        ([("trained", (2,))], "group 0 was trained 2 times: in steps 1, 2"),
+        ([("dropped", ("late",))], "group 0 was trained and dropped"),
+        ([("issued", (3,))], "group 0 was issued 2 times, and first issued"),
+        ([("scored", ())], "group 0 was scored after it was trained"),
+        ([("reissued", (1, "engine died"))], "group 0 was reissued after it was trained"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    ledger: Ledger, tmp_path: Path, calls: list[tuple[str, tuple[object, ...]]], problem: str
+) -> None:
+    whole_way(ledger, 0)
+    for method, arguments in calls:
+        getattr(ledger, method)([0], *arguments)
+    audit = audit_run(tmp_path)
+    assert problem in audit.problems and not audit.holds
+
+
+def test_trained_without_having_been_sampled(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.issued([0], version=0)
+    ledger.trained([0], 1)
+    assert audit_run(tmp_path).problems == ("group 0 was trained after issued",)
+
+
+def test_a_group_that_was_skipped(ledger: Ledger, tmp_path: Path) -> None:
+    whole_way(ledger, 0, 2)
+    assert audit_run(tmp_path).problems == ("group 1 was never issued, though later ones were",)
+
+
+def test_a_snapshot_brings_the_past_back(ledger: Ledger, tmp_path: Path) -> None:
+    whole_way(ledger, 0)
+    ledger.issued([1], version=1)
+    ledger.snapshot(tmp_path / "copy")
+    ledger.generated([1], version=1)
+    ledger.scored([1])
+    ledger.trained([1], 2)
+    ledger.restore(tmp_path / "copy")
+    audit = audit_run(tmp_path)
+    assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
+    ledger.reissued([1], 1, "resumed")  # and it can be written to
+    assert audit_run(tmp_path).holds
+
+
+def test_a_new_start_is_empty(ledger: Ledger, tmp_path: Path) -> None:
+    whole_way(ledger, 0)
+    ledger.close()
+    Ledger.begin(tmp_path).close()
+    assert audit_run(tmp_path).issued == 0
+
+
+def test_threads_may_write_at_once(ledger: Ledger, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=lambda n=n: ledger.issued(range(n * 50, n * 50 + 50), 0)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert audit_run(tmp_path).in_flight == tuple(range(200))
+
+
+@pytest.mark.parametrize("content", [None, b"no database at all, but long enough to be looked at" * 50])
+def test_what_is_no_snapshot_is_refused(ledger: Ledger, tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "copy").write_bytes(content)
+    with pytest.raises(DataError, match=r"copy.*resume from another"):
+        ledger.restore(tmp_path / "copy")
+
+
+def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole_way(ledger, 0, 1)
+    ledger.issued([2, 3], version=1)
+    ledger.dropped([2], "oversampled")
+    assert main(["report", "--audit", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "audit: 4 groups issued = 2 trained + 1 dropped (1 oversampled) + 1 in flight",
+        "audit: holds",
+    ]
+    ledger.trained([0], 2)
+    assert main(["report", "--audit", str(tmp_path)]) == 1
+    assert "audit: group 0 was trained 2 times: in steps 1, 2" in capsys.readouterr().out
+    (tmp_path / FILE_NAME).unlink()
+    assert main(["report", "--audit", str(tmp_path)]) == 1
+    assert "ledger.sqlite is missing: no run of rollouts has written to" in capsys.readouterr().err
