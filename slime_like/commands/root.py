@@ -108,8 +108,10 @@ def _evaluate(config: RunConfig) -> int:
 
     with traceback_kept(config.run_dir):
         result = evaluate(config)
-    print(f"held-out accuracy: {result.accuracy:.3f} over {result.num_responses} responses")
-    print(f"response length: {result.response_length_mean:.1f} tokens, {result.truncated_fraction:.1%} truncated")
+    for name, own in {"held-out": result.overall, **result.datasets}.items():
+        passes = "".join(f", pass@{k} {value:.3f}" for k, value in own.pass_at.items())
+        print(f"{name} accuracy: {own.accuracy:.3f}{passes} over {own.num_responses} responses")
+        print(f"{name} response length: {own.response_length_mean:.1f} tokens, {own.truncated_fraction:.1%} truncated")
     return 0
 
 

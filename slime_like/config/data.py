@@ -27,9 +27,11 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation during training."""
 
-    files: tuple[Path, ...] = Field((), description="Held-out files; none means no evaluation.")
+    files: tuple[Path, ...] = Field(
+        (), description="Held-out files, each also reported by itself; none: no evaluation."
+    )
     every: int = Field(0, ge=0, description="Evaluate every so many steps; 0 means before and after training only.")
     max_prompts: int | None = Field(None, ge=1, description="Use only the first so many prompts.")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
-    samples_per_prompt: int = Field(1, ge=1, description="Responses per held-out prompt.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses per held-out prompt; several also give pass@k.")
     max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none means `rollout.max_new_tokens`.")

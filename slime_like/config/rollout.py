@@ -68,7 +68,9 @@ class RolloutConfig(Section):
 class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
-    name: str = Field(description="Registered name (math_verify, format, length) or import path `package.module:name`.")
+    name: str = Field(
+        description="Registered name (math_verify, format, length, http) or import path `package.module:name`."
+    )
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.observability.phases import PHASES, PhaseTimes
-from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.records import EvaluationRecord, ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
 
 if TYPE_CHECKING:
     from slime_like.trajectory import GRPOStats
@@ -101,15 +101,15 @@ def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(
-    accuracy: float, num_responses: int, response_length_mean: float, truncated_fraction: float
-) -> dict[str, float]:
-    """Figures of one held-out evaluation; lengths in tokens, fractions 0 to 1."""
+def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> dict[str, float]:
+    """Figures of one held-out evaluation, of all files together or of one of several."""
+    prefix = "evaluation" if dataset is None else f"evaluation/{dataset}"
     return {
-        ACCURACY: accuracy,
-        "evaluation/num_responses": float(num_responses),
-        "evaluation/response_length_mean": response_length_mean,
-        "evaluation/truncated_fraction": truncated_fraction,
+        f"{prefix}/accuracy": record.accuracy,
+        **{f"{prefix}/pass@{k}": value for k, value in record.pass_at.items()},
+        f"{prefix}/num_responses": float(record.num_responses),
+        f"{prefix}/response_length_mean": record.response_length_mean,
+        f"{prefix}/truncated_fraction": record.truncated_fraction,
     }
 
 

@@ -123,3 +123,22 @@ class StepRecord:
             raise ValueError("a training step has at least one optimizer step and one response; this record has none")
         if not 0 <= self.actual_tokens <= self.packed_tokens:
             raise ValueError(f"{self.actual_tokens} actual tokens cannot come out of {self.packed_tokens} packed ones")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """Figures of one held-out file, or of all together.
+
+    Attributes:
+        accuracy: mean over responses of the first reward function's success; with several samples, mean@n.
+        num_responses: responses scored.
+        response_length_mean: tokens.
+        truncated_fraction: responses that met the length limit, 0 to 1.
+        pass_at: pass@k by k; none with one sample per prompt.
+    """
+
+    accuracy: float
+    num_responses: int
+    response_length_mean: float
+    truncated_fraction: float
+    pass_at: Mapping[int, float] = field(default_factory=dict)

@@ -2,53 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollouts import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.scoring import Scorer
+from slime_like.rewards.pool import RewardOutcome
+from slime_like.trajectory import UnscoredTrajectory
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Mean over responses of the first reward function's success, and how long responses were."""
+    """All files together, and each by itself under its name where there are several."""
 
-    accuracy: float
-    num_responses: int
-    response_length_mean: float
-    truncated_fraction: float
+    overall: EvaluationRecord
+    datasets: dict[str, EvaluationRecord]
 
 
 class Evaluator:
-    """Evaluates on one fixed list of held-out prompts."""
+    """Evaluates on fixed lists of held-out prompts, one per file."""
 
     def __init__(self, config: RunConfig, engines: RolloutManager, scorer: Scorer, tokenizer: Any) -> None:
         self._config = config
         self._engines = engines
         self._scorer = scorer
         self._sampling = evaluation_sampling(config)
-        data = config.data.model_copy(update={"shuffle": False})
-        source = PromptSource(config.evaluation.files, tokenizer, data, seed=0)
-        count = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
-        self._prompts = source.next(count)
+        self._datasets = _held_out(config, tokenizer)
 
     def run(self, step: int) -> EvaluationResult:
+        """Sample and score every prompt under the weights that the engines serve."""
+        prompts = [prompt for own in self._datasets.values() for prompt in own]
         samples = self._config.evaluation.samples_per_prompt
-        requests = build_requests(self._prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
-        answers = self._engines.generate(requests)
-        trajectories = [
-            trajectory
-            for prompt, answer in zip(self._prompts, answers, strict=True)
-            for trajectory in to_group(prompt, answer, self._sampling.temperature or 1.0).trajectories
+        requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
+        temperature = self._sampling.temperature or 1.0
+        groups = [
+            to_group(prompt, answer, temperature).trajectories
+            for prompt, answer in zip(prompts, self._engines.generate(requests), strict=True)
         ]
-        outcomes = self._scorer.outcomes(trajectories)
-        count = len(trajectories)
-        return EvaluationResult(
-            accuracy=sum(outcome.successes[0] for outcome in outcomes) / count,
-            num_responses=count,
-            response_length_mean=sum(t.response_len for t in trajectories) / count,
-            truncated_fraction=sum(t.finish_reason == "length" for t in trajectories) / count,
-        )
+        outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
+        samples_of = [[_Sample.of(trajectory, next(outcomes)) for trajectory in group] for group in groups]
+        remaining = iter(samples_of)
+        results = {name: _figures([next(remaining) for _ in own]) for name, own in self._datasets.items()}
+        return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    success: bool
+    length: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> _Sample:
+        return cls(outcome.successes[0] > 0, trajectory.response_len, trajectory.finish_reason == "length")
+
+
+def dataset_names(files: Sequence[Path]) -> list[str]:
+    """The files' names without their endings; with as much of their directories as makes them differ."""
+    for parts in range(1, max((len(file.parts) for file in files), default=1) + 1):
+        names = ["/".join(file.with_suffix("").parts[-parts:]) for file in files]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{file.stem}-{index}" for index, file in enumerate(files)]
+
+
+def _held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Each file's prompts in their order; group ids are unique over all files."""
+    data = config.data.model_copy(update={"shuffle": False})
+    datasets: dict[str, list[Prompt]] = {}
+    count = 0
+    for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
+        source = PromptSource([file], tokenizer, data, seed=0)
+        wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
+        datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
+        count += wanted
+    return datasets
+
+
+def _figures(prompts: Sequence[Sequence[_Sample]]) -> EvaluationRecord:
+    samples = [sample for own in prompts for sample in own]
+    successes = [[sample.success for sample in own] for own in prompts]
+    return EvaluationRecord(
+        accuracy=sum(sample.success for sample in samples) / len(samples),
+        pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},
+        num_responses=len(samples),
+        response_length_mean=sum(sample.length for sample in samples) / len(samples),
+        truncated_fraction=sum(sample.truncated for sample in samples) / len(samples),
+    )

@@ -197,9 +197,9 @@ class StepRecorder:
             return
         self._session.turns.generation()
         result = rollout.evaluator.run(step)
-        metrics = evaluation_metrics(
-            result.accuracy, result.num_responses, result.response_length_mean, result.truncated_fraction
-        )
+        metrics = evaluation_metrics(result.overall)
+        for name, own in result.datasets.items():
+            metrics |= evaluation_metrics(own, name)
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
 

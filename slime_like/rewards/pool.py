@@ -12,7 +12,7 @@ from typing import Any
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
-from slime_like.rewards.registry import REGISTERED
+from slime_like.rewards.registry import LOCAL
 from slime_like.rewards.worker_process import WorkerProcess
 
 _CLOSE_TIMEOUT_S = 2.0
@@ -55,8 +55,8 @@ class RewardPool:
         self._config = config
         self._workers: list[WorkerProcess] = []
         self._closed = False
-        # Functions that come with this package do not look at the prompt; others may.
-        self._prompt_matters = any(function.name not in REGISTERED for function in config.functions)
+        # Functions that may look at the prompt must be asked for every prompt.
+        self._prompt_matters = any(function.name not in LOCAL for function in config.functions)
         try:
             for _ in range(config.workers):
                 self._workers.append(self._start_worker())

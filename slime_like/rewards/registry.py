@@ -16,8 +16,12 @@ REGISTERED: Mapping[str, str] = {
     "math_verify": "slime_like.rewards.math_answer:math_verify",
     "format": "slime_like.rewards.response_format:response_format",
     "length": "slime_like.rewards.response_length:response_length",
+    "http": "slime_like.rewards.remote:remote",
 }
-"""Functions that come with this package; none of them looks at the prompt."""
+"""Functions that come with this package."""
+
+LOCAL = frozenset(REGISTERED) - {"http"}
+"""Those of them that compute their reward here, from response and answer alone."""
 
 
 def resolve_reward(name: str) -> RewardCallable:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slime_like.rewards.protocol import encode, read_message
-from slime_like.rewards.registry import REGISTERED, RewardCallable, check_options, resolve_reward
+from slime_like.rewards.registry import LOCAL, RewardCallable, check_options, resolve_reward
 from slime_like.rewards.result import RewardResult
 
 _PR_SET_PDEATHSIG = 1
@@ -62,8 +62,8 @@ class _Function:
         return result
 
     def warm_up(self) -> None:
-        """Compile what the first call compiles, outside any sample's time. A user's own function is not called."""
-        if self.name in REGISTERED:
+        """Compile what the first call compiles, outside any sample's time. Users' functions and services are left alone."""
+        if self.name in LOCAL:
             self(_WARM_UP)
 
 

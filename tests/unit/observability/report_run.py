@@ -13,7 +13,7 @@ from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
-from slime_like.observability.records import StepRecord
+from slime_like.observability.records import EvaluationRecord, StepRecord
 from slime_like.observability.tables import per_sample_table, per_token_table
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, rl_record
@@ -42,11 +42,15 @@ def write_run(run_dir: Path, steps: int = STEPS, with_tables: bool = True) -> Pa
         if step:
             logger.log(step, step_metrics(record(step)))
         if step in ACCURACIES:
-            logger.log(step, evaluation_metrics(ACCURACIES[step], 16, 5.0, 0.0))
+            logger.log(step, evaluation_metrics(evaluation(ACCURACIES[step])))
         if step and with_tables and step % TABLES_EVERY == 0:
             log_tables(logger, step)
     logger.close()
     return run_dir
+
+
+def evaluation(accuracy: float) -> EvaluationRecord:
+    return EvaluationRecord(accuracy=accuracy, num_responses=16, response_length_mean=5.0, truncated_fraction=0.0)
 
 
 def record(step: int) -> StepRecord:

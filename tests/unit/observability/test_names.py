@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import RewardRecord
+from slime_like.observability.records import EvaluationRecord, RewardRecord
 from tests.unit.observability.records import reward_record, rl_record, sft_record
 
 RL_FIGURES = {
@@ -137,9 +137,8 @@ def test_step_records_that_cannot_be_are_refused() -> None:
 
 
 def test_evaluation_names() -> None:
-    assert evaluation_metrics(0.75, 200, 6.5, 0.01) == {
-        "evaluation/accuracy": 0.75,
-        "evaluation/num_responses": 200.0,
-        "evaluation/response_length_mean": 6.5,
-        "evaluation/truncated_fraction": 0.01,
-    }
+    figures = {"accuracy": 0.75, "num_responses": 200.0, "response_length_mean": 6.5, "truncated_fraction": 0.01}
+    record = EvaluationRecord(**figures, pass_at={2: 0.8})
+    figures["pass@2"] = 0.8
+    assert evaluation_metrics(record) == {f"evaluation/{name}": value for name, value in figures.items()}
+    assert evaluation_metrics(record, "aime") == {f"evaluation/aime/{name}": v for name, v in figures.items()}

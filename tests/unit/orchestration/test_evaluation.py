@@ -1,0 +1,83 @@
+"""Evaluation over several files: names, figures of each and of all, unique groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from slime_like.config import RunConfig
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.orchestration.evaluation import Evaluator, dataset_names
+from slime_like.rewards.pool import RewardOutcome
+from slime_like.trajectory import UnscoredTrajectory
+
+SAMPLES = 4
+
+
+class Engines:
+    """Sample i of every request has i + 1 tokens; the last one is cut."""
+
+    def generate(self, requests: list[GenerationRequest]) -> list[list[Generation]]:
+        assert len({request.request_id for request in requests}) == len(requests)
+        assert len({request.seed for request in requests}) == len(requests)
+        return [
+            [_generation(i + 1, "length" if i == SAMPLES - 1 else "stop") for i in range(SAMPLES)] for _ in requests
+        ]
+
+
+def _generation(length: int, reason: Any) -> Generation:
+    return Generation(np.full(length, 5), np.zeros(length, np.float32), np.zeros(length, np.int64), reason)
+
+
+class Scorer:
+    """In file "b" one sample of four is right, in file "a" none."""
+
+    def outcomes(self, trajectories: list[UnscoredTrajectory]) -> list[RewardOutcome]:
+        return [RewardOutcome((1.0,), (float(t.answer == "b" and t.sequence_id.endswith("-2")),)) for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, family="qwen3", seed=0)
+    return path
+
+
+def write(path: Path, rows: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": path.stem}) + "\n" for i in range(rows)))
+    return path
+
+
+def evaluator(model: Path, files: list[Path]) -> Evaluator:
+    config = RunConfig(
+        run_dir=model / "run", model={"path": model}, data={"train": files},
+        evaluation={"files": files, "samples_per_prompt": SAMPLES, "temperature": 1.0, "max_prompts": 6},
+    )  # fmt: skip
+    return Evaluator(config, Engines(), Scorer(), AutoTokenizer.from_pretrained(model))  # type: ignore[arg-type]
+
+
+def test_each_file_and_all_of_them(model: Path, tmp_path: Path) -> None:
+    result = evaluator(model, [write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]).run(step=3)
+    a, b, overall = result.datasets["a"], result.datasets["b"], result.overall
+    assert (a.num_responses, b.num_responses, overall.num_responses) == (2 * 4, 6 * 4, 8 * 4)
+    assert (a.accuracy, b.accuracy) == (0.0, 0.25)
+    assert overall.accuracy == pytest.approx(6 / 32)
+    assert b.pass_at == {2: 0.5, 4: 1.0} and a.pass_at == {2: 0.0, 4: 0.0}
+    assert overall.pass_at[4] == pytest.approx(6 / 8)
+    assert overall.response_length_mean == 2.5 and overall.truncated_fraction == 0.25
+
+
+def test_one_file_needs_no_name(model: Path, tmp_path: Path) -> None:
+    assert evaluator(model, [write(tmp_path / "a.jsonl", 2)]).run(step=0).datasets == {}
+
+
+def test_names_differ() -> None:
+    assert dataset_names([Path("x/math.jsonl"), Path("aime.parquet")]) == ["math", "aime"]
+    assert dataset_names([Path("x/test.jsonl"), Path("y/test.jsonl")]) == ["x/test", "y/test"]
+    assert dataset_names([Path("x/t.jsonl"), Path("x/t.jsonl")]) == ["t-0", "t-1"]

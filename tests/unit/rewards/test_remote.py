@@ -1,0 +1,99 @@
+"""The HTTP reward, against a service on this host: values, and every way in which it may fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.error import HTTPError
+
+import pytest
+
+from slime_like.config import RewardConfig
+from slime_like.config.rollout import RewardFunction
+from slime_like.rewards.pool import RewardItem, RewardPool
+from slime_like.rewards.remote import remote
+from slime_like.rewards.result import RewardResult
+
+
+class Service(BaseHTTPRequestHandler):
+    """What it answers depends on the response it is asked about."""
+
+    def do_POST(self) -> None:
+        item = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = item["response"]
+        if asked == "slow":
+            time.sleep(3)
+        status = 503 if asked == "busy" else 200
+        body = {
+            "plain": b'{"reward": 0.5}',
+            "zero": b'{"reward": 0}',
+            "failed": b'{"reward": 2, "success": false, "why": "too long"}',
+            "text": b"fine",
+            "list": b"[1]",
+            "none": b'{"success": true}',
+        }.get(asked, json.dumps({"reward": 1.0, "seen": item, "key": self.headers.get("X-Key")}).encode())
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/score"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_the_answer_becomes_the_result(url: str) -> None:
+    assert remote("p", "plain", "a", url=url) == RewardResult(0.5, True)
+    assert remote("p", "zero", "a", url=url) == RewardResult(0.0, False)
+    assert remote("p", "failed", "a", url=url) == RewardResult(2.0, False, {"why": "too long"})
+
+
+def test_the_service_sees_everything(url: str) -> None:
+    result = remote("the prompt", "r\u00e9ponse", "42", url=url, headers={"X-Key": "secret"})
+    assert result.metadata["seen"] == {"prompt": "the prompt", "response": "r\u00e9ponse", "answer": "42"}
+    assert result.metadata["key"] == "secret"
+
+
+@pytest.mark.parametrize("asked", ["text", "list", "none"])
+def test_an_answer_of_another_kind_is_named(url: str, asked: str) -> None:
+    with pytest.raises(ValueError, match=r"it must be JSON with a number as reward"):
+        remote("p", asked, "a", url=url)
+
+
+def test_a_service_that_fails(url: str) -> None:
+    with pytest.raises(HTTPError, match="503"):
+        remote("p", "busy", "a", url=url)
+    with pytest.raises(TimeoutError):
+        remote("p", "slow", "a", url=url, timeout_s=0.2)
+    with pytest.raises(OSError, match="refused"):
+        remote("p", "plain", "a", url="http://127.0.0.1:9/")
+
+
+def test_other_urls_are_refused() -> None:
+    with pytest.raises(ValueError, match="neither http nor https"):
+        remote("p", "r", "a", url="file:///etc/passwd")
+
+
+def test_a_failure_costs_its_own_sample(url: str) -> None:
+    functions = (RewardFunction(name="http", options={"url": url}),)
+    with RewardPool(RewardConfig(functions=functions)) as pool:
+        outcomes = pool.score([RewardItem("p", asked, "a") for asked in ("plain", "busy", "failed")])
+    assert [outcome.rewards for outcome in outcomes] == [(0.5,), (0.0,), (2.0,)]
+    assert outcomes[1].metadata["reason"] == "error" and "503" in outcomes[1].metadata["detail"]
+
+
+def test_the_same_response_to_other_prompts_is_asked_again(url: str) -> None:
+    functions = (RewardFunction(name="http", options={"url": url}),)
+    with RewardPool(RewardConfig(functions=functions)) as pool:
+        outcomes = pool.score([RewardItem(prompt, "r", "a") for prompt in ("one", "two")])
+    assert [outcome.metadata["http"]["seen"]["prompt"] for outcome in outcomes] == ["one", "two"]
