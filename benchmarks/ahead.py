@@ -1,0 +1,170 @@
+"""Sampling beside training against taking turns: ``python -m benchmarks.ahead [--result FILE]``.
+
+The load: 128 responses a step from an untrained tiny model whose 264 tokens are about equally likely. Four of them end
+a response, so that lengths are geometric: mean about 60, cut at 256, the longest of a step four times the mean. The
+engine's processes are pinned to one core and the trainer's to another, in both manners, so that turns always leave one
+of them idle. The bound is (g + t) / max(g, t), g and t being the seconds of sampling and of training when they take
+turns; the trainer's idle share is what it waits for samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+
+from benchmarks.step.machine import describe_machine, load_average
+from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.observability.metrics import METRICS_FILE, read_metrics
+from slime_like.observability.names import STEP_TIME, phase_seconds
+from tests.processes import Command
+
+GOAL = 1.3
+_WARM_UP, _TIMEOUT_S, _LOOK_EVERY_S = 5, 1800.0, 0.5
+_STOP_IDS = "[20, 60, 100, 140]"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over the steady steps of one run, in seconds, but for ``length`` in tokens.
+
+    Attributes:
+        step: whole step.
+        sampling: generate and reward.
+        training: score, train and sync.
+        waiting: the trainer without samples.
+        length: tokens of a response.
+        staleness: mean of the versions between sampling and training.
+    """
+
+    step: float
+    sampling: float
+    training: float
+    waiting: float
+    length: float
+    staleness: float
+
+
+def flags(root: Path, model: Path, engine: str, ahead: int, steps: int) -> list[str]:
+    settings = {
+        "run_dir": root / f"ahead-{ahead}",
+        "resume": "never",
+        "steps": steps,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train": model / "data" / "train.jsonl",
+        "data.apply_chat_template": "false",
+        "data.max_prompt_tokens": 16,
+        "rollout.engine": engine,
+        "rollout.prompts_per_step": 16,
+        "rollout.samples_per_prompt": 8,
+        "rollout.max_new_tokens": 256,
+        "rollout.stop_token_ids": _STOP_IDS,
+        "rollout.max_staleness": ahead,
+        "algorithm.importance_correction": "truncate",
+        "reward.functions": "[{name: length, options: {limit: 0, buffer: 1024}}]",
+        "trainer.optimizer.lr": 1e-6,
+        "trainer.cpu_threads": 1,
+        "logging.tensorboard": "false",
+        "logging.progress": "off",
+    }
+    return ["train", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+
+
+def measure(root: Path, model: Path, engine: str, ahead: int, steps: int) -> Figures:
+    """Run once, pinned, and read its steady steps."""
+    run_dir = root / f"ahead-{ahead}"
+    with Command(flags(root, model, engine, ahead, steps), root / f"log-{ahead}") as command:
+        ended = threading.Event()
+        pinning = threading.Thread(target=_keep_pinned, args=(command.descendants, ended), daemon=True)
+        pinning.start()
+        try:
+            finished = command.finish(_TIMEOUT_S)
+        finally:
+            ended.set()
+            pinning.join(10)
+    if finished.code != 0:
+        sys.exit(f"error: the run with max_staleness {ahead} ended with {finished.code}: {finished.stderr[-500:]}")
+    records = [record for record in read_metrics(run_dir / METRICS_FILE) if STEP_TIME in record]
+    # The last steps of a run that samples ahead have nothing left to sample: they are not steady.
+    steady = records[_WARM_UP : len(records) - 3]
+
+    def mean(*names: str) -> float:
+        return fmean(sum(float(record[name]) for name in names) for record in steady)
+
+    return Figures(
+        step=mean(STEP_TIME),
+        sampling=mean(phase_seconds("generate"), phase_seconds("reward")),
+        training=mean(phase_seconds("score"), phase_seconds("train"), phase_seconds("sync")),
+        waiting=mean(phase_seconds("wait"), phase_seconds("generate"), phase_seconds("reward")),
+        length=mean("rollout/response_length_mean"),
+        staleness=mean("rollout/staleness_mean"),
+    )
+
+
+def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threading.Event) -> None:
+    """Engine and reward processes on one core, trainer ranks on the other; whatever they start inherits it."""
+    engine_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
+    while not ended.wait(_LOOK_EVERY_S):
+        for process in descendants():
+            try:
+                title = " ".join(process.cmdline())
+                if "EngineActor" in title:
+                    for own in (process, *process.children(recursive=True)):
+                        own.cpu_affinity([engine_core])
+                elif "TrainerRank" in title:
+                    process.cpu_affinity([trainer_core])
+            except psutil.NoSuchProcess:
+                continue
+
+
+def report(turns: Figures, beside: Figures, ahead: int, engine: str, load: float) -> str:
+    bound = (turns.sampling + turns.training) / max(turns.sampling, turns.training)
+    ratio = turns.step / beside.step
+    rows = [("in turn (0)", turns), (f"ahead ({ahead})", beside)]
+    table = "\n".join(
+        f"| {name} | {own.step:.3f} | {own.training:.3f} | {100 * own.waiting / own.step:.0f} % | {own.length:.0f} | "
+        f"{own.staleness:.2f} |"
+        for name, own in rows
+    )
+    return (
+        f"{datetime.date.today()}, {describe_machine()}, engine {engine}, load average {load:.1f} at the start, "
+        f"`python -m benchmarks.ahead`.\n\n"
+        "| max_staleness | step (s) | trainer busy (s) | trainer idle | response (tokens) | staleness |\n"
+        f"|---|---:|---:|---:|---:|---:|\n{table}\n\n"
+        f"{ratio:.2f} times as fast (goal {GOAL}: {'met' if ratio >= GOAL else 'NOT MET'}); sampling takes "
+        f"{turns.sampling:.3f} s and training {turns.training:.3f} s in turn, so that {bound:.2f} is the bound."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead", description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--ahead", type=int, default=2, help="max_staleness to compare with 0 (default: 2)")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=Path("runs/ahead"))
+    parser.add_argument("--result", type=Path, help="also write the report to this file")
+    options = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("error: two cores are needed, one for the engine and one for the trainer")
+    load, model = load_average(), options.out / "model"
+    make_tiny_model(model)
+    make_arithmetic_data(model / "data")
+    arguments = options.out, model, options.engine
+    turns = measure(*arguments, 0, options.steps)
+    text = report(turns, measure(*arguments, options.ahead, options.steps), options.ahead, options.engine, load)
+    print(text)
+    if options.result:
+        options.result.write_text(f"{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
