@@ -47,8 +47,8 @@ class RolloutSource:
 
     Before step n, the engines serve version n - 1. Until version v is served, ``v + max_staleness + 1`` batches may
     have been issued, dropped groups not counted, but no more than the run has steps. So the groups of any one version
-    are never more than still fit into the batches that may train on them: a batch takes the oldest first and waits for
-    those that would be too old for the next, and nothing is ever thrown away for its age.
+    are never more than still fit into the batches that may train on them. A batch takes the oldest that are ready, but
+    waits as long as what it would leave behind could not all be trained in time: nothing is thrown away for its age.
 
     With max_staleness 0 everything happens in ``next_batch``; above 0 a thread samples and scores all the time.
 
@@ -207,11 +207,16 @@ class RolloutSource:
             )
 
     def _is_ready(self, step: int) -> bool:
+        """Enough groups, and what the batch leaves behind can still be trained in time, oldest first."""
         rollout = self._config.rollout
-        if len(self._buffer) < rollout.prompts_per_step:
+        size, ready = rollout.prompts_per_step, sorted(held.version for held in self._buffer)
+        if len(ready) < size:
             return False
-        too_old_for_the_next = step - rollout.max_staleness
-        return rollout.oversample > 1 or all(own.version >= too_old_for_the_next for own in self._issued.values())
+        left = sorted([*ready[size:], *(issued.version for issued in self._issued.values())])
+        in_time = (
+            step + 1 + place // size <= version + rollout.max_staleness + 1 for place, version in enumerate(left)
+        )
+        return rollout.oversample > 1 or all(in_time)
 
     def _take(self, step: int) -> list[Held[_Ready]]:
         stale = self._buffer.drop_stale(step - 1)

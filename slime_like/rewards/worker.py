@@ -62,7 +62,7 @@ class _Function:
         return result
 
     def warm_up(self) -> None:
-        """Compile what the first call compiles, outside any sample's time. Users' functions and services are left alone."""
+        """Compile what a first call compiles, outside any sample's time; not users' functions, nor a service."""
         if self.name in LOCAL:
             self(_WARM_UP)
 

@@ -1,0 +1,204 @@
+"""Batches from a pool whose answers come in any order: staleness is bounded, every group is trained once."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.data.ledger import Ledger, audit_run
+from slime_like.data.prompts import Prompt
+from slime_like.errors import EngineError, RewardError
+from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.flight import NoEngineLeft
+from slime_like.orchestration.rollout_source import RolloutSource
+from slime_like.orchestration.scoring import RewardedGroup
+from slime_like.orchestration.turns import OwnDevices
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+from tests.unit.config.checkpoint import write_checkpoint
+
+PROMPTS, SAMPLES, STEPS = 4, 2, 12
+
+
+class Prompts:
+    """An endless source of numbered prompts."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+
+    def next(self, n: int) -> list[Prompt]:
+        first, self.issued = self.issued, self.issued + n
+        return [Prompt((1, 2), "", group, 0, 0) for group in range(first, first + n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"issued": self.issued}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.issued = state["issued"]
+
+
+class ShuffledFlight:
+    """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
+
+    def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
+        self.held: list[GenerationRequest] = []
+        self.moved: list[str] = []
+        self.polls = 0
+        self.version = 0
+        self.dead = False
+        self._dies_at = dies_at
+        self._random = random.Random(seed)
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.held.append(request)
+
+    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+        self.polls += 1
+        if self.polls in self._dies_at:
+            self.dead = True
+            self.moved += [request.request_id for request in self.held]
+        if self.dead:
+            raise NoEngineLeft("the only engine died")
+        self._random.shuffle(self.held)
+        count = self._random.randint(0, min(3, len(self.held)))
+        answered, self.held = self.held[:count], self.held[count:]
+        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        self.held = [request for request in self.held if request.request_id not in request_ids]
+
+    def _generation(self) -> Generation:
+        return Generation(np.array([3]), np.zeros(1, np.float32), np.array([self.version]), "stop")
+
+
+class CoinScorer:
+    """Rewards that are all alike in every third group."""
+
+    def rewards(self, groups: list[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
+        return [self._rewarded(group) for group in groups]
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
+        totals = torch.zeros(SAMPLES) if group.group_id % 3 == 2 else torch.arange(float(SAMPLES))
+        return RewardedGroup(group, totals[:, None], totals[:, None], totals, [{}] * SAMPLES)
+
+    def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+        return [trajectory for own in groups for trajectory in own.group.trajectories]  # type: ignore[misc]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "model")
+    return tmp_path
+
+
+def source(run_dir: Path, flight: ShuffledFlight, **rollout: Any) -> tuple[RolloutSource, list[int]]:
+    sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    config = RunConfig(
+        run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
+        algorithm={"importance_correction": "truncate"},
+    )  # fmt: skip
+    revived: list[int] = []
+
+    def revive(version: int) -> None:
+        revived.append(version)
+        flight.dead = False
+
+    made = RolloutSource(
+        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir), revive  # type: ignore[arg-type]
+    )  # fmt: skip
+    return made, revived
+
+
+def batches(made: RolloutSource, flight: ShuffledFlight, first: int = 1, last: int = STEPS) -> Iterator[list[int]]:
+    clock = PhaseClock()
+    flight.version = first - 1
+    made.synced(first - 1)
+    for step in range(first, last + 1):
+        trajectories = made.next_batch(step, clock)
+        groups = list(dict.fromkeys(t.group_id for t in trajectories))
+        oldest = min(t.policy_version for t in trajectories)
+        assert len(trajectories) == PROMPTS * SAMPLES
+        assert step - 1 - oldest <= made._config.rollout.max_staleness
+        made.trained(trajectories, step)
+        flight.version = step
+        made.synced(step)
+        yield groups
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_group_is_trained_once_and_none_is_too_old(run_dir: Path, ahead: int, drop: bool, seed: int) -> None:
+    flight = ShuffledFlight(seed, dies_at=(3, 17))
+    made, revived = source(run_dir, flight, max_staleness=ahead, drop_zero_spread=drop)
+    trained = [group for batch in batches(made, flight) for group in batch]
+    made.close()
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.trained, audit.in_flight) == (STEPS * PROMPTS, ())
+    assert set(audit.dropped) <= {"zero spread"}
+    assert not drop or all(group % 3 != 2 for group in trained)
+    assert drop or trained == sorted(trained) or ahead > 0  # in turn, every step has the next prompts
+    assert len(revived) >= 1
+
+
+def test_what_is_late_is_aborted(run_dir: Path) -> None:
+    flight = ShuffledFlight(0)
+    made, _ = source(run_dir, flight, oversample=2.0)
+    trained = [group for batch in batches(made, flight) for group in batch]
+    assert len(trained) == STEPS * PROMPTS and not flight.held
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
+
+
+def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
+    """Interrupted with groups under way and groups ready: state and ledger go on in another source."""
+    flight = ShuffledFlight(1)
+    made, _ = source(run_dir, flight, max_staleness=2)
+    before = [group for batch in batches(made, flight, last=5) for group in batch]
+    made.close()
+    state = json.loads(json.dumps(made.state_dict()))
+    made._ledger.snapshot(run_dir / "copy")
+    flight = ShuffledFlight(2)
+    again, _ = source(run_dir, flight, max_staleness=2)
+    again.load_state_dict(state)
+    again._ledger.restore(run_dir / "copy")
+    after = [group for batch in batches(again, flight, first=6) for group in batch]
+    again.close()
+    assert sorted(before + after) == list(range(STEPS * PROMPTS))
+    assert audit_run(run_dir).holds
+
+
+def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:
+    class Broken(ShuffledFlight):
+        def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+            raise EngineError("engine 0 refused")
+
+    flight = Broken(0)
+    made, _ = source(run_dir, flight, max_staleness=1)
+    with pytest.raises(EngineError, match="engine 0 refused"):
+        next(batches(made, flight))
+    made.close()
+
+
+def test_a_task_without_spread_ends(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = ShuffledFlight(0)
+    made, _ = source(run_dir, flight, drop_zero_spread=True, max_drops_per_step=20)
+    monkeypatch.setattr(made, "_teaches", lambda rewarded: False)
+    with pytest.raises(RewardError, match=r"21 groups for one step .* rollout.max_drops_per_step=20"):
+        next(batches(made, flight))
