@@ -12,6 +12,7 @@ import ray
 from torch import Tensor
 
 from slime_like.config import RunConfig
+from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, TrainerError
@@ -71,7 +72,10 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
     """
     dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
-    reasons = {layout.name: model_misfit(layout, dimensions, len(request.batch)) for layout in everyone}
+    reasons = {
+        layout.name: model_misfit(layout, dimensions, len(request.batch)) or package_misfit(layout.applied_to(config))
+        for layout in everyone
+    }
     _refuse(request, reasons)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
@@ -114,6 +118,11 @@ def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) ->
     if layout.parallel.data > sequences:
         return f"has {layout.parallel.data} replicas, and the batch has {sequences} sequences; every replica needs one"
     return None
+
+
+def package_misfit(config: RunConfig) -> str | None:
+    """Why a layout's attention cannot be used in this environment, or ``None``."""
+    return next(attention_problems(config), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:

@@ -2,7 +2,8 @@
 
 Every rank holds one contiguous part of the pack, and keys and values are gathered whole. A sequence that lies inside
 one part needs nothing but that part; only the sequence that reaches in from earlier ranks sees gathered keys: those
-between its own start and the part's start, without a mask. Both pieces are merged by their log-sum-exp.
+between its own start and the part's start, without a mask. Both pieces are merged by their log-sum-exp. Keys and values
+travel while a rank computes with its own, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -46,10 +47,30 @@ class GatherSegments:
         return cls(local, Segments.of(first), (start, begin), Segments.of(earlier))
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
+class _Gathering:
+    """Every rank's part of ``x``, on its way."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        self._own = x.contiguous()
+        self._whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+        self._work = dist.all_gather_into_tensor(self._whole, self._own, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._whole
+
+
+class _Homecoming:
+    """Sum over ranks of the gradient ``x`` of a gathered tensor, this rank's part of it, on its way."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        self._whole = x
+        self._own = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+        self._work = dist.reduce_scatter_tensor(self._own, x, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._own
 
 
 class _AllGather(torch.autograd.Function):
@@ -65,9 +86,9 @@ class _AllGather(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
-        prefix = slice(*segments.prefix)
-        keys, values = _gathered(k, group)[prefix], _gathered(v, group)[prefix]
+        prefix, gathering = slice(*segments.prefix), [_Gathering(x, group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, segments.local, segments.local, True, scale)
+        keys, values = (whole.wait()[prefix] for whole in gathering)
         if segments.reaching_in is not None and segments.prefix_segments is not None:
             rows = torch.arange(segments.reaching_in.host[-1], device=q.device)
             part = kernel.forward(
@@ -84,10 +105,9 @@ class _AllGather(torch.autograd.Function):
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         segments, scale, kernel, group = ctx.setting
         grad = grads[0].contiguous()
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, segments.local, segments.local, True, scale)
         far = [x.new_zeros(x.shape[0] * group.size(), *x.shape[1:], dtype=lse.dtype) for x in (k, v)]
-        if segments.reaching_in is not None:
-            n = segments.reaching_in.host[-1]
+        n = 0 if segments.reaching_in is None else segments.reaching_in.host[-1]
+        if n:
             parts = kernel.backward(
                 grad[:n],
                 q[:n],
@@ -100,18 +120,14 @@ class _AllGather(torch.autograd.Function):
                 False,
                 scale,
             )
-            dq = torch.cat([dq[:n] + parts[0], dq[n:]])
             for target, value in zip(far, parts[1:], strict=True):
                 target[slice(*segments.prefix)] = value
-        near = (dk + _home(far[0], group), dv + _home(far[1], group))
+        homecoming = [_Homecoming(x, group) for x in far]
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, segments.local, segments.local, True, scale)
+        if n:
+            dq = torch.cat([(dq[:n].to(lse.dtype) + parts[0]).to(dq.dtype), dq[n:]])
+        near = [own + gradient.wait() for own, gradient in zip((dk, dv), homecoming, strict=True)]
         return dq, near[0].to(k.dtype), near[1].to(v.dtype), None, None, None, None
-
-
-def _home(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks of the gradient of the gathered tensor, this rank's part of it."""
-    own = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(own, x, group=group)
-    return own
 
 
 def allgather_attention(

@@ -13,6 +13,7 @@ from torch import Tensor
 from backends.megatron.allgather import GatherSegments, allgather_attention
 from backends.megatron.kernels import AttentionKernel, Segments, kernel_for
 from backends.megatron.ring import RingSegments, zigzag_ring_attention
+from backends.megatron.ring_flash_attn import Llama3Segments, llama3_attention
 from backends.megatron.rotary import apply_rotary
 
 
@@ -40,6 +41,7 @@ class PackedLayout(PackedSeqParams):
         segments: boundaries of the local tokens (no context parallelism).
         ring: boundaries of the local zigzag chunks (context parallelism around a ring).
         gather: boundaries of the local contiguous part (context parallelism by all-gather).
+        llama3: the same as the package ring-flash-attn wants them.
         responses: what the head scores.
     """
 
@@ -48,6 +50,7 @@ class PackedLayout(PackedSeqParams):
     segments: Segments | None = None
     ring: RingSegments | None = None
     gather: GatherSegments | None = None
+    llama3: Llama3Segments | None = None
     responses: ResponseRows | None = None
 
 
@@ -108,11 +111,13 @@ class PackedCoreAttention(torch.nn.Module):
             raise ValueError("PackedCoreAttention needs the micro-batch's PackedLayout as packed_seq_params")
         query = apply_rotary(query, layout.cos, layout.sin)
         key = apply_rotary(key, layout.cos, layout.sin)
-        kernel = kernel_for(query.device)
+        kernel = kernel_for(query.device.type)
         if layout.ring is not None:
             out = zigzag_ring_attention(query, key, value, layout.ring, self.scale, kernel, self.group)
         elif layout.gather is not None:
             out = allgather_attention(query, key, value, layout.gather, self.scale, kernel, self.group)
+        elif layout.llama3 is not None:
+            out = llama3_attention(query, key, value, layout.llama3, self.scale, self.group)
         else:
             out = _PackedAttention.apply(query, key, value, layout.segments, self.scale, kernel)
         return out.reshape(out.shape[0], -1)

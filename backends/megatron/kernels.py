@@ -7,9 +7,12 @@ lengths of both segments. Kernels are plain forward and backward functions; auto
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -173,9 +176,63 @@ class CudaFlash:
         return dq, dk, dv
 
 
-def kernel_for(device: torch.device) -> AttentionKernel:
-    """The flash kernel that torch itself brings for this kind of device."""
-    return CudaFlash() if device.type == "cuda" else CpuFlash()
+class FlashAttention:
+    """The package flash-attn (2.7 and later, CUDA, bfloat16 and float16); grouped heads are read in place."""
+
+    def __init__(self) -> None:
+        # The package needs CUDA to be imported.
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+        self._forward = interface._flash_attn_varlen_forward
+        self._backward = interface._flash_attn_varlen_backward
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._forward(q, k, v, **_varlen_options(q_segments, k_segments, causal, scale))
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        options = _varlen_options(q_segments, k_segments, causal, scale)
+        self._backward(grad, q, k, v, out, lse, dq, dk, dv, **options, deterministic=False)
+        return dq, dk, dv
+
+
+def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, scale: float) -> dict[str, Any]:
+    """What both functions of flash-attn take beside tensors of tokens."""
+    return {
+        "cu_seqlens_q": q_segments.device,
+        "cu_seqlens_k": k_segments.device,
+        "max_seqlen_q": q_segments.longest,
+        "max_seqlen_k": k_segments.longest,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+@cache
+def kernel_for(device_type: str) -> AttentionKernel:
+    """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere."""
+    if device_type != "cuda":
+        return CpuFlash()
+    return CudaFlash() if find_spec("flash_attn") is None else FlashAttention()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from backends.megatron.allgather import GatherSegments
 from backends.megatron.attention import ResponseRows
+from backends.megatron.attention_choice import Attention, context_layout_of
 from backends.megatron.kernels import Segments
 from backends.megatron.ring import RingSegments
+from backends.megatron.ring_flash_attn import Llama3Segments
 from backends.megatron.rotary import rotary_table
 from backends.megatron.router import BalanceLoss, RoutedLayout, RoutedTokens
-from slime_like.algorithms.context import ContextShard, Layout, split_for_context_parallel
+from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing import response_tokens
 from slime_like.trajectory import PackedTrajectory
 
@@ -47,7 +49,7 @@ class BatchBuilder:
         dtype: the model's dtype.
         inv_freq: (head_dim / 2,) rotary frequencies.
         context_group: ranks that share every pack.
-        context_layout: zigzag for the ring, contiguous for all-gather.
+        attention: what computes attention; it decides how packs are cut over those ranks.
         sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
             sequence parallelism), ``None`` where every rank has them all. Local token counts are multiples of its size.
     """
@@ -56,7 +58,7 @@ class BatchBuilder:
     dtype: torch.dtype
     inv_freq: Tensor
     context_group: dist.ProcessGroup
-    context_layout: Layout
+    attention: Attention
     sequence_group: dist.ProcessGroup | None
 
     def build(
@@ -82,7 +84,8 @@ class BatchBuilder:
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self.context_group.size(), self.context_group.rank()
-        return split_for_context_parallel(pack, size, rank, layout=self.context_layout, multiple_of=multiple_of)
+        layout = context_layout_of(self.attention)
+        return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> RoutedLayout:
         cos, sin = rotary_table(self.inv_freq, shard.position_ids, self.dtype)
@@ -92,6 +95,8 @@ class BatchBuilder:
             qkv_format="thd",
             cu_seqlens_q=boundaries,
             cu_seqlens_kv=boundaries,
+            cu_seqlens_q_padded=boundaries,
+            cu_seqlens_kv_padded=boundaries,
             max_seqlen_q=shard.max_seqlen_padded,
             max_seqlen_kv=shard.max_seqlen_padded,
             cos=cos,
@@ -113,13 +118,17 @@ class BatchBuilder:
         return slice(self.sequence_group.rank() * count, (self.sequence_group.rank() + 1) * count)
 
     def _boundaries(self, shard: ContextShard) -> dict[str, Any]:
-        boundaries = shard.cu_seqlens_padded
-        if self.context_group.size() == 1:
+        """What our own attention reads; Transformer Engine's reads the fields that Megatron itself knows."""
+        boundaries, size, rank = shard.cu_seqlens_padded, self.context_group.size(), self.context_group.rank()
+        if self.attention == "transformer_engine":
+            return {}
+        if size == 1:
             return {"segments": Segments.of(boundaries)}
-        if self.context_layout == "zigzag":
-            return {"ring": RingSegments.of(boundaries, self.context_group.size())}
-        begin = self.context_group.rank() * shard.tokens.numel()
-        return {"gather": GatherSegments.of(boundaries, shard.cu_seqlens_local, begin)}
+        if self.attention == "ring":
+            return {"ring": RingSegments.of(boundaries, size)}
+        if self.attention == "ring_flash_attn":
+            return {"llama3": Llama3Segments.of(boundaries, rank, size)}
+        return {"gather": GatherSegments.of(boundaries, shard.cu_seqlens_local, rank * shard.tokens.numel())}
 
 
 def _on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:

@@ -71,7 +71,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class RingStep:
     """What one ring step computes: which query rows, which key rows (None: all), causally or not."""
 
     q_rows: Tensor | None
@@ -81,13 +81,13 @@ class _Step:
     causal: bool
 
 
-def _plan(step: int, group: dist.ProcessGroup, segments: RingSegments) -> _Step:
-    owner = (group.rank() - step) % group.size()
+def ring_step(step: int, rank: int, size: int, segments: RingSegments) -> RingStep:
+    """What ``rank`` computes in ``step`` of a ring of ``size``, with the keys of rank ``(rank - step) % size``."""
     if step == 0:
-        return _Step(None, None, segments.whole, segments.whole, True)
-    if owner < group.rank():
-        return _Step(None, segments.front, segments.whole, segments.half, False)
-    return _Step(segments.back, None, segments.half, segments.whole, False)
+        return RingStep(None, None, segments.whole, segments.whole, True)
+    if (rank - step) % size < rank:
+        return RingStep(None, segments.front, segments.whole, segments.half, False)
+    return RingStep(segments.back, None, segments.half, segments.whole, False)
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -117,7 +117,7 @@ class _ZigzagRing(torch.autograd.Function):
         keys, values = k, v
         for step in range(group.size()):
             exchange = _Exchange([keys, values], group) if step + 1 < group.size() else None
-            plan = _plan(step, group, segments)
+            plan = ring_step(step, group.rank(), group.size(), segments)
             part = kernel.forward(
                 _take(q, plan.q_rows),
                 _take(keys, plan.k_rows),
@@ -146,7 +146,7 @@ class _ZigzagRing(torch.autograd.Function):
         homeward: _Exchange | None = None
         for step in range(group.size()):
             onward = _Exchange([keys, values], group) if step + 1 < group.size() else None
-            plan = _plan(step, group, segments)
+            plan = ring_step(step, group.rank(), group.size(), segments)
             parts = kernel.backward(
                 _take(grad, plan.q_rows),
                 _take(q, plan.q_rows),

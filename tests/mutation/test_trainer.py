@@ -21,6 +21,7 @@ from torch import Tensor
 
 from backends.megatron import micro_batch, schedule
 from backends.megatron.allgather import GatherSegments
+from backends.megatron.ring_flash_attn import Llama3Segments
 from backends.megatron.router import BalanceLoss, RoutedTokens
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
@@ -66,6 +67,17 @@ def sequences_begin_where_the_rank_begins() -> None:
         return {"gather": GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)}
 
     micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+
+
+def the_package_is_given_the_ranks_own_boundaries() -> None:
+    def boundaries(self: Any, shard: context.ContextShard) -> dict[str, Any]:
+        return {"llama3": Llama3Segments.of(shard.cu_seqlens_local, 0, 1)}
+
+    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+
+
+def the_package_is_given_zigzag_chunks() -> None:
+    micro_batch.context_layout_of = lambda attention: "zigzag"  # type: ignore[attr-defined]
 
 
 def padding_is_routed_like_the_last_sequence() -> None:
@@ -149,6 +161,7 @@ class Mutation:
 
 
 ALLGATHER = {"context": 2, "attention": "allgather"}
+RING_FLASH_ATTN = {"context": 2, "attention": "ring_flash_attn"}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 
 MUTATIONS = [
@@ -156,6 +169,8 @@ MUTATIONS = [
     Mutation(positions_stay_behind_the_zigzag, "qwen3", {"context": 2}, "scores"),
     Mutation(ring_gets_contiguous_chunks, "qwen3", {"context": 2}, "scores"),
     Mutation(sequences_begin_where_the_rank_begins, "qwen3", ALLGATHER, "scores"),
+    Mutation(the_package_is_given_the_ranks_own_boundaries, "qwen3", RING_FLASH_ATTN, "scores"),
+    Mutation(the_package_is_given_zigzag_chunks, "qwen3", RING_FLASH_ATTN, "scores"),
     Mutation(padding_is_routed_like_the_last_sequence, "qwen3_moe", {}, "gradients"),
     Mutation(fillers_are_routed_like_samples, "qwen3_moe", INTERLEAVED, "gradients"),
     Mutation(every_micro_batch_takes_its_own_mean, "qwen3", {}, "gradients"),

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from torch import Tensor
 
-from backends.megatron.kernels import CpuFlash, Segments
+from backends.megatron.flash_attn_on_cpu import flash_attn_modules
+from backends.megatron.kernels import CpuFlash, CudaFlash, FlashAttention, Segments
+from tests.parallel.dense import dense_attention, relative_error, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
-
-
-def _segments(lengths: list[int]) -> Segments:
-    return Segments.of(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32))
-
-
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], causal: bool
-) -> tuple[Tensor, Tensor]:
-    outs, sums = [], []
-    for qs, ks, vs in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
-        ks, vs = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (ks, vs))
-        scores = torch.einsum("qhd,khd->hqk", qs, ks) * SCALE
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs))
-        sums.append(scores.logsumexp(-1))
-    return torch.cat(outs), torch.cat(sums, dim=1)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
@@ -42,16 +27,65 @@ def test_cpu_kernel_is_softmax_attention(
     k, v = (torch.randn(sum(k_lens), GROUPS, WIDTH, generator=generator).to(dtype) for _ in range(2))
     grad = torch.randn(q.shape, generator=generator).to(dtype)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = _dense(*leaves, q_lens, k_lens, causal)
+    out, lse = dense_attention(*leaves, q_lens, k_lens, causal, SCALE)
     out.backward(grad.double())
-    kernel, q_segments, k_segments = CpuFlash(), _segments(q_lens), _segments(k_lens)
+    kernel, q_segments, k_segments = CpuFlash(), segments_of(q_lens), segments_of(k_lens)
     found, found_lse = kernel.forward(q, k, v, q_segments, k_segments, causal, SCALE)
     found_grads = kernel.backward(grad, q, k, v, found, found_lse, q_segments, k_segments, causal, SCALE)
     pairs = zip([found, found_lse, *found_grads], [out, lse, *(x.grad for x in leaves)], strict=True)
     for ours, expected in pairs:
         assert expected is not None
-        error = (ours.double() - expected).norm() / expected.norm()
-        assert error < bound
+        assert relative_error(ours, expected) < bound
+
+
+def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
+    """Shapes alone, on torch's meta device: the operators take these arguments, and keys and values unrepeated."""
+    segments = segments_of([7, 1, 12])
+    segments = Segments(segments.host, segments.device.to("meta"), segments.longest)
+    q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
+    k, v = (torch.empty(20, GROUPS, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    kernel, called = CudaFlash(), _Called()
+    with called:
+        out, lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
+        grads = kernel.backward(out, q, k, v, out, lse, segments, segments, True, SCALE)
+    assert out.shape == q.shape and lse.shape == (HEADS, 20) and lse.dtype == torch.float32
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    attention = {"aten::_flash_attention_forward": (1, 2), "aten::_flash_attention_backward": (2, 3)}
+    for name, places in attention.items():
+        (arguments,) = [own for operator, own in called.operators if operator == name]
+        assert [arguments[place].shape for place in places] == [k.shape, v.shape]
+    copies = [name for name, _ in called.operators if any(word in name for word in ("repeat", "expand", "cat"))]
+    assert copies == []
+
+
+class _Called(torch.utils._python_dispatch.TorchDispatchMode):
+    """Every operator that torch runs meanwhile, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[str, tuple[object, ...]]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+        self.operators.append((function._schema.name, arguments))
+        return function(*arguments, **(options or {}))
+
+
+def test_flash_attn_is_called_as_its_interface_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself needs CUDA; in its place stand functions with its arguments, computed on the CPU."""
+    for name, module in flash_attn_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    generator, lengths = torch.Generator().manual_seed(0), [7, 1, 12]
+    q, grad = (torch.randn(20, HEADS, WIDTH, generator=generator) for _ in range(2))
+    k, v = (torch.randn(20, GROUPS, WIDTH, generator=generator) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
+    out.backward(grad.double())
+    kernel, segments = FlashAttention(), segments_of(lengths)
+    found, found_lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
+    grads = kernel.backward(grad, q, k, v, found, found_lse, segments, segments, True, SCALE)
+    for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
+        assert expected is not None
+        assert relative_error(ours, expected.detach()) < 2e-6
 
 
 def test_empty_segments_are_left_out() -> None:

@@ -44,6 +44,9 @@ LAYOUTS: dict[str, Settings] = {
     "cp2-allgather": {"context": 2, "attention": "allgather"},
     "cp4-allgather": {"context": 4, "attention": "allgather"},
     "tp2-sp-cp2-allgather": {"tensor": 2, "sequence": True, "context": 2, "attention": "allgather"},
+    "cp2-ring-flash-attn": {"context": 2, "attention": "ring_flash_attn"},
+    "cp4-ring-flash-attn": {"context": 4, "attention": "ring_flash_attn"},
+    "tp2-sp-cp2-ring-flash-attn": {"tensor": 2, "sequence": True, "context": 2, "attention": "ring_flash_attn"},
     "dp2": {"data": 2},
     "dp2-distributed": {"data": 2, "distributed": True},
     "tp2-cp2-dp2": {"tensor": 2, "context": 2, "data": 2},
@@ -116,7 +119,7 @@ def _compare(case: Case, layout: Settings, directory: Path) -> None:
     check_everything(case, layout, run_case(case, layout, directory))
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2-sp", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", ["single", "tp2-sp", "cp2", "cp2-ring-flash-attn", "pp2"])
 def test_bfloat16_stays_near_the_reference(layout: str, tmp_path: Path) -> None:
     """Mean logprob gap below 1e-2 nats and gradients within 5 % of the reference on the same rounded weights.
 

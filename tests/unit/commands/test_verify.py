@@ -8,8 +8,9 @@ import pytest
 
 from slime_like.cli import main
 from slime_like.commands.verify import _config
+from slime_like.config import RunConfig
 from slime_like.verification.layouts import parse_layout
-from slime_like.verify import device_misfit
+from slime_like.verify import device_misfit, package_misfit
 from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
 
 REFUSED: list[tuple[list[str], str]] = [
@@ -71,3 +72,13 @@ def test_the_users_flags_win(tmp_path: Path) -> None:
 def test_experts_are_balanced_too(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", **EXPERTS)
     assert _config(model, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
+
+
+def test_attention_must_be_installed_for_a_layout_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
+    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: None)
+    reason = package_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
+    assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
+    assert package_misfit(parse_layout("cp2-allgather").applied_to(config)) is None

@@ -1,0 +1,46 @@
+"""Transformer Engine's attention, fed with our positions. Only to be imported where Transformer Engine is installed.
+
+Context parallelism is its own: the zigzag that ``split_for_context_parallel`` makes is what it calls dual chunk swap,
+with boundaries of the whole pack. Its two kinds of boundaries, true and padded ones, are one tensor, the padded ones:
+padding follows its sequence, so that attention under the mask is exact on the real tokens, and without gaps between
+sequences every one of its kernels may be used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from torch import Tensor
+
+from backends.megatron.attention import PackedLayout
+from backends.megatron.rotary import apply_rotary
+
+
+class RotatedDotProductAttention(TEDotProductAttention):
+    """Megatron's wrapper of Transformer Engine's attention, behind the rotary embedding of the micro-batch's table."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> Tensor:
+        """(T, H, D) queries, (T, G, D) keys and values; returns (T, H * D)."""
+        layout = packed_seq_params
+        if layout is None or layout.cos is None or layout.sin is None:
+            raise ValueError("Transformer Engine's attention needs the micro-batch's PackedLayout as packed_seq_params")
+        out: Tensor = super().forward(
+            apply_rotary(query, layout.cos, layout.sin),
+            apply_rotary(key, layout.cos, layout.sin),
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            layout,
+        )
+        return out

@@ -1,0 +1,50 @@
+"""Scoring on a CUDA device in bfloat16, against Hugging Face's model in float32 with the same rounded weights."""
+
+from __future__ import annotations
+
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.interfaces import RankPlacement
+from tests.parallel.parity import parity_config
+from tests.parallel.reference import Reference
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+pytestmark = pytest.mark.gpu
+
+MEAN_BOUND = 1e-2  # nats per token
+LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("attention", ["ring", "transformer_engine"])
+def test_logprobs_are_hugging_faces(family: str, attention: str, tmp_path: Path) -> None:
+    if attention == "transformer_engine" and find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    checkpoint = save_checkpoint(family, tmp_path / "model")
+    config = parity_config(checkpoint, tmp_path / "run", {"attention": attention}, "bfloat16")
+    sequences = scored_sequences(LENGTHS)
+    reference = Reference(checkpoint, config.algorithm)
+    reference.model.bfloat16().double()
+    expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
+    trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+    trainer.setup_for_scoring()
+    try:
+        scored = trainer.score([pack_sequences(sequences)])
+    finally:
+        trainer.shutdown()
+    assert scored is not None
+    gaps = (scored[0].logprobs.cpu().double() - expected).abs()
+    assert float(gaps.mean()) < MEAN_BOUND
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

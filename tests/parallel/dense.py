@@ -1,0 +1,40 @@
+"""Packed attention written out: softmax of the scores of one sequence at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backends.megatron.kernels import Segments
+
+
+def segments_of(lengths: list[int], device: str = "cpu") -> Segments:
+    """Boundaries of sequences of these lengths."""
+    return Segments.of(boundaries(lengths).to(device))
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    """(S+1,) int32."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(Tq, H, D) and the (H, Tq) log-sum-exp. Under the mask the last query sees the last key, and all before it."""
+    outs, sums = [], []
+    repeats = q.shape[1] // k.shape[1]
+    for qs, ks, vs in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
+        ks, vs = (x.repeat_interleave(repeats, dim=1) for x in (ks, vs))
+        scores = torch.einsum("qhd,khd->hqk", qs, ks) * scale
+        if causal:
+            hidden = torch.ones(scores.shape[1:], device=q.device).triu(1 + len(ks) - len(qs)).bool()
+            scores = scores.masked_fill(hidden, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, dim=1)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """By norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,0 +1,56 @@
+"""The ring's steps of all ranks, one after the other in one process: its arithmetic without its communication."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from backends.megatron.kernels import AttentionKernel
+from backends.megatron.ring import RingSegments, RingStep, merged_attention, ring_step
+from tests.parallel.dense import boundaries
+
+
+def zigzag_rows(lengths: list[int], size: int, rank: int) -> Tensor:
+    """Rows of the pack that ``rank`` holds: of every sequence the chunks ``rank`` and ``2 * size - 1 - rank``."""
+    rows = []
+    for start, end in pairwise(boundaries(lengths).tolist()):
+        chunks = torch.arange(start, end).chunk(2 * size)
+        rows += [chunks[rank], chunks[2 * size - 1 - rank]]
+    return torch.cat(rows)
+
+
+def ring_by_steps(
+    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: list[int], size: int, scale: float
+) -> list[Tensor]:
+    """Output and gradients of q, k and v of the whole pack; every length must be a multiple of ``2 * size``."""
+    segments = RingSegments.of(boundaries(lengths).to(q.device), size)
+    parts = [zigzag_rows(lengths, size, rank).to(q.device) for rank in range(size)]
+    outs = torch.empty_like(q)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for rank, mine in enumerate(parts):
+        plans = [ring_step(step, rank, size, segments) for step in range(size)]
+        owners = [parts[(rank - step) % size] for step in range(size)]
+        merged = None
+        for plan, theirs in zip(plans, owners, strict=True):
+            queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
+            part = kernel.forward(q[queries], k[keys], v[keys], *_how(plan), scale)
+            merged = merged_attention(merged, part, plan.q_rows)
+        assert merged is not None
+        outs[mine] = merged[0].to(q.dtype)
+        for plan, theirs in zip(plans, owners, strict=True):
+            queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
+            lse = merged[1] if plan.q_rows is None else merged[1][:, plan.q_rows].contiguous()
+            grads = kernel.backward(grad[queries], q[queries], k[keys], v[keys], outs[queries], lse, *_how(plan), scale)
+            for total, rows, part in zip(sums, (queries, keys, keys), grads, strict=True):
+                total[rows] += part.float()
+    return [outs, *sums]
+
+
+def _rows(part: Tensor, rows: Tensor | None) -> Tensor:
+    return part if rows is None else part[rows]
+
+
+def _how(plan: RingStep) -> tuple[object, ...]:
+    return plan.q_segments, plan.k_segments, plan.causal

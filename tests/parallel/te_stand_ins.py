@@ -1,0 +1,117 @@
+"""Modules with Transformer Engine's names of parameters, and its arguments, made of torch operations.
+
+Transformer Engine exists for CUDA only. With these in its place Megatron builds its own layer spec for it on a CPU, so
+that what we make of that spec can be tested: names, checkpoints, conversion, and what attention is handed. Their names
+and arguments are those that ``megatron.core.extensions.transformer_engine`` relies on. Transformer Engine itself is
+not tested by them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.extensions import transformer_engine_spec_provider as provider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tests.parallel.dense import dense_attention
+
+
+class Norm(torch.nn.Module):
+    """Root mean square norm, with an extra state as Transformer Engine's modules have."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _normed(x, self.weight, self.eps)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("our checkpoints hold no extra states")
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """The norm's weight is a parameter of the matrix that it feeds."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(_normed(x, self.layer_norm_weight, self.eps))
+
+    def get_extra_state(self) -> Tensor:  # type: ignore[override]
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None, "Megatron's linear layers fill in None; our checkpoints hold no extra states"
+
+
+class DotProductAttention(torch.nn.Module):
+    """Causal attention inside every sequence, by the boundaries of the micro-batch, on one context rank."""
+
+    def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **unused: Any) -> None:
+        super().__init__()
+        assert pg_collection.cp.size() == 1
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        packed = packed_seq_params
+        assert packed.qkv_format == "thd" and attn_mask_type == AttnMaskType.causal and attention_mask is None
+        for boundaries in (packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded):
+            # The very same tensor: newer versions take that alone as proof that there are no gaps.
+            assert boundaries is packed.cu_seqlens_q and boundaries.dtype == torch.int32
+        lengths = [end - start for start, end in pairwise(packed.cu_seqlens_q.tolist())]
+        assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
+        out, _ = dense_attention(query, key, value, lengths, lengths, True, self.scale)
+        return out.flatten(1)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("our checkpoints hold no extra states")
+
+    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
+        """As Megatron's wrapper: nothing is kept of attention."""
+        return {}
+
+
+def install() -> None:
+    """For the rest of this process, which should be a forked rank."""
+    extension.TEDotProductAttention = provider.TEDotProductAttention = DotProductAttention
+    extension.TENorm = provider.TENorm = Norm
+    provider.TELayerNormColumnParallelLinear = LayerNormColumnParallelLinear
+    provider.TEColumnParallelLinear, provider.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    provider.is_te_min_version = lambda *version: True
+    gpt_layer_specs.TESpecProvider = provider.TESpecProvider
+
+
+def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)

@@ -1,0 +1,157 @@
+"""The package ring-flash-attn, called through our adapter, against softmax written out in float64.
+
+The package is the real one; flash-attn, which it calls, exists for CUDA only, and our kernel stands in for it. Not
+covered: flash-attn itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron.ring_flash_attn import Llama3Segments, llama3_attention, llama3_module
+from slime_like.errors import TrainerError
+from slime_like.interfaces import RankPlacement
+from tests.parallel.dense import boundaries, dense_attention, relative_error
+from tests.parallel.ranks import run_ranks
+
+GROUPS, WIDTH, SCALE = 2, 16, 0.3
+# One sequence over all ranks; rank borders inside sequences, between them, and a rank that holds pieces of two.
+PACKS = {"one": [24], "borders": [5, 9, 2, 8], "between": [12, 6, 6], "short": [1, 1, 1, 20, 1]}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries, keys, values, and the gradient of the output, of a whole pack."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @classmethod
+    def random(cls, tokens: int, heads: int, dtype: torch.dtype) -> Problem:
+        generator = torch.Generator().manual_seed(tokens)
+
+        def noise(count: int) -> Tensor:
+            return torch.randn(tokens, count, WIDTH, generator=generator).to(dtype)
+
+        return cls(noise(heads), noise(GROUPS), noise(GROUPS), noise(heads))
+
+    def tensors(self) -> list[Tensor]:
+        return [self.q, self.k, self.v]
+
+
+def _attend(placement: RankPlacement, problem: Problem, lengths: list[int], stride: int) -> list[Tensor]:
+    """This rank's part of the output and of all gradients; every second rank is in a group of its own."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{placement.master_address}:{placement.master_port}",
+        rank=placement.rank,
+        world_size=placement.world_size,
+    )
+    groups = [dist.new_group(list(range(first, placement.world_size, 2))) for first in (0, 1)]
+    group = groups[placement.rank % 2]
+    rank, size = group.rank(), group.size()
+    leaves = [x.chunk(size)[rank].clone().requires_grad_() for x in problem.tensors()]
+    segments = Llama3Segments.of(boundaries(lengths), rank, size)
+    out = llama3_attention(*leaves, segments, SCALE, group, stride)
+    out.backward(problem.grad.chunk(size)[rank])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "stride", "ranks", "dtype", "bound"),
+    [
+        ("one", 4, 1, 2, torch.float32, 2e-6),
+        ("borders", 4, 1, 2, torch.float32, 2e-6),
+        ("borders", 4, 2, 2, torch.float32, 2e-6),
+        ("borders", 2, 1, 3, torch.float32, 2e-6),  # as many heads as groups
+        ("between", 4, 1, 2, torch.float32, 2e-6),
+        ("short", 6, 1, 4, torch.float64, 1e-12),
+        ("borders", 4, 1, 2, torch.bfloat16, 3e-2),
+    ],
+)
+def test_it_is_softmax_attention(
+    lengths: str, heads: int, stride: int, ranks: int, dtype: torch.dtype, bound: float, tmp_path: Path
+) -> None:
+    pack = PACKS[lengths]
+    problem = Problem.random(sum(pack), heads, dtype)
+    leaves = [x.double().clone().requires_grad_() for x in problem.tensors()]
+    out, _ = dense_attention(*leaves, pack, pack, True, SCALE)
+    out.backward(problem.grad.double())
+    # Two groups side by side: the package's default is the whole world.
+    results = run_ranks(_attend, 2 * ranks, tmp_path, problem, pack, stride)
+    for group in (results[0::2], results[1::2]):
+        for parts, expected in zip(zip(*group, strict=True), [out, *(x.grad for x in leaves)], strict=True):
+            assert expected is not None
+            assert relative_error(torch.cat(parts), expected.detach()) < bound
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_keys_begin_where_the_first_sequence_does(rank: int) -> None:
+    """Boundaries worked out by hand: parts of 8 tokens of sequences [0, 5), [5, 14), [14, 24), and an empty one."""
+    segments = Llama3Segments.of(torch.tensor([0, 5, 14, 14, 24], dtype=torch.int32), rank, 3)
+    expected = [
+        ([0, 5, 8], [0, 5, 8], slice(0, 8), 5),
+        ([0, 6, 8], [0, 9, 11], slice(5, 16), 9),
+        ([0, 8], [0, 10], slice(14, 24), 10),
+    ][rank]
+    found = (segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist(), segments.keys, segments.max_seqlen_k)
+    assert found == expected
+    assert segments.max_seqlen_q == int(segments.cu_seqlens_q.diff().max())
+
+
+def _call(**changed: object) -> dict[str, object]:
+    cu_q, cu_k = boundaries([3, 2]), boundaries([7, 2])
+    q, k = torch.zeros(5, 4, WIDTH), torch.zeros(9, GROUPS, WIDTH)
+    usual = {"q": q, "k": k, "v": k, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 3, "max_seqlen_k": 7}
+    return usual | {"dropout_p": 0.0, "softmax_scale": SCALE, "causal": True} | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q=2 is less than the longest segment, 3"),
+        ({"max_seqlen_k": 6}, ValueError, "max_seqlen_k=6 is less than the longest segment, 7"),
+        ({"cu_seqlens_k": boundaries([2, 7])}, ValueError, "3 queries and 2 keys"),
+        ({"cu_seqlens_q": boundaries([3, 0, 2])}, ValueError, "empty segment"),
+        ({"window_size_left": 4}, NotImplementedError, "window_size"),
+        ({"causal": False}, NotImplementedError, "causal=False"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p"),
+        ({"softcap": 30.0}, NotImplementedError, "softcap"),
+    ],
+)
+def test_what_flash_attn_would_get_wrong_is_refused(
+    changed: dict[str, object], error: type[Exception], words: str
+) -> None:
+    """flash-attn itself reads max_seqlen on trust and skips what is longer."""
+    forward = llama3_module("cpu")._flash_attn_varlen_forward
+    assert forward(**_call())[0].shape == (5, 4, WIDTH)
+    with pytest.raises(error, match=words):
+        forward(**_call(**changed))
+
+
+def test_a_stride_must_divide_the_heads(tmp_path: Path) -> None:
+    problem = Problem.random(24, 4, torch.float32)
+    with pytest.raises(pytest.fail.Exception, match="nheads_k % heads_k_stride == 0"):
+        run_ranks(_attend, 2, tmp_path, problem, PACKS["one"], 3)
+
+
+def test_nobody_else_sees_the_stand_in() -> None:
+    module = llama3_module("cpu")
+    assert module._flash_attn_varlen_forward.__module__ == "backends.megatron.flash_attn_on_cpu"
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "ring_flash_attn")]
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_on_cuda_flash_attn_itself_is_demanded() -> None:
+    with pytest.raises(TrainerError, match="needs the package flash_attn, which is not installed; pip install"):
+        llama3_module("cuda")

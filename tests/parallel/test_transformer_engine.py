@@ -1,0 +1,242 @@
+"""Our use of Megatron's layer spec for Transformer Engine, with stand-ins for the modules that exist for CUDA only.
+
+Covered: what layers and attention are given, Hugging Face names, checkpoints of either spec read by the other. Not
+covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.megatron import specs, trainer
+from backends.megatron.attention_choice import attention_of, context_layout_of, machine_problems
+from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from backends.megatron.trainer import MegatronTrainer
+from backends.megatron.weight_state import sharded_weights
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.config import RunConfig, TrainerConfig
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import RankPlacement
+from tests.parallel import te_stand_ins
+from tests.parallel.parity import Case, Settings, check_scores, check_tensors, make_case, parity_config, run_case
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import RankResult, train_rank
+from tests.parallel.tiny import save_checkpoint as save_tiny
+from tests.parallel.tiny import scored_sequences
+
+Spec = Literal["transformer_engine", "ring"]
+UPDATE_BOUND = 1e-4
+
+
+def _on_stand_ins(placement: RankPlacement, config: RunConfig) -> MegatronTrainer:
+    """A trainer whose machine is said to have what it lacks."""
+    te_stand_ins.install()
+    trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
+    return MegatronTrainer(config, placement)
+
+
+# ---------------------------------------------------------------------------------------------------------- the layers
+def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
+    """Scores, and what three optimizer steps made of the weights, under Hugging Face names."""
+    te_stand_ins.install()
+    trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
+    exported: dict[str, Tensor] = {}
+
+    class Exporting(MegatronTrainer):
+        def shutdown(self) -> None:
+            exported.update((name, x.clone()) for bucket in self.export_weights() for name, x in bucket.tensors)
+            super().shutdown()
+
+    steps_module = train_rank.__globals__
+    steps_module["MegatronTrainer"] = Exporting
+    steps_module["local_shard"] = lambda *arguments, **options: {}
+    result = train_rank(placement, config, packs, denominator, steps)
+    result.weights = exported
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", {}),
+        ("qwen2", {"tensor": 2, "sequence": True}),
+        ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 2}),
+    ],
+)
+def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_path: Path) -> None:
+    case = make_case(family, tmp_path / "model")
+    results: list[RankResult] = run_case(case, layout | {"attention": "transformer_engine"}, tmp_path, _trained)
+    check_scores(case, results)
+    weights = _stacked(results[0].weights, case)
+    changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
+    check_tensors(changes, {name: case.updated[name] - case.initial[name] for name in case.initial}, UPDATE_BOUND)
+
+
+def _stacked(weights: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """As Hugging Face's module has them: all experts of a layer in one tensor."""
+    stacked = {name: value for name, value in weights.items() if ".experts." not in name}
+    for name, value in case.initial.items():
+        if ".experts." in name:
+            prefix, kind = name.rsplit(".", 1)
+            parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+            stacked[name] = torch.stack(
+                [
+                    torch.cat([weights[f"{prefix}.{index}.{part}.weight"] for part in parts])
+                    for index in range(len(value))
+                ]
+            )
+    return stacked
+
+
+# ------------------------------------------------------------------------------------------------------ canonical names
+# Of Megatron's TransformerLayer and of Transformer Engine's LayerNormLinear and Linear, written out.
+LAYER = "decoder.layers."
+ATTENTION_KEYS = {
+    LAYER + "self_attention.linear_qkv.layer_norm_weight",
+    LAYER + "self_attention.linear_qkv.weight",
+    LAYER + "self_attention.q_layernorm.weight",
+    LAYER + "self_attention.k_layernorm.weight",
+    LAYER + "self_attention.linear_proj.weight",
+}
+OUTER_KEYS = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+CANONICAL = {
+    "qwen3": ATTENTION_KEYS
+    | OUTER_KEYS
+    | {LAYER + "mlp.linear_fc1.layer_norm_weight", LAYER + "mlp.linear_fc1.weight", LAYER + "mlp.linear_fc2.weight"},
+    "qwen3_moe": ATTENTION_KEYS
+    | OUTER_KEYS
+    | {LAYER + "pre_mlp_layernorm.weight", LAYER + "mlp.router.weight"}
+    | {LAYER + f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2)},
+}
+
+
+def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[str]]:
+    """Names in a checkpoint, and names of the modules' own parameters."""
+    own = _on_stand_ins(placement, config)
+    own.setup()
+    (chunk,) = own.chunks
+    state = sharded_weights(chunk, trainer.checkpoint._METADATA)
+    names = {name for name, _ in chunk.named_parameters()}
+    own.shutdown()
+    return {value.key for value in state.values()}, names
+
+
+@pytest.mark.parametrize("spec", ["transformer_engine", "ring"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path: Path) -> None:
+    config = parity_config(save_tiny(family, tmp_path / "model"), tmp_path, {"attention": spec})
+    ((keys, names),) = run_ranks(_keys, 1, tmp_path / "ranks", config)
+    assert keys == CANONICAL[family]
+    fused = any("layer_norm_weight" in name for name in names)
+    assert fused == (spec == "transformer_engine")
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped: bool) -> dict[str, Tensor]:
+    """Two steps, a checkpoint, a third step; the weights after it."""
+    if not mapped:
+        specs.fused_norm_names = lambda config: {}
+    own = _on_stand_ins(placement, config)
+    own.setup()
+    _steps(own, 2)
+    with own.runtime:
+        save_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler, {})
+    return _finished(own)
+
+
+def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor] | str:
+    """A fresh trainer goes on from the checkpoint: the weights after one step, or why it could not be read."""
+    own = _on_stand_ins(placement, config)
+    own.setup()
+    try:
+        with own.runtime:
+            load_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler)
+    except CheckpointError as error:
+        own.shutdown()
+        return str(error)
+    return _finished(own)
+
+
+def _steps(own: MegatronTrainer, count: int) -> None:
+    packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=placement)) for placement in (0, 1)]
+    for _ in range(count):
+        own.begin_step()
+        own.accumulate(packs, last=True)
+        own.finish_step(6.0)
+
+
+def _finished(own: MegatronTrainer) -> dict[str, Tensor]:
+    _steps(own, 1)
+    weights = {name: x.clone() for bucket in own.export_weights() for name, x in bucket.tensors}
+    own.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("writer", "reader"), [("ring", "transformer_engine"), ("transformer_engine", "ring")])
+def test_either_spec_continues_the_others_checkpoint(family: str, writer: Spec, reader: Spec, tmp_path: Path) -> None:
+    """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
+    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
+    first = parity_config(model, tmp_path / "first", layout | {"attention": writer})
+    second = parity_config(model, tmp_path / "second", layout | {"attention": reader})
+    expected, _ = run_ranks(_write, 2, tmp_path / "write", first, tmp_path / "checkpoint", True)
+    found, _ = run_ranks(_read, 2, tmp_path / "read", second, tmp_path / "checkpoint")
+    assert isinstance(found, dict) and found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_without_the_map_of_names_it_cannot(tmp_path: Path) -> None:
+    model = save_tiny("qwen3", tmp_path / "model")
+    first = parity_config(model, tmp_path / "first", {"attention": "ring"})
+    second = parity_config(model, tmp_path / "second", {"attention": "transformer_engine"})
+    run_ranks(_write, 1, tmp_path / "write", first, tmp_path / "checkpoint", False)
+    (message,) = run_ranks(_read, 1, tmp_path / "read", second, tmp_path / "checkpoint")
+    assert "is of another model" in message and "layer_norm_weight" in message
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+@pytest.mark.parametrize(
+    ("asked", "layout"),
+    [
+        ("transformer_engine", "zigzag"),
+        ("ring", "zigzag"),
+        ("allgather", "contiguous"),
+        ("ring_flash_attn", "contiguous"),
+    ],
+)
+def test_what_is_asked_for_is_taken(asked: Any, layout: str) -> None:
+    attention = attention_of(TrainerConfig(attention=asked), on_cuda=True)
+    assert attention == asked and context_layout_of(attention) == layout
+
+
+def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("backends.megatron.attention_choice.find_spec", lambda name: name in found or None)
+    auto = TrainerConfig()
+    assert attention_of(auto, on_cuda=True) == attention_of(auto, on_cuda=False) == "ring"
+    found.append("transformer_engine")
+    assert attention_of(auto, on_cuda=True) == "transformer_engine"
+    assert attention_of(auto, on_cuda=False) == "ring"
+
+
+def test_a_machine_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def problems(attention: Any, on_cuda: bool, *found: str) -> str:
+        for module in ("backends.megatron.attention_choice", "slime_like.config.attention"):
+            monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)
+        config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
+        return " ".join(machine_problems(config, on_cuda))
+
+    assert problems("ring", False) == problems("auto", True) == problems("allgather", True) == ""
+    missing = problems("transformer_engine", True)
+    assert "needs the package transformer_engine" in missing and "attention=auto" in missing
+    assert "needs a CUDA device" in problems("transformer_engine", False, "transformer_engine")
+    assert "pip install ring-flash-attn==0.1.8" in problems("ring_flash_attn", False)
+    assert problems("ring_flash_attn", False, "ring_flash_attn") == ""
+    assert "needs the package flash_attn on CUDA" in problems("ring_flash_attn", True, "ring_flash_attn")
+    assert problems("ring_flash_attn", True, "ring_flash_attn", "flash_attn") == ""
