@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -13,20 +11,19 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.agreement import listed, together
+from backends.megatron.integrity import Checksums, damaged, verified_reading
+from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
 from slime_like.errors import CheckpointError
 
-_FORMAT = 1
+FORMAT = 1
 _UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
 """What torch, pickle and JSON raise on a file that is missing, cut off or overwritten."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -48,18 +45,36 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
+    device = next(model_chunks[0].parameters()).device
+    write_state(Path(directory), _training_state(model_chunks, optimizer, scheduler, extra), device)
+
+
+def start_checkpoint(
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
+) -> CheckpointWriter:
+    """As ``save_checkpoint``, from a snapshot in host memory: files are still being written when this returns.
+
+    The state may change at once. The checkpoint is whole after the writer's ``finish``.
+    """
     directory = Path(directory)
     device = next(model_chunks[0].parameters()).device
     together(lambda: _make_directory(directory), f"writing {directory}", device)
-    _fill_adam_state(optimizer)
-    state = _sharded_state(model_chunks, optimizer, loading=False)
-    state |= {"scheduler": scheduler.state_dict(), "extra": extra, "format": _FORMAT, "layout": _layout()}
-    state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
-    try:
-        with _no_manager_process():
-            dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave(directory, device))
-    except (CheckpointingException, CheckpointException, OSError) as error:
-        raise CheckpointError(f"{directory}: could not be written ({error}); free space there") from error
+    state = _training_state(model_chunks, optimizer, scheduler, extra)
+    writer = CheckpointWriter(directory, state, device, snapshot=True)
+    writer.write_in_background()
+    return writer
+
+
+def write_state(directory: Path, state: dict[str, Any], device: torch.device) -> None:
+    """Write any of Megatron's sharded states, with checksums. Collective over the world.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    together(lambda: _make_directory(directory), f"writing {directory}", device)
+    writer = CheckpointWriter(directory, state, device)
+    writer.write()
+    writer.finish()
 
 
 def load_checkpoint(
@@ -75,14 +90,14 @@ def load_checkpoint(
     """
     directory = Path(directory)
     device = next(model_chunks[0].parameters()).device
-    common = together(lambda: _read_common(directory), f"reading {directory}", device)
+    checksums, common = together(lambda: _read_common(directory), f"reading {directory}", device)
     _fill_adam_state(optimizer)
     _set_adam_step(optimizer, common["adam_step"])
     state = _sharded_state(model_chunks, optimizer, loading=True)
     same_layout = common["layout"] == _layout()
     if same_layout:
         state["random"] = _sharded_random_state()
-    loaded, unread, absent = _read(directory, state)
+    loaded, unread, absent = _read(directory, state, checksums)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
         raise CheckpointError(
@@ -104,8 +119,8 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     """
     directory = Path(directory)
     device = next(model_chunks[0].parameters()).device
-    together(lambda: _read_common(directory), f"reading {directory}", device)
-    loaded, unread, absent = _read(directory, _sharded_models(model_chunks))
+    checksums, _ = together(lambda: _read_common(directory), f"reading {directory}", device)
+    loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
         raise CheckpointError(
@@ -113,28 +128,26 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
             "wrote it"
         )
     for index, chunk in enumerate(model_chunks):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        fill_weights(chunk, loaded[f"model{index}"])
 
 
-def _read(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], set[str], set[str]]:
+def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
-        loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
+        with verified_reading(checksums):
+            loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, *_UNREADABLE) as error:
         # torch wraps what a rank met; shapes and names that differ are plain errors of these kinds.
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(reason, CheckpointError):
+            raise reason from error
         if not isinstance(reason, CheckpointingException | KeyError | ValueError):
-            raise _damaged(directory, reason) from error
+            raise damaged(directory, _brief(reason)) from error
         raise CheckpointError(
             f"{directory}: does not fit this model ({_brief(reason)}); use the model.path that wrote it"
         ) from error
-    return loaded, unread, absent
-
-
-def _damaged(directory: Path, reason: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: is damaged ({_brief(reason)}); resume from an older checkpoint in RUN_DIR/checkpoints"
-    )
+    # Checkpoints that were written with modules of Transformer Engine's kind may hold what is no weight.
+    return loaded, {key for key in unread if EXTRA_STATE not in key}, absent
 
 
 def _brief(error: BaseException) -> str:
@@ -150,7 +163,9 @@ def _make_directory(directory: Path) -> None:
         raise CheckpointError(f"{directory}: cannot be made ({error}); choose another directory") from error
 
 
-def _read_common(directory: Path) -> dict[str, Any]:
+def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
+    checksums = Checksums.read(directory)
+    checksums.verify_plain_files()
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except CheckpointingException as error:
@@ -158,20 +173,20 @@ def _read_common(directory: Path) -> dict[str, Any]:
             f"{directory}: not a whole training checkpoint ({_brief(error)}); use another one"
         ) from error
     except _UNREADABLE as error:
-        raise _damaged(directory, error) from error
-    if common.get("format") != _FORMAT:
+        raise damaged(directory, _brief(error)) from error
+    if common.get("format") != FORMAT:
         raise CheckpointError(
-            f"{directory}: has checkpoint format {common.get('format')}, this version reads {_FORMAT}; "
+            f"{directory}: has checkpoint format {common.get('format')}, this version reads {FORMAT}; "
             "load it with the version that wrote it and export a Hugging Face model"
         )
-    return common
+    return checksums, common
 
 
 def _restore(
     directory: Path, loaded: dict[str, Any], model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
 ) -> None:
     for index, chunk in enumerate(model_chunks):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        fill_weights(chunk, loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"])
     _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, scheduler, loaded["scheduler"])
@@ -195,6 +210,15 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) ->
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
+def _training_state(
+    model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
+) -> dict[str, Any]:
+    _fill_adam_state(optimizer)
+    state = _sharded_state(model_chunks, optimizer, loading=False)
+    state |= {"scheduler": scheduler.state_dict(), "extra": extra, "format": FORMAT, "layout": _layout()}
+    return state | {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
+
+
 def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bool) -> dict[str, Any]:
     models = _sharded_models(model_chunks)
     tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
@@ -204,7 +228,7 @@ def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bo
 def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {
-        f"model{index}": chunk.sharded_state_dict(metadata={"dp_cp_group": group, **_METADATA})
+        f"model{index}": sharded_weights(chunk, {"dp_cp_group": group, **_METADATA})
         for index, chunk in enumerate(model_chunks)
     }
 
@@ -230,15 +254,23 @@ def _fill_adam_state(optimizer: Any) -> None:
     for part in _parts(optimizer):
         if not isinstance(part.optimizer, torch.optim.Optimizer):
             part.init_state_fn(part.optimizer, part.config)
-            continue
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+        elif isinstance(part.optimizer, HybridDeviceOptimizer):
+            for inner in part.optimizer.sub_optimizers:
+                _fill_torch_state(inner)
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
+        else:
+            _fill_torch_state(part.optimizer)
+
+
+def _fill_torch_state(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def _adam_step(optimizer: Any) -> int:
@@ -288,53 +320,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-# ---------------------------------------------------------------------------------------------------------- the writer
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by the rank itself instead of by processes forked and spawned for it.
-
-    Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
-    """
-
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self._directory = directory
-        self._device = device
-
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
-        def write() -> None:
-            together(lambda: self._write(writer), f"writing {self._directory}", self._device)
-
-        def finalize() -> None:
-            save_state_dict_async_finalize(*save_state_dict_ret)
-
-        return AsyncRequest(write, [], [finalize])
-
-    def _write(self, writer: FileSystemWriterAsync) -> None:
-        if not writer.write_buckets:
-            return
-        results: dict[int, Any] = {}
-        for index, bucket in enumerate(FileSystemWriterAsync.preload_tensors(writer.write_buckets, non_blocking=False)):
-            answers: queue.Queue[tuple[int, Any]] = queue.Queue()
-            pending: queue.Queue[int] = queue.Queue()
-            pending.put(index)
-            transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, answers, pending, use_fsync=True)
-            _, results[index] = answers.get_nowait()
-            if isinstance(results[index], Exception):
-                error = results[index]
-                raise CheckpointError(f"{bucket[0]}: could not be written ({error}); free space there") from error
-        assert writer.results_queue is not None
-        writer.results_queue.put(results)
-
-
-@contextlib.contextmanager
-def _no_manager_process() -> Iterator[None]:
-    """Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn."""
-    original = filesystem_async._get_write_results_queue
-    filesystem_async._get_write_results_queue = queue.Queue
-    try:
-        yield
-    finally:
-        filesystem_async._get_write_results_queue = original

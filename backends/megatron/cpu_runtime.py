@@ -286,17 +286,39 @@ def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 # --------------------------------------------------------------------------------------------------------- optimizer
 def _optimizer_patches() -> list[Patch]:
     optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    return [Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states)]
+    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    return [
+        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
+        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
+    ]
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
     """Copy a checkpoint's tensors into torch's AdamW, whose per-parameter state also holds a ``step`` they lack."""
     group_index, group_order = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group_index]["params"][group_order]
+    if hasattr(self.optimizer, "sub_optimizers"):  # optimizer state in host memory: taken over from here afterwards
+        for name, value in tensors.items():
+            self.optimizer.state[main]["master_param" if name == "param" else name] = value
+        return
     with torch.no_grad():
         for name, target in {"param": main, **self.optimizer.state[main]}.items():
             if name != "step":
                 target.copy_(tensors[name])
+
+
+def _all_on_host(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+    """Split of parameters between device and host where they are on a "device" that is the CPU: all go to the host.
+
+    Megatron's own asks each parameter whether it is on a CUDA device, and gives a host copy to those alone. Its step
+    looks the others' copies up all the same: a KeyError.
+    """
+    copies = {
+        parameter: parameter.detach().clone().float() for group in self.param_groups for parameter in group["params"]
+    }
+    groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in self.param_groups]
+    widened = {parameter: copy for parameter, copy in copies.items() if parameter.dtype != torch.float32}
+    return [g for g in groups if g["params"]], [], copies, {copy: p for p, copy in copies.items()}, widened
 
 
 def _module(name: str) -> ModuleType:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 
 def to_host(chunks: Sequence[DistributedDataParallel], optimizer: Any, keep_weights: bool = False) -> None:
@@ -21,7 +22,7 @@ def to_host(chunks: Sequence[DistributedDataParallel], optimizer: Any, keep_weig
             buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
         if not keep_weights:
             _move_unbuffered(chunk, torch.device("cpu"))
-    for part in optimizer.chained_optimizers:
+    for part in _on_device(optimizer):
         part.offload_to_cpu()
     torch.cuda.empty_cache()
 
@@ -34,8 +35,13 @@ def to_device(chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             buffer.reload_from_cpu(move_params=True, move_grads=True)
         _move_unbuffered(chunk, torch.device("cuda", torch.cuda.current_device()))
-    for part in optimizer.chained_optimizers:
+    for part in _on_device(optimizer):
         part.restore_from_cpu()
+
+
+def _on_device(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers whose state is on the device. With ``trainer.optimizer.offload`` it never is."""
+    return [part for part in optimizer.chained_optimizers if not isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def _move_unbuffered(chunk: DistributedDataParallel, device: torch.device) -> None:

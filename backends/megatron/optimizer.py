@@ -34,6 +34,23 @@ def schedule_problems(config: RunConfig) -> list[str]:
     return problems
 
 
+def offload_problems(config: RunConfig) -> list[str]:
+    """Why optimizer state cannot live in host memory, with the remedy."""
+    settings = config.trainer.optimizer
+    problems = []
+    if settings.offload and not settings.distributed:
+        # Megatron's other optimizers replace the parameters under the host optimizer, which would update stale copies.
+        problems.append(
+            "trainer.optimizer.offload needs trainer.optimizer.distributed, also on one rank; set distributed: true"
+        )
+    if settings.offload and config.model.dtype == "float32":
+        problems.append(
+            "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: bfloat16 "
+            "(main weights are float32 all the same)"
+        )
+    return problems
+
+
 def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
     """Megatron's DDP around every chunk: gradients add up in fp32 buffers and are summed over replicas."""
     optimizer = config.trainer.optimizer
@@ -52,6 +69,35 @@ def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> lis
     ]
 
 
+def megatron_settings(config: RunConfig) -> MegatronOptimizerConfig:
+    """Megatron's configuration of the optimizer."""
+    settings = config.trainer.optimizer
+    dtype = getattr(torch, config.model.dtype)
+    result = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap and settings.distributed,
+        optimizer_cpu_offload=settings.offload,
+        optimizer_offload_fraction=1.0 if settings.offload else 0.0,
+    )
+    if settings.offload:
+        # Main weights live in the host optimizer alone, not on the device too. Set afterwards, for Megatron's check of
+        # this switch asks for Transformer Engine, which its host optimizer does without.
+        result.use_precision_aware_optimizer = True
+        result.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        result.store_param_remainders = False
+    return result
+
+
 class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
@@ -62,23 +108,9 @@ class Optimizer:
 
     def __init__(self, config: RunConfig, chunks: list[DistributedDataParallel]) -> None:
         settings = config.trainer.optimizer
-        dtype = getattr(torch, config.model.dtype)
         self._clip = settings.clip_grad
         self.megatron: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                clip_grad=settings.clip_grad,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=settings.distributed,
-                overlap_param_gather=settings.overlap and settings.distributed,
-            ),
+            megatron_settings(config),
             chunks,
             use_gloo_process_groups=torch.cuda.is_available(),
         )
@@ -114,6 +146,7 @@ class Optimizer:
         for optimizer in self.megatron.chained_optimizers:
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._clip, gradient_norm)
+                decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, self._clip, gradient_norm, use_decoupled_grad=decoupled)
         self.scheduler.step(1)
         self.megatron.step_with_ready_grads()

@@ -26,6 +26,11 @@ class CheckpointConfig(Section):
 
     every: int = Field(0, ge=0, description="Save every so many steps; 0 means at the end only.")
     keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are removed after a save.")
+    async_save: bool = Field(
+        False,
+        description="Copy the training state to host memory and write it while training goes on; a save takes effect "
+        "at the end of the step in which its files are whole.",
+    )
     export_hf: bool = Field(True, description="Also write a Hugging Face model at the end.")
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
 _TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
+_CHECKSUM = "crc32"
+_RESCUE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,28 @@ class Checkpoint:
             raise CheckpointError(f"resume: {path} is no checkpoint (no directory); give another path")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
+            if state.pop(_CHECKSUM) != _checksum(state):
+                raise ValueError("it is not as it was written")
             return cls(path.resolve(), int(state["step"]), state)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"resume: {path} is no checkpoint ({_STATE} is missing); give another path"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
             ) from error
+
+
+def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
+    """Write what ``Checkpoint.read`` reads, with a CRC-32 of it."""
+    content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
+    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
+    (directory / _STATE).write_text(text, encoding="utf-8")
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 class CheckpointStore:
@@ -71,11 +88,14 @@ class CheckpointStore:
     Args:
         run_dir: the run's directory.
         keep: newest checkpoints that stay after a save.
+        trainers: whose state is saved.
     """
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
+        self._trainers = trainers
+        self._started: Path | None = None
         self._also: dict[str, Callable[[Path], None]] = {}
         for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
             shutil.rmtree(partial)
@@ -84,31 +104,93 @@ class CheckpointStore:
         """From now on, ``write`` the file ``name`` into every checkpoint."""
         self._also[name] = write
 
-    def save(self, step: int, trainers: TrainerGroup, state: dict[str, Any]) -> Path:
+    def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
 
         Raises:
             CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
         """
-        final = self._root / f"step-{step:06d}"
-        partial = self._root / f"{_PARTIAL}{final.name}"
-        try:
-            partial.mkdir(parents=True)
-            trainers.save(partial / _TRAINER)
-            (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1), encoding="utf-8")
-            for name, write in self._also.items():
-                write(partial / name)
-            shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
-            partial.rename(final)
-            self._point_latest(final)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"checkpoint of step {step}: could not write to {self._root}: {error}") from error
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._remove_old()
+        final = self._final(step)
+        with self._whole_or_removed(final):
+            self._begin(final, step, state)
+            self._trainers.save(_partial(final) / _TRAINER)
+            self._commit(final)
         return final
+
+    def start(self, step: int, state: dict[str, Any]) -> None:
+        """As ``save``, from a copy of the state as it is now; it counts once ``commit_written`` or ``finish`` says so.
+
+        The one started before must have been finished.
+        """
+        final = self._final(step)
+        with self._whole_or_removed(final):
+            self._begin(final, step, state)
+            self._trainers.start_save(_partial(final) / _TRAINER)
+        self._started = final
+
+    def commit_written(self, timeout_s: float | None = None) -> Path | None:
+        """Commit the save that was started if all its files are written; its path if so.
+
+        Raises:
+            CheckpointError: a rank could not write its files, or the disk refuses now; as in ``save``.
+        """
+        if self._started is None:
+            return None
+        with self._whole_or_removed(self._started):
+            written = self._trainers.is_save_written(timeout_s)
+        return self.finish(timeout_s) if written else None
+
+    def finish(self, timeout_s: float | None = None) -> Path | None:
+        """Wait, at most ``trainer.step_timeout_s``, for the save that was started, and commit it; its path.
+
+        Raises:
+            CheckpointError, TrainerError: as in ``commit_written``, or it took too long.
+        """
+        if self._started is None:
+            return None
+        final = self._started
+        with self._whole_or_removed(final):
+            self._trainers.finish_save(timeout_s)
+            self._commit(final)
+        self._started = None
+        return final
+
+    def rescue(self) -> None:
+        """Of a run that fails: commit what is written already, if its trainers still answer. Called before they end."""
+        with contextlib.suppress(SlimeLikeError):  # what ended the run is told; this save never counted
+            self.commit_written(_RESCUE_TIMEOUT_S)
+
+    def abandon(self) -> None:
+        """Remove what never became a checkpoint. Called when nobody writes any more."""
+        for partial in self._root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)  # the next start would meet, and tell, what cannot be removed
+
+    def _final(self, step: int) -> Path:
+        return self._root / f"step-{step:06d}"
+
+    def _begin(self, final: Path, step: int, state: dict[str, Any]) -> None:
+        partial = _partial(final)
+        partial.mkdir(parents=True)
+        write_state(partial, step, state)
+        for name, write in self._also.items():
+            write(partial / name)
+
+    def _commit(self, final: Path) -> None:
+        shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
+        _partial(final).rename(final)
+        self._point_latest(final)
+        self._remove_old()
+
+    @contextlib.contextmanager
+    def _whole_or_removed(self, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._started = None
+            shutil.rmtree(_partial(final), ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{final.name}: could not write to {self._root}: {error}") from error
+            raise
 
     def _point_latest(self, final: Path) -> None:
         link = self._root / ".latest-new"
@@ -119,3 +201,7 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for old in sorted(self._root.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f"{_PARTIAL}{final.name}")

@@ -130,8 +130,10 @@ class TrainerGroup:
         return next(logprobs for logprobs in answers if logprobs is not None)
 
     # ------------------------------------------------------------------------------------------------------ weights
-    def open_transport(self, name: str, session: str) -> list[dict[str, Any]]:
-        return self._call("open_transport", name, session, phase="opening the weight transport")
+    def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
+        """The rendezvous of every rank that sends."""
+        answers = self._call("open_transport", name, session, delta, phase="opening the weight transport")
+        return [rendezvous for rendezvous in answers if rendezvous is not None]
 
     def begin_export(self) -> None:
         self._call("begin_export", phase="exporting weights")
@@ -149,6 +151,19 @@ class TrainerGroup:
     # -------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:
         self._call("save", directory, phase="saving a checkpoint")
+
+    def start_save(self, directory: Path) -> None:
+        """As ``save``; files may still be written when this returns."""
+        self._call("start_save", directory, phase="copying a checkpoint to host memory")
+
+    def is_save_written(self, timeout_s: float | None = None) -> bool:
+        """Whether every rank has written its part. Raises CheckpointError where one could not."""
+        phase = "writing a checkpoint in the background"
+        return all(self._call("is_save_written", phase=phase, timeout_s=timeout_s))
+
+    def finish_save(self, timeout_s: float | None = None) -> None:
+        """Wait for every rank's part and make the save whole."""
+        self._call("finish_save", phase="finishing a checkpoint", timeout_s=timeout_s)
 
     def load(self, directory: Path) -> None:
         self._call("load", directory, phase="loading a checkpoint")
@@ -176,8 +191,8 @@ class TrainerGroup:
         self._ranks = []
 
     # -------------------------------------------------------------------------------------------------------- calls
-    def _call(self, method: str, *arguments: Any, phase: str) -> list[Any]:
-        return self._call_each(method, [arguments] * len(self._ranks), phase=phase)
+    def _call(self, method: str, *arguments: Any, phase: str, timeout_s: float | None = None) -> list[Any]:
+        return self._call_each(method, [arguments] * len(self._ranks), phase=phase, timeout_s=timeout_s)
 
     def _call_each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str, timeout_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,26 @@ def test_killed_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uni
     assert finished.code == 0, finished.stderr
     assert "step-000002 after step 2" in finished.stderr
     assert_same(tmp_path, uninterrupted)
+
+
+def test_killed_while_a_save_is_written_behind_and_resumed(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
+    """Killed in step 5, before the save of step 4 counts: the run goes on after step 2 and ends the same."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    behind = ["--checkpoint.async_save", "true"]
+    with Command(flags(tiny, tmp_path, *behind), tmp_path / "log") as command:
+        started, deadline = checkpoints / ".partial-step-000004" / "trainer", time.monotonic() + 120
+        while not started.is_dir():
+            assert command.process.poll() is None and time.monotonic() < deadline, command.output
+            time.sleep(0.002)
+        command.kill()
+        killed = command.finish(timeout_s=30)
+    assert killed.code == -9 and killed.left_behind == []
+    assert "checkpoint of step 2" in killed.stderr and "checkpoint of step 4" not in killed.stderr
+    finished = run(flags(tiny, tmp_path, *behind), tmp_path / "log-again")
+    assert finished.code == 0, finished.stderr
+    assert "step-000002 after step 2" in finished.stderr
+    assert_same(tmp_path, uninterrupted)
+    assert (checkpoints / "latest").readlink() == Path("step-000006") and not list(checkpoints.glob(".partial*"))
 
 
 def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(uninterrupted: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions that hang, for the reward workers to import."""
+"""Reward functions that hang or fail, for the reward workers to import."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardRe
 def hangs_always(prompt: str, response: str, answer: str) -> RewardResult:
     while True:
         time.sleep(1)
+
+
+def fails_once_saved(prompt: str, response: str, answer: str, file: str) -> RewardResult:
+    """Works until ``file`` is there, and for the two seconds in which it is written."""
+    if Path(file).exists():
+        time.sleep(max(0.0, Path(file).stat().st_ctime + 2 - time.time()))
+        raise RuntimeError("the run is to end here")
+    return RewardResult(reward=float(len(response)), success=False)

@@ -32,6 +32,7 @@ VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
         ("transformers", ("ray::EngineActor",), "engine 0 (transformers)", "generation"),
         ("vllm", VLLM_CORE, "engine 0 (vllm)", "generation"),
         ("vllm", VLLM_CORE, "engine 0 (vllm)", "sync"),
+        ("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation"),
         ("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation"),
     ],
 )
@@ -126,14 +127,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(tiny: Tiny, tmp_path: Path, small_disk: Path) -> None:
+@pytest.mark.parametrize("behind", ["false", "true"])
+def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(
+    tiny: Tiny, tmp_path: Path, small_disk: Path, behind: str
+) -> None:
     run_dir = small_disk / "run"
     flags = ["--steps", "4", "--checkpoint.every", "1", "--logging.tensorboard", "false"]
+    flags += ["--checkpoint.async_save", behind]
     finished = run(quick(tiny, run_dir, *flags), tmp_path / "log")
     assert finished.code == 1
     assert "could not be written" in one_sentence(finished) and "free space" in finished.stderr
     checkpoints = run_dir / "checkpoints"
     assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 1
+    assert not list(checkpoints.glob(".partial*"))
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_written_meanwhile(tiny: Tiny, tmp_path: Path) -> None:
+    """The save of step 2 is whole during step 3, which never ends."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    written = checkpoints / ".partial-step-000002" / "trainer" / "__0_0.distcp"
+    functions = f"[{{name: 'tests.faults.rewards:fails_once_saved', options: {{file: {written}}}}}]"
+    flags = ["--steps", "6", "--checkpoint.every", "2", "--checkpoint.async_save", "true"]
+    finished = run(quick(tiny, tmp_path / "run", *flags, "--reward.functions", functions), tmp_path / "log")
+    assert finished.code == 1
+    assert "the run is to end here" in one_sentence(finished)
+    assert "checkpoint of step 2:" not in finished.stderr
+    assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 2
+    assert (checkpoints / "latest" / "trainer" / "checksums.json").is_file()
     assert not list(checkpoints.glob(".partial*"))
 
 
@@ -151,7 +171,12 @@ def test_what_does_not_fit_the_checkpoint_is_refused_at_resume(tiny: Tiny, tmp_p
 
     data.write_text((tiny.data / "train.jsonl").read_text())
     largest = max((tmp_path / "run/checkpoints/latest/trainer").rglob("*"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:1000])
-    corrupt = run(quick(tiny, tmp_path / "run", *flags, "--steps", "3"), tmp_path / "log-2")
-    assert corrupt.code == 1
-    assert "checkpoint" in one_sentence(corrupt).lower()
+    whole = largest.read_bytes()
+    middle = len(whole) // 2
+    for damaged in (whole[:1000], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+        largest.write_bytes(damaged)
+        corrupt = run(quick(tiny, tmp_path / "run", *flags, "--steps", "3"), tmp_path / "log-2")
+        assert corrupt.code == 1
+        sentence = one_sentence(corrupt)
+        assert "is damaged (__0_0.distcp: bytes " in sentence and "are not as written" in sentence
+        assert sentence.endswith("resume from an older checkpoint in RUN_DIR/checkpoints")

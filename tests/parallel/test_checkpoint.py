@@ -7,9 +7,12 @@ random numbers drawn after loading with those drawn after saving.
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +21,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
@@ -65,6 +70,34 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     with trainer.runtime:
         save_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, EXTRA)
     return _record(trainer, EXTRA)
+
+
+def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+    """Nothing is written before two further steps have changed every weight and moment."""
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    torch.manual_seed(100 + placement.rank)
+    for _ in range(2):
+        _step(trainer)
+    gate, write = threading.Event(), CheckpointWriter.write
+
+    def late(writer: CheckpointWriter) -> None:
+        assert gate.wait(60)
+        write(writer)
+
+    CheckpointWriter.write = late  # type: ignore[method-assign]
+    trainer.start_save(directory)
+    drawn, at_checkpoint = torch.rand(4), _exported(trainer)
+    for _ in range(2):
+        _step(trainer)
+    assert not trainer.is_save_written()
+    assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
+    dist.barrier()
+    gate.set()
+    trainer.finish_save()
+    record = RankRecord(at_checkpoint, _exported(trainer), drawn, {})
+    trainer.shutdown()
+    return record
 
 
 def _load_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
@@ -159,6 +192,21 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("single", "float32"), ("single-distributed", "bfloat16"), ("tp2-sp-dp2-distributed", "bfloat16")],
+)
+def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dtype: str, tmp_path: Path) -> None:
+    """Loaded, it gives the weights, moments and random numbers that were there when the save was started."""
+    config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
+    saved = _run(_save_behind_and_go_on, config, tmp_path / "first", tmp_path / "checkpoint")
+    loaded = _run(_load_and_go_on, config, tmp_path / "second", tmp_path / "checkpoint")
+    for what in ("at_checkpoint", "later"):
+        _same(_merged(loaded, what), _merged(saved, what), 0.0)
+    for before, after in zip(saved, loaded, strict=True):
+        assert torch.equal(before.drawn, after.drawn)
+
+
+@pytest.mark.parametrize(
     ("wrote", "reads"),
     [
         ("tp2-sp-dp2-distributed", "single-distributed"),
@@ -204,24 +252,45 @@ def _cut(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def _scramble(content: bytes) -> bytes:
-    flipped = bytearray(content)
-    for index in range(0, len(flipped), 200):
-        flipped[index] ^= 0xFF
-    return bytes(flipped)
+def _flip(place: float) -> Callable[[bytes], bytes]:
+    """One bit of one byte at a fraction of the file."""
+
+    def flipped(content: bytes) -> bytes:
+        index = int(place * len(content))
+        return content[:index] + bytes([content[index] ^ 0x10]) + content[index + 1 :]
+
+    return flipped
 
 
-DAMAGE: list[tuple[str, Callable[[bytes], bytes]]] = [
-    ("*.distcp", _cut),
-    ("*.distcp", _scramble),
-    (".metadata", _cut),
-    (".metadata", lambda content: b"\x93abc" * 50),
+DAMAGE: list[tuple[str, Callable[[bytes], bytes | None]]] = [
+    *((file, _cut) for file in ("*.distcp", ".metadata", "common.pt", "checksums.json")),
+    *(
+        (file, _flip(place))
+        for file in ("*.distcp", ".metadata", "common.pt", "metadata.json", "checksums.json")
+        for place in (0.01, 0.5, 0.99)
+    ),
     (".metadata", lambda content: b""),
-    ("common.pt", _cut),
     ("common.pt", lambda content: b"\x93abc" * 50),
     ("metadata.json", lambda content: b"{"),
+    ("*.distcp", lambda content: None),
+    (".metadata", lambda content: None),
+    ("common.pt", lambda content: None),
+    ("checksums.json", lambda content: None),
 ]
-"""File of a checkpoint, and what becomes of its content."""
+"""File of a checkpoint, and what becomes of its content; None removes it."""
+
+
+def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Callable[[bytes], bytes | None]) -> str:
+    """The damaged file's name."""
+    shutil.copytree(whole, directory)
+    file = max(directory.glob(pattern), key=lambda path: path.stat().st_size)
+    content = damage(file.read_bytes())
+    if content is None:
+        file.unlink()
+    else:
+        assert content != file.read_bytes()
+        file.write_bytes(content)
+    return file.name
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
@@ -230,16 +299,18 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     config = _config(_model(tmp_path / "model", "single"), tmp_path, {})
     _run(_save_and_go_on, config, tmp_path / "first", whole)
     directories = [tmp_path / f"damaged-{number}" for number in range(len(DAMAGE))]
-    for directory, (pattern, damage) in zip(directories, DAMAGE, strict=True):
-        shutil.copytree(whole, directory)
-        (file,) = directory.glob(pattern)
-        file.write_bytes(damage(file.read_bytes()))
+    names = [
+        _damaged_copy(whole, directory, pattern, damage)
+        for directory, (pattern, damage) in zip(directories, DAMAGE, strict=True)
+    ]
     missing, *damaged = run_ranks(_errors, 1, tmp_path / "errors", config, [tmp_path / "none", *directories])[0]
     assert "not a whole training checkpoint" in missing
-    for directory, message in zip(directories, damaged, strict=True):
-        assert message.startswith(f"{directory}: is damaged (")
-        assert message.endswith("); resume from an older checkpoint in RUN_DIR/checkpoints")
-        assert len(message) < 300 and "\n" not in message
+    for directory, name, message in zip(directories, names, damaged, strict=True):
+        absent = f"{directory}: not a whole training checkpoint ({name} is missing); use another one"
+        assert message == absent or message.startswith(f"{directory}: is damaged (")
+        assert message == absent or message.endswith("); resume from an older checkpoint in RUN_DIR/checkpoints")
+        assert name in message
+        assert len(message) < 400 and "\n" not in message
 
     for family, problem in (("qwen2", "decoder.layers.self_attention.linear_qkv"), ("qwen3", "q_layernorm")):
         make_tiny_model(tmp_path / family, family, num_hidden_layers=2 if family == "qwen2" else 4)
@@ -252,25 +323,67 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
 
 
-def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path) -> str:
+@pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
+def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, tmp_path: Path) -> None:
+    """A byte of a weight, of a moment and of the last rank's file; whoever reads it, all ranks refuse."""
+    wrote = "tp2-sp-dp2-distributed"
+    model, whole = _model(tmp_path / "model", wrote), tmp_path / "whole"
+    _run(_save_and_go_on, _config(model, tmp_path, LAYOUTS[wrote]), tmp_path / "first", whole)
+    stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
+    victims = [
+        ("__0_0.distcp", "decoder.layers.mlp.linear_fc1.weight from [0, 0, 0] on"),
+        ("__0_0.distcp", "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight from [0] on"),
+    ]
+    directories = []
+    for number, (file, tensor) in enumerate(victims):
+        ((offset, length),) = [(entry[1], entry[2]) for entry in stored[file] if entry[0] == tensor]
+        directory = tmp_path / f"damaged-{number}"
+        shutil.copytree(whole, directory)
+        content = bytearray((directory / file).read_bytes())
+        content[offset + length // 2] ^= 1
+        (directory / file).write_bytes(content)
+        directories.append(directory)
+    second = _config(model, tmp_path, LAYOUTS[reads])
+    for messages in _run(_errors, second, tmp_path / "second", directories):  # type: ignore[arg-type]
+        for directory, (file, tensor), message in zip(directories, victims, messages, strict=True):
+            assert message.startswith(f"{directory}: is damaged ({file}: bytes ")
+            assert f", {tensor}, are not as written" in message
+
+
+def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path, behind: bool) -> str:
     """A limit on file size stands for the disk, on the second rank only."""
     trainer = MegatronTrainer(config, placement)
     trainer.setup()
     if placement.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with trainer.runtime, pytest.raises(CheckpointError) as caught:
-        save_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, {})
+    if behind:
+        trainer.start_save(directory)
+        if placement.rank == 1:
+            with pytest.raises(CheckpointError, match=r"__1_0\.distcp: could not be written"):
+                _wait_for_save(trainer)
+        else:
+            _wait_for_save(trainer)  # its own part is fine
+    with pytest.raises(CheckpointError) as caught:
+        trainer.finish_save() if behind else trainer.save(directory)
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     trainer.shutdown()
     return str(caught.value)
 
 
-def test_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> None:
+def _wait_for_save(trainer: MegatronTrainer) -> None:
+    deadline = time.monotonic() + 60
+    while not trainer.is_save_written():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_full_disk_is_told_on_every_rank(behind: bool, tmp_path: Path) -> None:
     """Nobody waits for the rank that could not write, and what was written does not load."""
     config = _config(_model(tmp_path / "model", "tp2"), tmp_path, LAYOUTS["tp2"])
     checkpoint = tmp_path / "checkpoint"
-    first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint)
+    first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint, behind)
     assert "failed on trainer rank 1" in first
     assert "__1_0.distcp: could not be written" in second
     ((message,), _) = run_ranks(_errors, 2, tmp_path / "errors", config, [checkpoint])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.load import load_config
 from slime_like.errors import CheckpointError, ConfigError
+from slime_like.orchestration.checkpoints import write_state
 from slime_like.orchestration.run_directory import prepare_run_dir, write_summary
 
 
@@ -21,7 +22,7 @@ def config(root: Path, **changes: Any) -> RunConfig:
 def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
     directory = run_dir / "checkpoints" / f"step-{step:06d}"
     directory.mkdir(parents=True)
-    (directory / "state.json").write_text(json.dumps({"step": step, "data": {}, **state}))
+    write_state(directory, step, {"data": {}, **state})
     latest = run_dir / "checkpoints" / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(directory.name)
@@ -67,14 +68,24 @@ def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
-    [({}, "is no checkpoint"), ({"step": 3}, "has no position in data.train"), ({"step": "x"}, "is damaged")],
+    ("change", "message"),
+    [
+        (None, "is no checkpoint"),
+        (lambda text: text, "has no position in data.train"),
+        (lambda text: text.replace("3", "2", 1), r"is damaged \(it is not as it was written\)"),
+        (lambda text: text.replace("crc32", "crc33"), "is damaged"),
+        (lambda text: text[: len(text) // 2], "is damaged"),
+        (lambda text: "[]", "is damaged"),
+    ],
 )
-def test_what_cannot_be_resumed_is_refused_at_once(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_resumed_is_refused_at_once(
+    tmp_path: Path, change: Callable[[str], str] | None, message: str
+) -> None:
     directory = tmp_path / "checkpoint"
     directory.mkdir()
-    if state:
-        (directory / "state.json").write_text(json.dumps(state))
+    if change:
+        write_state(directory, 3, {})
+        (directory / "state.json").write_text(change((directory / "state.json").read_text()))
     with pytest.raises(CheckpointError, match=message):
         prepare_run_dir(config(tmp_path, resume=str(directory)))
     with pytest.raises(CheckpointError, match="no directory"):

@@ -1,0 +1,212 @@
+"""Writing a distributed checkpoint in Megatron's format: by the rank itself, at once or behind its back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backends.megatron.conversion.agreement import together
+from backends.megatron.integrity import Checksums, ChecksumStream, Piece
+from slime_like.errors import CheckpointError
+
+
+class CheckpointWriter:
+    """One checkpoint on its way to disk: planned when made, then written, then finished.
+
+    Making and finishing are collective over the world; writing is this rank's own business.
+
+    Args:
+        directory: exists, shared by all ranks.
+        state: Megatron's sharded state.
+        device: where this rank's small collectives run.
+        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+    """
+
+    def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
+        self._directory = directory
+        self._device = device
+        self._strategy = _InProcessSave()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        with _no_manager_process(), _refused_by_disk(directory):
+            self._request = dist_checkpointing.save(
+                state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True
+            )
+        if snapshot:
+            self._strategy.take_snapshot()
+
+    def write(self) -> None:
+        """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
+        try:
+            self._strategy.write()
+        except Exception as error:
+            self._failure = error
+
+    def write_in_background(self) -> None:
+        """The same in a thread of its own."""
+        # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
+        self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank has written all it has to. Not collective.
+
+        Raises:
+            CheckpointError: it could not.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def finish(self, timeout_s: float = 0.0) -> None:
+        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
+
+        Args:
+            timeout_s: bound on the wait for files that are written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write, or not in time; on every rank.
+        """
+        together(lambda: self._join(timeout_s), f"writing {self._directory}", self._device)
+        with _refused_by_disk(self._directory):
+            for finalize in self._request.finalize_fns:
+                finalize()
+        pieces: list[dict[str, list[Piece]]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self._strategy.pieces, pieces)
+        together(lambda: self._write_checksums(pieces), f"writing {self._directory}", self._device)
+
+    def _join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"{self._directory}: rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s; "
+                    "look whether the file system hangs, or raise trainer.step_timeout_s"
+                )
+        if self._failure is not None:
+            raise self._failure
+
+    def _write_checksums(self, pieces: list[dict[str, list[Piece]]] | None) -> None:
+        if pieces is None:
+            return
+        with _refused_by_disk(self._directory):
+            everyones = {file: own for part in pieces for file, own in part.items()}
+            Checksums.of_directory(self._directory, everyones).write()
+
+
+@contextlib.contextmanager
+def _refused_by_disk(path: Path) -> Iterator[None]:
+    """One sentence about a disk that refuses."""
+    try:
+        yield
+    except (CheckpointingException, CheckpointException, OSError) as error:
+        raise CheckpointError(f"{path}: could not be written ({error}); free space there") from error
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by the rank itself instead of by processes forked and spawned for it.
+
+    Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
+
+    Attributes:
+        pieces: of every file that this rank has written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.pieces: dict[str, list[Piece]] = {}
+        self._writer: FileSystemWriterAsync | None = None
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        self._writer = writer
+        return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
+
+    @property
+    def writer(self) -> FileSystemWriterAsync:
+        assert self._writer is not None, "the save has not been planned"
+        return self._writer
+
+    def take_snapshot(self) -> None:
+        """Copy every tensor that is to be written; objects are serialised already."""
+        for _, _, (_, tensors) in self.writer.write_buckets or []:
+            for index, (item, tensor) in enumerate(tensors):
+                tensors[index] = (item, tensor.detach().to("cpu", copy=True))
+
+    def write(self) -> None:
+        """This rank's files, all of them, flushed to disk. Needs neither CUDA nor another rank.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        if not self.writer.write_buckets:
+            return
+        results: dict[int, list[WriteResult]] = {}
+        for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets):
+            with _refused_by_disk(path):
+                results[index] = self._write_file(Path(path), key, [*objects, *tensors])
+        assert self.writer.results_queue is not None
+        self.writer.results_queue.put(results)
+
+    def _write_file(self, path: Path, key: str, entries: list[tuple[Any, Any]]) -> list[WriteResult]:
+        pieces = self.pieces.setdefault(key, [])
+        results = []
+        with path.open("wb") as file:
+            stream = ChecksumStream(file)
+            for item, data in entries:
+                if isinstance(data, Tensor):
+                    _save_tensor(data, stream)
+                else:
+                    stream.write(data.getbuffer())
+                pieces.append(stream.piece(_name(item.index)))
+                results.append(_write_result(item.index, key, pieces[-1]))
+            file.flush()
+            os.fsync(file.fileno())
+        return results
+
+
+def _save_tensor(tensor: Tensor, stream: ChecksumStream) -> None:
+    try:
+        torch.save(tensor.to("cpu"), stream)  # type: ignore[arg-type]  # it calls write and flush alone
+    except RuntimeError as error:  # torch's own words for a disk that refused
+        raise OSError(str(error)) from error
+
+
+def _name(index: MetadataIndex) -> str:
+    return index.fqn if index.offset is None else f"{index.fqn} from {list(index.offset)} on"
+
+
+def _write_result(index: MetadataIndex, key: str, piece: Piece) -> WriteResult:
+    return WriteResult(index, piece.length, _StorageInfo(key, piece.offset, piece.length))
+
+
+@contextlib.contextmanager
+def _no_manager_process() -> Iterator[None]:
+    """Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn."""
+    original: Callable[[], Any] = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = queue.Queue
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original

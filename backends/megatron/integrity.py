@@ -1,0 +1,218 @@
+"""Checksums of a training checkpoint: of every piece in its data files, and of the small files beside them.
+
+torch stores a CRC-32 with every tensor and compares none when it loads, so that a flipped byte becomes a weight. Here
+the CRC-32 (ISO 3309, zlib's) of the bytes as they are written goes into one more file, and every piece that a rank is
+about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups; it
+protects from nobody who forges a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+
+from slime_like.errors import CheckpointError
+
+CHECKSUMS_FILE = "checksums.json"
+"""Written last: a checkpoint without it is not whole."""
+
+PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
+"""What Megatron and torch write beside the data files; every rank reads them as a whole."""
+
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on.
+
+    Attributes:
+        name: Megatron's name of the tensor, for messages.
+        crc32: of these bytes.
+    """
+
+    name: str
+    offset: int
+    length: int
+    crc32: int
+
+
+class ChecksumStream:
+    """A binary file opened for writing that also sums up what passes: torch saves to it as to any stream."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crc32 = 0
+        self._start = file.tell()
+
+    def write(self, data: Any) -> int:
+        self._crc32 = zlib.crc32(data, self._crc32)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def piece(self, name: str) -> Piece:
+        """What was written since the stream was made, or since the last piece; the next one begins here."""
+        end = self._file.tell()
+        piece = Piece(name, self._start, end - self._start, self._crc32)
+        self._start, self._crc32 = end, 0
+        return piece
+
+
+class Checksums:
+    """The checksums of one checkpoint directory.
+
+    Args:
+        directory: of the checkpoint.
+        pieces: by data file.
+        files: length and CRC-32 of the other files.
+    """
+
+    def __init__(
+        self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, tuple[int, int]]
+    ) -> None:
+        self._directory = directory
+        self._files = dict(files)
+        self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
+
+    @classmethod
+    def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]]) -> Checksums:
+        """With the checksums of the plain files, which are read for it."""
+        return cls(directory, pieces, {name: _whole_file(directory / name) for name in PLAIN_FILES})
+
+    @classmethod
+    def read(cls, directory: Path) -> Checksums:
+        """What ``write`` wrote there.
+
+        Raises:
+            CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
+        """
+        path = directory / CHECKSUMS_FILE
+        try:
+            outer = json.loads(path.read_bytes())
+            content = outer["content"]
+            if outer["crc32"] != zlib.crc32(_text(content)):
+                raise ValueError("its own checksum differs")
+            pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
+            return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{directory}: not a whole training checkpoint ({CHECKSUMS_FILE} is missing); use another one"
+            ) from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
+
+    def write(self) -> None:
+        """Make the checkpoint whole. Raises OSError where the disk refuses."""
+        pieces: dict[str, list[list[Any]]] = {}
+        for (file, _), piece in self._pieces.items():
+            pieces.setdefault(file, []).append([piece.name, piece.offset, piece.length, piece.crc32])
+        content = {"pieces": pieces, "files": {name: list(entry) for name, entry in self._files.items()}}
+        whole = {"crc32": zlib.crc32(_text(content)), "content": content}
+        (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
+
+    def verify_plain_files(self) -> None:
+        """Compare the files that are read as a whole.
+
+        Raises:
+            CheckpointError: one is missing or differs.
+        """
+        for name in PLAIN_FILES:
+            try:
+                found = _whole_file(self._directory / name)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{self._directory}: not a whole training checkpoint ({name} is missing); use another one"
+                ) from error
+            if found != self._files.get(name):
+                raise damaged(self._directory, f"{name} is not as it was written")
+
+    def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
+        """Compare ``length`` bytes at ``offset`` of the open data file ``name``.
+
+        Raises:
+            CheckpointError: they differ, are cut off, or are not what was written there.
+        """
+        piece = self._pieces.get((name, offset))
+        if piece is None or piece.length != length:
+            raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
+        if _crc32(file, offset, length) != piece.crc32:
+            raise damaged(
+                self._directory, f"{name}: bytes {offset} to {offset + length}, {piece.name}, are not as written"
+            )
+
+    def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
+        """Compare bytes that were read at ``offset`` of the data file ``name``; raises as ``verify_piece``."""
+        piece = self._pieces.get((name, offset))
+        if piece is None or piece.length != len(content) or zlib.crc32(content) != piece.crc32:
+            what = "" if piece is None else f", {piece.name},"
+            raise damaged(self._directory, f"{name}: {len(content)} bytes at {offset}{what} are not as written")
+
+
+def damaged(directory: Path, reason: str) -> CheckpointError:
+    """The one sentence about a damaged checkpoint."""
+    return CheckpointError(
+        f"{directory}: is damaged ({reason}); resume from an older checkpoint in RUN_DIR/checkpoints"
+    )
+
+
+class _VerifyingReader(CachedMetadataFileSystemReader):
+    """torch's reader of a checkpoint, which compares each piece once before it is loaded."""
+
+    def __init__(self, path: str | Path, checksums: Checksums) -> None:
+        super().__init__(path)
+        self._checksums = checksums
+        self._verified: set[tuple[str, int]] = set()
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        place = (sinfo.relative_path, sinfo.offset)
+        if place not in self._verified:
+            self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
+            self._verified.add(place)
+        return super()._slice_file(file, sinfo)
+
+
+@contextlib.contextmanager
+def verified_reading(checksums: Checksums) -> Iterator[None]:
+    """Inside, Megatron's distributed checkpointing loads only pieces that are as they were written."""
+
+    def reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> _VerifyingReader:
+        return _VerifyingReader(checkpoint_dir, checksums)
+
+    original = torch_strategy._get_filesystem_reader
+    torch_strategy._get_filesystem_reader = reader
+    try:
+        yield
+    finally:
+        torch_strategy._get_filesystem_reader = original
+
+
+def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
+    """Of a part of an open file, in bounded memory; ``None`` if the file ends before it."""
+    file.seek(offset)
+    crc32 = 0
+    while length:
+        block = file.read(min(length, _READ_BYTES))
+        if not block:
+            return None
+        crc32 = zlib.crc32(block, crc32)
+        length -= len(block)
+    return crc32
+
+
+def _whole_file(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    return len(content), zlib.crc32(content)
+
+
+def _text(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,117 @@
+"""Optimizer state in host memory: the same update, the same checkpoints, and both kinds load each other's.
+
+On a CPU, device and host memory are the same: what is tested is the arithmetic and the bookkeeping of Megatron's
+host optimizer, not its copies between devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch import Tensor
+
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.config import RunConfig
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_ranks
+from tests.parallel.test_checkpoint import _exported, _step
+
+STEPS = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "tp2-sp-dp2": {"tensor": 2, "sequence": True, "data": 2},
+    "ep2": {"data": 2, "expert": 2},
+}
+
+
+def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: bool = True) -> RunConfig:
+    model = root / f"model-{layout}"
+    if not model.exists():
+        make_tiny_model(model, "qwen3_moe" if layout == "ep2" else "qwen3", num_hidden_layers=2)
+    optimizer = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+    optimizer |= {"offload": offload, "distributed": distributed, "overlap": layout != "single"}
+    trainer = {"parallel": LAYOUTS[layout], "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
+    return RunConfig(run_dir=root, steps=20, model={"path": model, "dtype": dtype}, trainer=trainer)
+
+
+def _train(
+    placement: RankPlacement, config: RunConfig, load: Path | None, save: Path | None, fresh: bool
+) -> list[dict[str, Tensor]]:
+    """Weights and optimizer state after every step. Unless ``fresh``, a step is taken and lost before ``load``."""
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    _require_kind(trainer)
+    if load is not None:
+        if not fresh:
+            _step(trainer)
+        trainer.load(load)
+    weights = []
+    for _ in range(STEPS):
+        _step(trainer)
+        weights.append(_main_weights(trainer))
+    if save is not None:
+        trainer.save(save)
+    trainer.shutdown()
+    return weights
+
+
+def _require_kind(trainer: MegatronTrainer) -> None:
+    parts = trainer.optimizer.megatron.chained_optimizers
+    hybrid = [isinstance(part.optimizer, HybridDeviceOptimizer) for part in parts if not part.is_stub_optimizer]
+    assert hybrid == [trainer.config.trainer.optimizer.offload] * len(hybrid)
+
+
+def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    """This rank's shards in float32, as the optimizer keeps them, and the model's own weights."""
+    found = {f"model.{name}": tensor.float() for name, tensor in _exported(trainer).items()}
+    for index, part in enumerate(trainer.optimizer.megatron.chained_optimizers):
+        if part.is_stub_optimizer:
+            continue
+        for model_param, (group, order) in part.model_param_group_index_map.items():
+            tensors = part._get_main_param_and_optimizer_states(model_param)
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                assert tensors[name].dtype == torch.float32
+                found[f"{name}.{index}.{group}.{order}"] = tensors[name].detach().clone()
+    return found
+
+
+def _run(
+    config: RunConfig, root: Path, name: str, load: Path | None = None, save: Path | None = None, fresh: bool = False
+) -> Any:
+    return run_ranks(_train, config.trainer.parallel.world_size, root / name, config, load, save, fresh)
+
+
+def _assert_close(found: Any, expected: Any, bound: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for our_step, their_step in zip(ours, theirs, strict=True):
+            assert our_step.keys() == their_step.keys()
+            gaps = {name: float((our_step[name] - tensor).abs().max()) for name, tensor in their_step.items()}
+            worst = max(gaps, key=gaps.__getitem__)
+            assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp_path: Path) -> None:
+    """Three AdamW steps; saved, and continued for three more by both kinds from each kind's checkpoint."""
+    bound = 1e-7
+    device, host = (_config(tmp_path, layout, "bfloat16", offload) for offload in (False, True))
+    on_device = _run(device, tmp_path, "device", save=tmp_path / "by-device")
+    on_host = _run(host, tmp_path, "host", save=tmp_path / "by-host")
+    _assert_close(on_host, on_device, bound)
+    mains = [name for name in on_host[0][0] if name.startswith("param.")]
+    assert min(float((on_host[0][-1][name] - on_host[0][0][name]).abs().max()) for name in mains) > 100 * bound
+    further = _run(device, tmp_path, "device-device", load=tmp_path / "by-device")
+    _assert_close(_run(host, tmp_path, "device-host", load=tmp_path / "by-device", fresh=True), further, bound)
+    _assert_close(_run(host, tmp_path, "host-host", load=tmp_path / "by-host"), further, bound)
+    _assert_close(_run(device, tmp_path, "host-device", load=tmp_path / "by-host"), further, bound)
+
+
+def test_what_megatrons_host_optimizer_cannot_do_is_refused(tmp_path: Path) -> None:
+    whole, precision = MegatronTrainer.check(_config(tmp_path, "single", "float32", True, distributed=False))
+    assert whole.startswith("trainer.optimizer.offload needs trainer.optimizer.distributed")
+    assert precision.startswith("trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights")

@@ -1,0 +1,124 @@
+"""When a save counts: what is on disk after every way in which one can go on or end.
+
+The trainers here write one file each way that real ones do; what they write is tested in ``tests/parallel``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from slime_like.errors import CheckpointError
+from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer_group import TrainerGroup
+
+
+class Trainers:
+    """Writes when it is told that the disk got there; ``failure`` is what the background met."""
+
+    def __init__(self) -> None:
+        self.written = False
+        self.failure: CheckpointError | None = None
+        self._directory = Path()
+
+    def save(self, directory: Path) -> None:
+        self.start_save(directory)
+        self.finish_save()
+
+    def start_save(self, directory: Path) -> None:
+        directory.mkdir()
+        self._directory = directory
+
+    def is_save_written(self, timeout_s: float | None = None) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return self.written
+
+    def finish_save(self, timeout_s: float | None = None) -> None:
+        if self.failure is not None:
+            raise self.failure
+        (self._directory / "weights").write_text("whole")
+
+
+def _store(root: Path, trainers: Trainers, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(root, keep, cast("TrainerGroup", trainers))
+
+
+def _found(root: Path) -> tuple[list[str], str | None]:
+    """Directory entries but ``latest``, and the step that it points to."""
+    checkpoints = root / "checkpoints"
+    latest = checkpoints / "latest"
+    names = sorted(path.name for path in checkpoints.iterdir() if path.name != "latest")
+    return names, str(latest.readlink()) if latest.is_symlink() else None
+
+
+def test_a_started_save_counts_when_every_rank_has_written(tmp_path: Path) -> None:
+    trainers = Trainers()
+    store = _store(tmp_path, trainers)
+    state: dict[str, Any] = {"data": {"position": 7}}
+    store.start(3, state)
+    state["data"]["position"] = 8  # training goes on
+    assert store.commit_written() is None
+    assert _found(tmp_path) == ([".partial-step-000003"], None)
+    trainers.written = True
+    assert store.commit_written() == tmp_path / "checkpoints" / "step-000003"
+    assert _found(tmp_path) == (["step-000003"], "step-000003")
+    checkpoint = Checkpoint.read(tmp_path / "checkpoints" / "latest")
+    assert checkpoint.step == 3 and checkpoint.data_position == {"position": 7}
+    assert (checkpoint.trainer / "weights").read_text() == "whole"
+    assert store.commit_written() is None and store.finish() is None
+
+
+def test_old_ones_go_only_when_the_new_one_counts(tmp_path: Path) -> None:
+    trainers = Trainers()
+    store = _store(tmp_path, trainers, keep=1)
+    store.save(1, {})
+    store.start(2, {})
+    assert _found(tmp_path) == ([".partial-step-000002", "step-000001"], "step-000001")
+    assert store.finish() == tmp_path / "checkpoints" / "step-000002"
+    assert _found(tmp_path) == (["step-000002"], "step-000002")
+
+
+@pytest.mark.parametrize("noticed_by", ["commit_written", "finish"])
+def test_a_failure_behind_leaves_the_last_good_one_alone(tmp_path: Path, noticed_by: str) -> None:
+    trainers = Trainers()
+    store = _store(tmp_path, trainers)
+    store.save(1, {})
+    store.start(2, {})
+    trainers.failure = CheckpointError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        getattr(store, noticed_by)()
+    assert _found(tmp_path) == (["step-000001"], "step-000001")
+    store.rescue()
+    store.abandon()
+    assert _found(tmp_path) == (["step-000001"], "step-000001")
+
+
+@pytest.mark.parametrize(("written", "failure"), [(True, None), (False, None), (True, CheckpointError("disk"))])
+def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
+    tmp_path: Path, written: bool, failure: CheckpointError | None
+) -> None:
+    trainers = Trainers()
+    store = _store(tmp_path, trainers)
+    store.save(1, {})
+    store.start(2, {})
+    trainers.written, trainers.failure = written, failure
+    store.rescue()
+    store.abandon()
+    last = "step-000002" if written and failure is None else "step-000001"
+    names, latest = _found(tmp_path)
+    assert latest == last and names[-1] == last and not [name for name in names if name.startswith(".")]
+
+
+def test_a_killed_save_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    store = _store(tmp_path, Trainers())
+    store.save(1, {})
+    store.start(2, {})
+    assert json.loads((tmp_path / "checkpoints" / ".partial-step-000002" / "state.json").read_text())["step"] == 2
+    again = _store(tmp_path, Trainers())
+    assert _found(tmp_path) == (["step-000001"], "step-000001")
+    again.save(2, {})
+    assert _found(tmp_path) == (["step-000001", "step-000002"], "step-000002")
