@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from backends.megatron.attention_choice import attention_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
-from backends.megatron.specs import local_block_spec
+from backends.megatron.specs import block_spec
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layers_per_stage
@@ -142,7 +144,22 @@ def _recompute(config: RunConfig) -> dict[str, Any]:
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
+    chunks = _build_all(config, dimensions, transformer_config(config, dimensions))
+    if torch.cuda.is_available():
+        for chunk in chunks:
+            chunk.cuda(torch.cuda.current_device())
+    return chunks
+
+
+def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
+    """The same chunks with shapes only: neither memory nor a device is touched."""
     transformer = transformer_config(config, dimensions)
+    on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
+    with torch.device("meta"):
+        return _build_all(config, dimensions, on_host)
+
+
+def _build_all(config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
     return [_build_chunk(config, dimensions, transformer, stage) for stage in stages]
@@ -152,9 +169,10 @@ def _build_chunk(
     config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, vp_stage: int | None
 ) -> LogprobModel:
     ignore_virtual = vp_stage is None
+    attention = attention_of(config.trainer, torch.cuda.is_available())
     model = LogprobModel(
         config=transformer,
-        transformer_layer_spec=local_block_spec(transformer, vp_stage),
+        transformer_layer_spec=block_spec(transformer, attention, vp_stage),
         vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
         max_sequence_length=dimensions.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
@@ -175,6 +193,4 @@ def _build_chunk(
         for name, parameter in model.named_parameters():
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
-    if torch.cuda.is_available():
-        model.cuda(torch.cuda.current_device())
     return model

@@ -32,6 +32,17 @@ def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
             f"context * data is {parallel.world_size}; start as many ranks as the layout has"
         )
     _join(config, placement)
+    build_groups(config)
+    return coordinates()
+
+
+def build_groups(config: RunConfig, with_devices: bool = True) -> None:
+    """Megatron's groups of the configured layout, inside a world that exists.
+
+    Args:
+        with_devices: also groups that exchange host memory beside CUDA devices, and random states on the device.
+    """
+    parallel = config.trainer.parallel
     virtual = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -41,10 +52,10 @@ def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         distributed_timeout_minutes=config.trainer.step_timeout_s / 60,
-        create_gloo_process_groups=torch.cuda.is_available(),
+        create_gloo_process_groups=with_devices and torch.cuda.is_available(),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
-    return coordinates()
+    if with_devices:
+        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
 
 
 def _join(config: RunConfig, placement: RankPlacement) -> None:

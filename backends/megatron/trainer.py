@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
+from backends.megatron.attention_choice import attention_of, machine_problems
 from backends.megatron.checkpoint import load_weights
+from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
 from backends.megatron.model import build_chunks
-from backends.megatron.optimizer import Optimizer, schedule_problems, wrap_for_data_parallel
+from backends.megatron.optimizer import Optimizer, offload_problems, schedule_problems, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
 from backends.megatron.rotary import inverse_frequencies
@@ -35,6 +37,9 @@ from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory
+
+if TYPE_CHECKING:
+    from backends.megatron.conversion.offline.converter import MegatronConverter
 
 
 class MegatronTrainer:
@@ -62,11 +67,12 @@ class MegatronTrainer:
         self._reference: ReferenceWeights | None = None
         self._step = StepSums()
         self._communication = Communication([])
+        self._pending_save: CheckpointWriter | None = None
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
-        problems = schedule_problems(config)
+        problems = schedule_problems(config) + offload_problems(config)
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             inverse_frequencies(dimensions)
@@ -74,12 +80,19 @@ class MegatronTrainer:
             return problems + error.problems
         return problems + layout_problems(config.trainer.parallel, dimensions)
 
+    @staticmethod
+    def converter() -> MegatronConverter:
+        """What ``slime-like convert`` works with. Needs neither device nor process group."""
+        from backends.megatron.conversion.offline.converter import MegatronConverter
+
+        return MegatronConverter()
+
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
         with self._phase("setup"):
             self._build()
-            conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+            self._load_start(self.config.model.weights)
             self._load_reference()
             self.wrapped = wrap_for_data_parallel(self.config, self.chunks)
             self.optimizer = Optimizer(self.config, self.wrapped)
@@ -94,15 +107,21 @@ class MegatronTrainer:
         with self._phase("setup"):
             self._build()
             if checkpoint is None:
-                conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+                self._load_start(self.config.model.weights)
             else:
                 load_weights(checkpoint, self.chunks)
             self._schedule = Schedule(self.chunks, self._batch_builder(), self.config.trainer.parallel)
         return self.coordinates
 
+    def _load_start(self, weights: Path | None) -> None:
+        if weights is None:
+            conversion.load_hf_weights(self.chunks, self.config.model.path, self.dimensions)
+        else:
+            load_weights(weights / "trainer", self.chunks)
+
     def _build(self) -> None:
         """Join the other ranks and make this rank's chunks, weights still unset."""
-        problems = self.check(self.config)
+        problems = self.check(self.config) + machine_problems(self.config, torch.cuda.is_available())
         if torch.cuda.is_available() and self.config.model.dtype == "float32":
             problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
         if problems:
@@ -139,7 +158,7 @@ class MegatronTrainer:
         if not self.config.algorithm.needs_reference:
             return
         path = self.config.reference.path
-        if path is None or path == self.config.model.path:
+        if path is None or (path == self.config.model.path and self.config.model.weights is None):
             self._reference = ReferenceWeights(self.chunks)
             return
         if ModelDimensions.from_checkpoint(path) != self.dimensions:
@@ -157,7 +176,7 @@ class MegatronTrainer:
             dtype=getattr(torch, self.config.model.dtype),
             inv_freq=inverse_frequencies(self.dimensions).to(self.device),
             context_group=parallel_state.get_context_parallel_group(),
-            context_layout="contiguous" if self.config.trainer.attention == "allgather" else "zigzag",
+            attention=attention_of(self.config.trainer, torch.cuda.is_available()),
             sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
         )
 
@@ -304,6 +323,29 @@ class MegatronTrainer:
         self.settle_weights()
         with self._phase("save"):
             checkpoint.save_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {})
+
+    def start_save(self, directory: Path) -> None:
+        """As ``save``, from a snapshot in host memory that a thread writes while the trainer goes on."""
+        self.settle_weights()
+        with self._phase("save"):
+            self._pending_save = checkpoint.start_checkpoint(
+                directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {}
+            )
+
+    def is_save_written(self) -> bool:
+        """Whether this rank's files are on disk."""
+        return self._started_save().is_written()
+
+    def finish_save(self) -> None:
+        """Wait for every rank's files, then write what makes the checkpoint whole."""
+        with self._phase("save"):
+            self._started_save().finish(self.config.trainer.step_timeout_s)
+        self._pending_save = None
+
+    def _started_save(self) -> CheckpointWriter:
+        if self._pending_save is None:
+            raise TrainerError(f"rank {self.placement.rank}, save: no save was started; call start_save first")
+        return self._pending_save
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like import __version__
+from slime_like.commands import convert as convert_command
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path
@@ -41,6 +42,9 @@ def run(argv: list[str]) -> int:
     if argv[:2] == ["verify", "layouts"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return verify_command.run(argv[2:])
+    if argv[:1] == ["convert"] and argv[1:2] and argv[1] in convert_command.USAGES and not {"-h", "--help"} & set(argv):
+        InterruptHandler().install()
+        return convert_command.run(argv[1:])
     arguments = _parser().parse_args(argv)
     if arguments.command == "report":
         return report_command.run(arguments)
@@ -57,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
     score_command.add_parser(commands)
     verify_command.add_parser(commands)
+    convert_command.add_parser(commands)
     _add_make_tiny_model(commands)
     report_command.add_parser(commands)
     return parser
@@ -104,6 +109,13 @@ def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
 def _evaluate(config: RunConfig) -> int:
     if not config.evaluation.files:
         raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
+    if config.model.weights is not None:
+        raise ConfigError(
+            [
+                f"model.weights={config.model.weights}: engines are evaluated, and they load model.path; make a "
+                "Hugging Face directory of it with `slime-like convert to-hf`"
+            ]
+        )
     from slime_like.evaluate import evaluate
 
     with traceback_kept(config.run_dir):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_like.commands.arguments import has_flag, temporary_run_dir
+from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.check import check_trainer
 from slime_like.config.help import fields_help
@@ -17,14 +17,6 @@ from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
 
 USAGE = "slime-like score CHECKPOINT --input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsSource:
-    """Flags that name the model (dimensions and precision), and the training checkpoint with its weights, if any."""
-
-    flags: tuple[str, ...]
-    weights: Path | None
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,8 +37,9 @@ def add_parser(subparsers: Any) -> None:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="a Hugging Face directory, or a run's checkpoints/step-N; dimensions and model.dtype of the latter are "
-        "those of the run's config.yaml, unless --model.path and --model.dtype say otherwise",
+        help="a Hugging Face directory, what `slime-like convert to-megatron` wrote, or a run's checkpoints/step-N; "
+        "dimensions and model.dtype of the last are those of the run's config.yaml, unless --model.path and "
+        "--model.dtype say otherwise",
     )
     _add_files(parser)
 
@@ -77,44 +70,6 @@ def run(arguments: Sequence[str]) -> int:
     print(f"mean logprob: {summary.mean_logprob:.4f}")
     print(f"output: {files.output}")
     return 0
-
-
-def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
-    """What kind of checkpoint this is, and where its model's dimensions are.
-
-    Raises:
-        ConfigError: it is neither kind, or a training checkpoint whose model cannot be told.
-    """
-    if (checkpoint / "config.json").is_file():
-        if has_flag(flags, "model.path"):
-            raise ConfigError([f"--model.path: CHECKPOINT={checkpoint} is the model already; leave it out"])
-        return WeightsSource(("--model.path", str(checkpoint)), None)
-    weights = checkpoint / "trainer"
-    if not (checkpoint / "state.json").is_file() or not weights.is_dir():
-        raise ConfigError([f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}"])
-    run_config = checkpoint.resolve().parent.parent / "config.yaml"
-    if run_config.is_file():
-        model = load_config(run_config).model
-        return WeightsSource(("--model.path", str(model.path), "--model.dtype", model.dtype), weights.resolve())
-    if not has_flag(flags, "model.path"):
-        raise ConfigError(
-            [
-                f"CHECKPOINT={checkpoint}: a training checkpoint does not say its model's dimensions, and {run_config} "
-                "does not exist; give --model.path, the Hugging Face directory that the run started from"
-            ]
-        )
-    return WeightsSource((), weights.resolve())
-
-
-def _what_instead(checkpoint: Path) -> str:
-    if not checkpoint.is_dir():
-        return "is no directory; give a Hugging Face directory or a run's checkpoints/step-N"
-    if (checkpoint / "checkpoints").is_dir():
-        return "is a run directory; give its hf/, or checkpoints/latest in it"
-    return (
-        "is neither a Hugging Face directory (no config.json) nor a training checkpoint (no state.json beside "
-        "trainer/); give one of these"
-    )
 
 
 def _file_problems(source: Path, output: Path) -> list[str]:

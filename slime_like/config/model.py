@@ -14,6 +14,12 @@ class ModelConfig(Section):
     """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
 
     path: Path = Field(description="Hugging Face checkpoint directory the policy starts from.")
+    weights: Path | None = Field(
+        None,
+        description="Checkpoint that the trainer takes the policy's weights from instead: what `slime-like convert "
+        "to-megatron` wrote, or a run's checkpoints/step-N (of which the weights alone are used). `path` still gives "
+        "dimensions and tokenizer, and what engines hold until the first sync.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Precision of weights and activations, in trainer and engine alike."
     )
@@ -23,4 +29,6 @@ class ModelConfig(Section):
 class ReferenceConfig(Section):
     """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
 
-    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none means `model.path`.")
+    path: Path | None = Field(
+        None, description="Hugging Face checkpoint of the reference; none means the policy as it starts."
+    )

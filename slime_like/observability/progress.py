@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TextIO
 
 from slime_like.observability.names import (
     ACCURACY,
+    CONVERSION_SPEED,
     LOSS,
     MEAN_REWARD,
     ROLLOUT_SPEED,
@@ -31,6 +32,7 @@ FIGURES = (
     (ACCURACY, "accuracy", "{:.3f}"),
     (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
     (SCORING_SPEED, "tokens/s", "{:,.0f}"),
+    (CONVERSION_SPEED, "GB/s", "{:.2f}"),
 )
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,19 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from backends.megatron.conversion.gathering import Gather, open_gather, packed_bytes
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.conversion.transforms import Piece, Shape
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.interfaces import WeightBucket
+
+_ALIGNMENT = 64
+
+
+class Empty(Protocol):
+    """Makes a tensor whose values are not set yet."""
+
+    def __call__(self, shape: Shape, *, dtype: torch.dtype) -> Tensor: ...
 
 
 def export_buckets(
@@ -27,23 +38,124 @@ def export_buckets(
     shards of them take part bucket by bucket: they yield as many buckets, empty ones. All other ranks yield nothing.
     A tensor may be a view of the model's own memory: it is valid until the next bucket is asked for.
 
+    Shards are gathered for many parameters at once, as many as fill a bucket.
+
     Raises:
         CheckpointError: a parameter that no rule covers.
     """
     role = _Role.of_this_rank()
     if not (role.dense or role.expert):
         return
+    exported = [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
+    batches = [_Batch(placements) for placements in _in_batches(exported, bucket_bytes)]
+    device = next(model_chunks[0].parameters()).device
+    with contextlib.ExitStack() as stack:
+        dense = stack.enter_context(_open(role.dense, _dense_group(), [own.dense for own in batches], device))
+        expert = stack.enter_context(_open(role.expert, _expert_group(), [own.expert for own in batches], device))
+        arena = _Arena(device)
+        for batch in batches:
+            arena.clear()
+            shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
+            yield from _buckets(batch, shards, role, bucket_bytes, arena)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Consecutive parameters whose shards are gathered together."""
+
+    placements: Sequence[Placement]
+
+    @property
+    def dense(self) -> list[Placement]:
+        """Those that tensor-parallel ranks hold parts of."""
+        return [own for own in self.placements if own.expert is None and own.rule.transform.sharded]
+
+    @property
+    def expert(self) -> list[Placement]:
+        """Those of which expert-parallel ranks hold others."""
+        return [own for own in self.placements if own.expert is not None]
+
+
+def _in_batches(placements: Sequence[Placement], max_bytes: int) -> list[list[Placement]]:
+    batches: list[list[Placement]] = []
+    room = 0
+    for placement in placements:
+        nbytes = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
+        nbytes *= len(_expert_numbers(placement))
+        if not batches or nbytes > room:
+            batches.append([])
+            room = max_bytes
+        batches[-1].append(placement)
+        room -= nbytes
+    return batches
+
+
+def _dense_group() -> dist.ProcessGroup:
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _expert_group() -> dist.ProcessGroup:
+    return parallel_state.get_expert_tensor_and_model_parallel_group()
+
+
+@contextlib.contextmanager
+def _open(
+    takes_part: bool, group: dist.ProcessGroup, batches: Sequence[Sequence[Placement]], device: torch.device
+) -> Iterator[Gather | None]:
+    """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
+    largest = max((packed_bytes([own.parameter.data for own in batch]) for batch in batches), default=0)
+    if not takes_part or largest == 0:
+        yield None
+        return
+    with open_gather(group, largest, device) as gather:
+        yield gather
+
+
+def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[str, list[Tensor]]:
+    """On the first rank of the group, every rank's shard of each parameter, by name."""
+    if gather is None or not placements:
+        return {}
+    by_rank = gather([own.parameter.data for own in placements])
+    if by_rank is None:
+        return {}
+    return {own.name: [shards[index] for shards in by_rank] for index, own in enumerate(placements)}
+
+
+class _Arena:
+    """Memory for a batch's tensors, used again for the next one: fresh memory costs as much as the copy into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def empty(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._used + nbytes > self._memory.numel():
+            # What was handed out keeps its own memory; the new one serves as large a batch in full.
+            self._memory = torch.empty(2 * self._used + nbytes, dtype=torch.uint8, device=self._memory.device)
+            self._used = 0
+        start = self._used
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._memory[start : start + nbytes].view(dtype).view(shape)
+
+
+def _buckets(
+    batch: _Batch, shards: dict[str, list[Tensor]], role: _Role, bucket_bytes: int, arena: _Arena
+) -> Iterator[WeightBucket]:
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
-    for name, tensor, size in _stream(place_parameters(model_chunks, dimensions), role):
-        if nbytes and nbytes + size > bucket_bytes:
-            yield WeightBucket(bucket)
-            bucket, nbytes = [], 0
-        nbytes += size
-        if tensor is not None:
-            bucket.append((name, tensor))
-    if nbytes:
-        yield WeightBucket(bucket)
+    for placement in batch.placements:
+        for name, tensor, size in _tensors(placement, shards, role, arena):
+            if nbytes and nbytes + size > bucket_bytes:
+                yield WeightBucket(bucket)
+                bucket, nbytes = [], 0
+            nbytes += size
+            if tensor is not None:
+                bucket.append((name, tensor))
+    yield WeightBucket(bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +176,22 @@ class _Role:
         )
 
 
-def _stream(placements: Sequence[Placement], role: _Role) -> Iterator[tuple[str, Tensor | None, int]]:
+def _tensors(
+    placement: Placement, shards: dict[str, list[Tensor]], role: _Role, arena: _Arena
+) -> Iterator[tuple[str, Tensor | None, int]]:
     """Name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
-    for placement in placements:
-        if not placement.rule.exported:
-            continue
-        experts = _expert_numbers(placement)
-        tensors: list[Tensor] | None = _full_tensors(placement, role)
-        shapes = placement.shapes * len(experts)
-        names = [name for expert in experts for name in placement.source_names(expert)]
-        for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-            yield name, tensors[index] if tensors else None, math.prod(shape) * placement.parameter.element_size()
+    experts = _expert_numbers(placement)
+    names = [name for expert in experts for name in placement.source_names(expert)]
+    sizes = [math.prod(shape) * placement.parameter.element_size() for shape in placement.shapes * len(experts)]
+    if not role.sender:
+        yield from zip(names, [None] * len(names), sizes, strict=True)
+        return
+    own = shards.get(placement.name, [placement.parameter.data])
+    per_expert = placement.tp.size if placement.rule.transform.sharded else 1
+    slices = [own[start : start + per_expert] for start in range(0, len(own), per_expert)]
+    yield from zip(
+        names, [tensor for part in slices for tensor in merge_shards(placement, part, arena.empty)], sizes, strict=True
+    )
 
 
 def _expert_numbers(placement: Placement) -> list[int | None]:
@@ -86,46 +203,29 @@ def _expert_numbers(placement: Placement) -> list[int | None]:
     return [placement.expert % count + rank * count for rank in range(ranks)]
 
 
-def _full_tensors(placement: Placement, role: _Role) -> list[Tensor] | None:
-    """On the sender, the full Hugging Face tensors, expert by expert; ``None`` on ranks that only take part."""
-    if placement.expert is None:
-        group = parallel_state.get_tensor_model_parallel_group() if placement.rule.transform.sharded else None
-        takes_part = role.dense
-    else:
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        takes_part = role.expert
-    shards = _gather(placement.parameter.data, group) if takes_part else None
-    if shards is None or not role.sender:
-        return None
-    per_expert = placement.tp.size if placement.rule.transform.sharded else 1
-    slices = [shards[start : start + per_expert] for start in range(0, len(shards), per_expert)]
-    return [tensor for own in slices for tensor in merge_shards(placement, own)]
+def fresh(shape: Shape, *, dtype: torch.dtype) -> Tensor:
+    """A host tensor of its own."""
+    return torch.empty(shape, dtype=dtype)
 
 
-def _gather(shard: Tensor, group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """Every rank's ``shard`` on the group's first rank, in rank order; ``None`` on the others."""
-    if group is None or group.size() == 1:
-        return [shard]
-    first = group.rank() == 0
-    shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
-    dist.gather(shard, shards, group=group, group_dst=0)
-    return shards
+def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = fresh) -> list[Tensor]:
+    """Full Hugging Face tensors from the shards of all tensor-parallel ranks; views where nothing has to move.
 
-
-def merge_shards(placement: Placement, shards: Sequence[Tensor]) -> list[Tensor]:
-    """Full Hugging Face tensors from the shards of all tensor-parallel ranks; views where nothing has to move."""
+    Args:
+        empty: makes the tensors that do not, from shape and type.
+    """
     parts: list[list[tuple[Piece, Tensor]]] = [[] for _ in placement.shapes]
     for rank, shard in enumerate(shards):
         for piece in placement.pieces(rank):
             parts[piece.source].append((piece, shard))
-    return [_joined(shape, own) for shape, own in zip(placement.shapes, parts, strict=True)]
+    return [_joined(shape, own, empty) for shape, own in zip(placement.shapes, parts, strict=True)]
 
 
-def _joined(shape: Shape, parts: Sequence[tuple[Piece, Tensor]]) -> Tensor:
-    if len(parts) == 1:
-        piece, shard = parts[0]
-        return piece.view(shard).reshape(shape)
-    full = parts[0][1].new_empty(shape)
+def _joined(shape: Shape, parts: Sequence[tuple[Piece, Tensor]], empty: Empty) -> Tensor:
+    first = parts[0][0].view(parts[0][1])
+    if len(parts) == 1 and first.is_contiguous():
+        return first.view(shape)
+    full = empty(shape, dtype=first.dtype)
     for piece, shard in parts:
         view = piece.view(shard)
         full.narrow(piece.axis, piece.start, piece.length).view(view.shape).copy_(view)

@@ -101,19 +101,42 @@ class HfCheckpoint:
             if name in self._slices and self._slices[name].get_dtype() not in _FLOATS
         ]
 
+    def shapes(self) -> dict[str, Shape]:
+        """Name and shape of everything that is stored."""
+        return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+
+    def dtype(self, name: str) -> str:
+        """The type of a tensor in safetensors' terms: "BF16", "F32", ..."""
+        dtype: str = self._slices[name].get_dtype()
+        return dtype
+
     def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
         """``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's own type. Reads no more than that.
 
         Raises:
             CheckpointError: the range holds NaN.
         """
-        part = self._slices[name]
-        stop = start + length
-        values = part[start:stop] if axis == 0 else part[:, start:stop]
-        # A sum is NaN if an entry is; only then (it may also overflow) is every entry looked at.
-        if values.sum().isnan() and values.isnan().any():
+        values = self.read_unchecked(name, axis, start, length)
+        if holds_nan(values):
             raise CheckpointError(f"{self.directory}: {name} holds NaN; use a checkpoint from before it went wrong")
         return values
+
+    def read_unchecked(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """The same, whatever the values are."""
+        part = self._slices[name]
+        stop = start + length
+        values: Tensor = part[start:stop] if axis == 0 else part[:, start:stop]
+        return values
+
+    def read_whole(self, name: str) -> Tensor:
+        """A tensor of any type and number of axes, whatever its values are."""
+        values: Tensor = self._slices[name][...]
+        return values
+
+
+def holds_nan(values: Tensor) -> bool:
+    """A sum is NaN if an entry is; only then (it may also overflow) is every entry looked at."""
+    return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
 def _weight_files(directory: Path) -> list[Path]:

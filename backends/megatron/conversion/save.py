@@ -97,7 +97,7 @@ def _write_stage(
         try:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors}
             save_file(tensors, file, metadata={"format": "pt"})
-            _sync(file)
+            sync(file)
         except (OSError, SafetensorError) as error:
             problem = _refused(file, error)
     if problem is not None:
@@ -114,12 +114,12 @@ def _finish(partial: Path, directory: Path, source_dir: Path, dimensions: ModelD
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _copy_companions(source_dir, partial, dtype)
+        copy_companions(source_dir, partial, dtype)
         for file in partial.glob("*.safetensors"):
             shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
         for file in partial.iterdir():
-            _sync(file)
-        _replace(partial, directory)
+            sync(file)
+        replace_directory(partial, directory)
     except OSError as error:
         raise _refused(partial, error) from error
 
@@ -139,7 +139,8 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
     return weight_map, total
 
 
-def _copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
+def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
+    """Configuration and tokenizer; the configuration is told the weights' type."""
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):
             if file.is_file():
@@ -150,18 +151,18 @@ def _copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> Non
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n", encoding="utf-8")
 
 
-def _replace(partial: Path, directory: Path) -> None:
+def replace_directory(partial: Path, directory: Path) -> None:
     """Put ``partial`` in the place of ``directory``; what was there is moved aside first, then removed."""
     old = directory.parent / f".{directory.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file, or a directory's names, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:

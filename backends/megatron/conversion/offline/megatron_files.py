@@ -1,0 +1,258 @@
+"""Megatron's distributed checkpoint format (torch_dist) on disk: written and read entry by entry."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backends.megatron.checkpoint import FORMAT
+from backends.megatron.conversion.agreement import listed
+from backends.megatron.conversion.offline.plan import ParameterPlan
+from backends.megatron.conversion.transforms import Shape
+from backends.megatron.integrity import Checksums, ChecksumStream, Piece, damaged
+from slime_like.errors import CheckpointError
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> Piece:
+    """One tensor, as torch's and Megatron's readers expect it."""
+    data = entry.data.contiguous()
+    if data.untyped_storage().nbytes() != data.nbytes:
+        data = data.clone()  # torch would save the whole memory that a view belongs to
+    torch.save(data.view(_chunk_shape(entry)), cast(IO[bytes], stream))
+    return stream.piece(entry.key)
+
+
+def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
+    buffer = io.BytesIO()
+    torch.save([entry.data], buffer)
+    stream.write(buffer.getbuffer())
+    return stream.piece(entry.unique_key)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """Entries of one data file, in the order of ``pieces``."""
+
+    name: str
+    entries: Sequence[ShardedTensor | ShardedObject]
+    pieces: Sequence[Piece]
+
+
+def write_index(directory: Path, files: Sequence[WrittenFile]) -> None:
+    """Write what makes the files a checkpoint: torch's metadata, Megatron's, and checksums of it all.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    metadata: dict[str, Any] = {}
+    results: list[WriteResult] = []
+    for file in files:
+        for entry, piece in zip(file.entries, file.pieces, strict=True):
+            index = _described(metadata, entry)
+            info = _StorageInfo(file.name, piece.offset, piece.length)
+            results.append(WriteResult(index=index, size_in_bytes=piece.length, storage_data=info))
+    FileSystemWriter(directory).finish(Metadata(metadata), [results])
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    torch.save({"format": FORMAT}, directory / "common.pt")
+    Checksums.of_directory(directory, {file.name: file.pieces for file in files}).write()
+
+
+def _described(metadata: dict[str, Any], entry: ShardedTensor | ShardedObject) -> MetadataIndex:
+    """Enter an entry into the metadata and return its index."""
+    if isinstance(entry, ShardedObject):
+        metadata[entry.unique_key] = BytesStorageMetadata()
+        return MetadataIndex(entry.unique_key)
+    described = metadata.setdefault(
+        entry.key,
+        TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.global_shape), []),
+    )
+    offsets = torch.Size(entry.global_offset)
+    described.chunks.append(ChunkStorageMetadata(offsets, torch.Size(_chunk_shape(entry))))
+    return MetadataIndex(entry.key, offsets, len(described.chunks) - 1)
+
+
+def _chunk_shape(entry: ShardedTensor) -> Shape:
+    return (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    offsets: Shape
+    sizes: Shape
+    info: _StorageInfo
+
+
+class MegatronCheckpoint:
+    """The model's tensors of a checkpoint, written under any layout by a run or by a conversion.
+
+    Opening reads the index only. Every piece is compared with its checksum when it is read. Threads may share it.
+
+    Args:
+        directory: the one with ``.metadata`` in it.
+        plans: the parameters of the model, as one rank has them.
+
+    Raises:
+        CheckpointError: not a whole checkpoint, damaged, or of another model; lists the tensors.
+    """
+
+    def __init__(self, directory: Path, plans: Sequence[ParameterPlan]) -> None:
+        self.directory = Path(directory)
+        self._checksums = Checksums.read(self.directory)
+        self._checksums.verify_plain_files()
+        try:
+            metadata = FileSystemReader(self.directory).read_metadata()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+            raise damaged(self.directory, f".metadata cannot be read: {type(error).__name__}") from error
+        self._tensors: dict[str, TensorStorageMetadata] = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        expected = {entry.key: entry for plan in plans for entry in plan.entries(plan.meta(torch.float32))}
+        self._require(expected)
+        self._require_files({info.relative_path for info in metadata.storage_data.values()})
+        self._stored = self._index(metadata, expected)
+
+    def _require(self, expected: Mapping[str, ShardedTensor]) -> None:
+        present = {key for key in self._tensors if not key.startswith("optimizer.")}
+        problems = [
+            f"{what}: {listed(names)}"
+            for what, names in (
+                ("missing", sorted(expected.keys() - present)),
+                ("unexpected", sorted(present - expected.keys())),
+                ("wrong shape", self._wrong_shapes(expected.values())),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: the tensors are not those of the model's config.json; {'; '.join(problems)}; "
+                "give the --model.path that wrote it"
+            )
+
+    def _wrong_shapes(self, entries: Iterable[ShardedTensor]) -> list[str]:
+        wrong = []
+        for entry in entries:
+            if entry.key not in self._tensors:
+                continue
+            found, wanted = tuple(self._tensors[entry.key].size), tuple(entry.global_shape)
+            # Rows of padding may be as many as the layout that wrote it needed.
+            first = 1 if entry.allow_shape_mismatch else 0
+            if found[first:] != wanted[first:]:
+                wrong.append(f"{entry.key} is {list(found)}, not {list(wanted)}")
+        return wrong
+
+    def _require_files(self, names: Iterable[str]) -> None:
+        missing = sorted(name for name in names if not (self.directory / name).is_file())
+        if missing:
+            raise damaged(self.directory, f"files that its index lists are missing: {listed(missing)}")
+
+    def _index(
+        self, metadata: Metadata, expected: Mapping[str, ShardedTensor]
+    ) -> dict[tuple[str, Shape], list[_Stored]]:
+        """Chunks by tensor and by layer and expert, which have axes of their own."""
+        index: dict[tuple[str, Shape], list[_Stored]] = {}
+        storage = {(place.fqn, place.offset): info for place, info in (metadata.storage_data or {}).items()}
+        for key, entry in expected.items():
+            for chunk in self._tensors[key].chunks:
+                offsets = tuple(chunk.offsets)
+                stored = _Stored(offsets, tuple(chunk.sizes), storage[key, chunk.offsets])
+                index.setdefault((key, offsets[: entry.prepend_axis_num]), []).append(stored)
+        return index
+
+    def dtype(self, plan: ParameterPlan) -> torch.dtype:
+        """The type that the parameter is stored in."""
+        dtype: torch.dtype = self._tensors[plan.key].properties.dtype
+        return dtype
+
+    def read(self, plan: ParameterPlan) -> Tensor:
+        """One whole parameter in its stored type.
+
+        Raises:
+            CheckpointError: its bytes are damaged or not all there.
+        """
+        values = plan.empty(self.dtype(plan))
+        for entry in plan.entries(values):
+            self._read_into(entry)
+        return values
+
+    def _read_into(self, entry: ShardedTensor) -> None:
+        prepended = entry.prepend_axis_num
+        target = entry.data.view(_chunk_shape(entry))
+        rows = self._tensors[entry.key].size[prepended]
+        wanted = target.numel() // max(1, target.shape[prepended]) * min(rows, target.shape[prepended])
+        copied = 0
+        for stored in self._stored.get((entry.key, tuple(entry.global_offset[:prepended])), ()):
+            overlap = _overlap(entry.global_offset, tuple(target.shape), stored.offsets, stored.sizes)
+            if overlap is None:
+                continue
+            into, out_of = target, self._load(entry.key, stored)
+            for axis, (ours, theirs, length) in enumerate(overlap):
+                into, out_of = into.narrow(axis, ours, length), out_of.narrow(axis, theirs, length)
+            into.copy_(out_of)
+            copied += math.prod(length for _, _, length in overlap)
+        if copied != wanted:
+            raise damaged(self.directory, f"{entry.key}: {copied} of {wanted} elements are stored")
+
+    def _load(self, key: str, stored: _Stored) -> Tensor:
+        info = stored.info
+        with (self.directory / info.relative_path).open("rb", buffering=0) as file:
+            content = _read_all(file.fileno(), info.offset, info.length)
+        self._checksums.verify_bytes(content, info.relative_path, info.offset)
+        tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        dtype = self._tensors[key].properties.dtype
+        if tuple(tensor.shape) != stored.sizes or tensor.dtype != dtype:
+            found, wanted = (
+                f"{kind} {list(sizes)}" for kind, sizes in ((tensor.dtype, tensor.shape), (dtype, stored.sizes))
+            )
+            raise damaged(self.directory, f"{key}: a piece is {found}, not {wanted}")
+        return tensor
+
+
+def _read_all(descriptor: int, offset: int, length: int) -> bytes:
+    """``length`` bytes, or fewer at the end of the file."""
+    blocks = []
+    while length:
+        block = os.pread(descriptor, length, offset)
+        if not block:
+            break
+        blocks.append(block)
+        offset, length = offset + len(block), length - len(block)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+
+def _overlap(
+    ours: Sequence[int], our_sizes: Shape, theirs: Shape, their_sizes: Shape
+) -> list[tuple[int, int, int]] | None:
+    """Start in ours, start in theirs and length of the common part, axis by axis; ``None`` if there is none."""
+    parts = []
+    for a, a_size, b, b_size in zip(ours, our_sizes, theirs, their_sizes, strict=True):
+        start, stop = max(a, b), min(a + a_size, b + b_size)
+        if start >= stop:
+            return None
+        parts.append((start - a, start - b, stop - start))
+    return parts

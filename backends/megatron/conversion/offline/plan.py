@@ -1,0 +1,165 @@
+"""What every rank of a layout stores, worked out in one process: groups that move nothing, models without memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from backends.megatron import parallel
+from backends.megatron.conversion.agreement import listed
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.placement import Placement, place_parameters
+from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.model import build_meta_chunks
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """One parameter of one rank, and where it belongs in the checkpoint.
+
+    Attributes:
+        placement: the Hugging Face tensors it is made of. Its parameter has a shape only.
+        sharded: Megatron's word on the entries that it becomes.
+    """
+
+    placement: Placement
+    sharded: ShardedTensor | ShardedTensorFactory
+
+    @property
+    def name(self) -> str:
+        return self.placement.name
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor on disk, which holds the same parameter of all layers where these are alike."""
+        key: str = self.sharded.key
+        return key
+
+    @property
+    def numel(self) -> int:
+        return self.placement.parameter.numel()
+
+    def meta(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.placement.parameter.shape, dtype=dtype, device="meta")
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the parameter; only vocabulary padding is set, to zero."""
+        pads = self.placement.rule.transform.pads
+        return (torch.zeros if pads else torch.empty)(self.placement.parameter.shape, dtype=dtype)
+
+    def entries(self, values: Tensor) -> list[ShardedTensor]:
+        """The checkpoint's entries; the data of each is a view of ``values``."""
+        if isinstance(self.sharded, ShardedTensorFactory):
+            built = replace(self.sharded, data=values).build()
+            return [entry for entry in nested_values(built) if isinstance(entry, ShardedTensor)]
+        return [replace(self.sharded, data=values, dtype=values.dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank writes: parameters whose main copy it holds, and what Megatron stores beside them."""
+
+    rank: int
+    parameters: tuple[ParameterPlan, ...]
+    objects: tuple[ShardedObject, ...]
+
+
+def plan_ranks(config: RunConfig, dimensions: ModelDimensions) -> list[RankPlan]:
+    """The plan of every rank of ``config.trainer.parallel``, proven to hold every tensor element exactly once.
+
+    Raises:
+        CheckpointError: the rules of the model's family do not cover the model.
+    """
+    # Canonical names are those of the local layers, which need neither CUDA nor Transformer Engine.
+    local = config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": "ring"})})
+    plans = [_plan_rank(local, dimensions, rank) for rank in range(local.trainer.parallel.world_size)]
+    require_exactly_once(plans, dimensions)
+    return plans
+
+
+def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
+    parameters: list[ParameterPlan] = []
+    objects: list[ShardedObject] = []
+    with _alone_as(config, rank):
+        for chunk in build_meta_chunks(config, dimensions):
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+            own = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
+            objects += [value for value in own.values() if isinstance(value, ShardedObject)]
+            named = dict(chunk.named_parameters())
+            placements = {id(placed.parameter): placed for placed in place_parameters([chunk], dimensions)}
+            parameters += [
+                ParameterPlan(placements[id(parameter)], own[name]) for name, parameter in named.items() if name in own
+            ]
+    return RankPlan(rank, tuple(parameters), tuple(objects))
+
+
+@contextlib.contextmanager
+def _alone_as(config: RunConfig, rank: int) -> Iterator[None]:
+    """Be ``rank`` of the layout without the others: collectives return at once and do nothing."""
+    world_size = config.trainer.parallel.world_size
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with megatron_runtime():
+            parallel.build_groups(config, with_devices=False)
+            yield
+    finally:
+        parallel.leave()
+
+
+def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:
+    """Every element of every tensor, on either side, must have exactly one place.
+
+    Raises:
+        CheckpointError: names the tensors of which parts are missing or twice.
+    """
+    shapes = family_of(dimensions).hf_shapes(dimensions)
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    cut_axis: dict[str, int] = {}
+    stored: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for parameter in (parameter for plan in plans for parameter in plan.parameters):
+        names = parameter.placement.source_names()
+        for piece in parameter.placement.pieces():
+            ranges[names[piece.source]].append((piece.start, piece.length))
+            cut_axis[names[piece.source]] = piece.axis
+        for entry in parameter.entries(parameter.meta(torch.float32)):
+            stored.setdefault(entry.key, []).append((entry.global_offset, entry.data.numel()))
+            sizes[entry.key] = entry.global_shape
+    wrong = [name for name, own in ranges.items() if not _tile(own, shapes[name][cut_axis.get(name, 0)])]
+    wrong += [key for key, own in stored.items() if not _fill(own, torch.Size(sizes[key]).numel())]
+    if wrong:
+        raise CheckpointError(f"tensors of which some element has no place, or two: {listed(sorted(wrong))}")
+
+
+def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
+    """Do (start, length) ranges follow each other from 0 to ``length``?"""
+    end = 0
+    for start, own in sorted(ranges):
+        if start != end:
+            return False
+        end += own
+    return end == length
+
+
+def _fill(entries: list[tuple[tuple[int, ...], int]], numel: int) -> bool:
+    """Have entries, which lie on one grid, different places and as many elements as the whole?"""
+    return len({offset for offset, _ in entries}) == len(entries) and sum(own for _, own in entries) == numel

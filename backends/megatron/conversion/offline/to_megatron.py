@@ -1,0 +1,203 @@
+"""From a Hugging Face directory to a Megatron checkpoint of any layout, one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch import Tensor
+
+from backends.megatron.conversion.agreement import listed
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.hf_files import HfCheckpoint, holds_nan
+from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
+from backends.megatron.conversion.offline.output import FinishedFile, PartialOutput, partial_output
+from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
+from backends.megatron.conversion.offline.request import (
+    DTYPES,
+    common_dtype,
+    fingerprint,
+    in_files,
+    refused_by_disk,
+    require_no_nan,
+    require_space,
+    written,
+)
+from backends.megatron.conversion.save import copy_companions
+from backends.megatron.integrity import ChecksumStream
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.conversion import ConversionOptions, ConversionSummary, Report
+from slime_like.errors import CheckpointError
+from slime_like.jobs import Tracker, run_jobs
+
+WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
+"""Of a converted checkpoint: Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A parameter and the type that it is stored in."""
+
+    plan: ParameterPlan
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.numel * self.dtype.itemsize
+
+    def entries(self) -> list[ShardedTensor]:
+        return self.plan.entries(self.plan.meta(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One data file: the parameters that stand in it, and Megatron's objects."""
+
+    name: str
+    parameters: Sequence[_Cast]
+    objects: Sequence[ShardedObject]
+
+    def entries(self) -> list[ShardedTensor | ShardedObject]:
+        return [*(entry for own in self.parameters for entry in own.entries()), *self.objects]
+
+
+def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
+    """See ``Converter.to_checkpoint``."""
+    source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
+    plans = plan_ranks(config, dimensions)
+    with HfCheckpoint(source) as checkpoint:
+        # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
+        checkpoint.require(
+            family_of(dimensions).hf_shapes(dimensions), {"lm_head.weight"} if dimensions.tied_embeddings else set()
+        )
+        jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
+        request = {
+            "what": "to-megatron",
+            "source": str(source.resolve()),
+            "files": fingerprint(source),
+            "layout": config.trainer.parallel.model_dump(),
+            "dtype": options.dtype,
+            "max_file_bytes": options.max_file_bytes,
+        }
+        with partial_output(output, request) as partial:
+            return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
+
+
+def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[list[_Cast]]:
+    """The type of every rank's parameters: the wanted one, or that of the tensors they are made of.
+
+    Raises:
+        CheckpointError: tensors of different types become one tensor (Megatron keeps a kind's layers together).
+    """
+    if options.dtype != "auto":
+        return [[_Cast(own, getattr(torch, options.dtype)) for own in plan.parameters] for plan in plans]
+    together: dict[str, dict[str, list[str]]] = {}
+    casts: list[list[_Cast]] = []
+    for plan in plans:
+        casts.append([])
+        for own in plan.parameters:
+            names = own.placement.source_names()
+            for name in names:
+                together.setdefault(own.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
+            casts[-1].append(_Cast(own, DTYPES[checkpoint.dtype(names[0])]))
+    mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
+    if mixed:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensors of different types belong together, {listed(sorted(mixed))} and others "
+            "of their kind; give --dtype"
+        )
+    return casts
+
+
+def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: int) -> list[_Job]:
+    jobs = []
+    for plan, own in zip(plans, casts, strict=True):
+        files = in_files(own, lambda cast: cast.nbytes, max_bytes)
+        if plan.objects and not files:
+            files = [[]]
+        for number, parameters in enumerate(files):
+            name = f"{WEIGHTS}/__{plan.rank}_{number}.distcp"
+            jobs.append(_Job(name, parameters, plan.objects if number == 0 else ()))
+    return jobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What every job needs."""
+
+    source: Path
+    checkpoint: HfCheckpoint
+    partial: PartialOutput
+    options: ConversionOptions
+
+    def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
+        """Read, arrange and write one file; durable when this returns."""
+        nan: list[str] = []
+        pieces = []
+        with written(self.partial.path / job.name, [own.plan.name for own in job.parameters]) as file:
+            stream = ChecksumStream(file)
+            for own in job.parameters:
+                values = self._values(own, nan)
+                pieces += [write_entry(stream, entry) for entry in own.plan.entries(values)]
+                tracker.advance(own.nbytes)
+            pieces += [write_object(stream, entry) for entry in job.objects]
+            file.flush()
+            os.fsync(file.fileno())
+        return FinishedFile(job.name, tuple(pieces), tuple(nan))
+
+    def _values(self, own: _Cast, nan: list[str]) -> Tensor:
+        values = own.plan.empty(own.dtype)
+        names = own.plan.placement.source_names()
+        for piece in own.plan.placement.pieces():
+            name = names[piece.source]
+            part = self.checkpoint.read_unchecked(name, piece.axis, piece.start, piece.length)
+            if holds_nan(part):
+                nan.append(name)
+            view = piece.view(values)
+            view.copy_(part.view(view.shape))
+        return values
+
+
+def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+    partial, files = work.partial, dict(work.partial.finished)
+    left = [job for job in jobs if job.name not in files]
+    total = sum(own.nbytes for job in jobs for own in job.parameters)
+    missing = sum(own.nbytes for job in left for own in job.parameters)
+    require_space(partial, missing)
+    reused = len(files)
+
+    def finished(file: FinishedFile) -> None:
+        partial.add(file)
+        files[file.name] = file
+
+    with refused_by_disk(partial.path):
+        (partial.path / WEIGHTS).mkdir(exist_ok=True)
+    run_jobs(left, work.write, work.options.workers, finished, lambda done: report(total - missing + done, total))
+    require_no_nan(list(files.values()), work.source, work.options)
+    _finish(config, work, jobs, files)
+    tensors = {name for job in jobs for own in job.parameters for name in own.plan.placement.source_names()}
+    return ConversionSummary(len(tensors), total, len(jobs), reused)
+
+
+def _finish(config: RunConfig, work: _Work, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
+    partial = work.partial
+    dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.parameters])
+    with refused_by_disk(partial.path):
+        index = [WrittenFile(Path(job.name).name, job.entries(), files[job.name].pieces) for job in jobs]
+        write_index(partial.path / WEIGHTS, index)
+        (partial.path / MODEL).mkdir(exist_ok=True)
+        copy_companions(work.source, partial.path / MODEL, dtype)
+        description = {
+            "format": 1,
+            "source": str(work.source.resolve()),
+            "dtype": str(dtype).removeprefix("torch."),
+            "parallel": config.trainer.parallel.model_dump(),
+        }
+        (partial.path / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        partial.commit()

@@ -1,0 +1,39 @@
+"""One conversion in a process of its own: seconds without imports, and the memory it took. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.conversion.memory import AnonymousPeak
+from slime_like.config import RunConfig
+from slime_like.conversion import ConversionOptions
+from slime_like.convert import converter_of, to_hugging_face, to_megatron
+
+
+def main(what: str, source: str, output: str, tensor: int, pipeline: int, workers: int) -> None:
+    options = ConversionOptions("auto", 250_000_000, workers, False)
+    parallel = {"tensor": tensor, "pipeline": pipeline} if what == "to-megatron" else {}
+    path = Path(source) if what == "to-megatron" else Path(source) / "model"
+    config = RunConfig(
+        run_dir=Path(output), model={"path": path}, trainer={"parallel": parallel}, logging={"progress": "off"}
+    )
+    converter_of(config)
+    memory = AnonymousPeak()
+    memory.start()
+    started = time.monotonic()
+    if what == "to-megatron":
+        to_megatron(config, Path(output), options)
+    else:
+        to_hugging_face(config, Path(source) / "trainer", Path(output), options)
+    seconds = time.monotonic() - started
+    memory.stop()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "own": memory.peak - memory.first, "start": memory.first, "rss": peak}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], *(int(number) for number in sys.argv[4:]))

@@ -1,0 +1,41 @@
+"""What the disk allows: the same bytes read and written, without a look at them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_BLOCK = 8 << 20
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Put what is written on the disk, and drop it from the page cache."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def remember(files: Iterable[Path]) -> None:
+    """Read everything into the page cache."""
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(_BLOCK):
+                pass
+
+
+def copy_seconds(files: Iterable[Path], target: Path) -> float:
+    """One thread reads all files in blocks of 8 MiB and writes them into one, which is synced at the end."""
+    started = time.monotonic()
+    with target.open("wb", buffering=0) as out:
+        for file in files:
+            with file.open("rb", buffering=0) as stream:
+                while block := stream.read(_BLOCK):
+                    out.write(block)
+        os.fsync(out.fileno())
+    return time.monotonic() - started

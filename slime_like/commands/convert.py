@@ -1,0 +1,272 @@
+"""``slime-like convert to-megatron | to-hf | check``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
+from slime_like.commands.weights_source import DESCRIPTION, find_weights
+from slime_like.config import RunConfig
+from slime_like.config.check import check_trainer
+from slime_like.config.directories import directory_problem
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_like.conversion import ConversionOptions, ConversionSummary, TensorSource
+
+_COMMON = "slime-like convert"
+USAGES = {
+    "to-megatron": f"{_COMMON} to-megatron HF_DIR OUT [options] [--trainer.parallel.tensor N ...]",
+    "to-hf": f"{_COMMON} to-hf CHECKPOINT OUT [options] [--model.path HF_DIR]",
+    "check": f"{_COMMON} check A B [options] [--model.path HF_DIR]",
+}
+_DIFFERS = 1
+_SHOWN = 50
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SMALLEST = 10_000
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "convert",
+        help="checkpoints from Hugging Face to Megatron, back, and compared",
+        description="Convert checkpoints from disk to disk, or compare two. Neither Ray nor a GPU is needed; memory\n"
+        "holds a few tensors, however large the model is.",
+        epilog="`slime-like convert COMMAND --help` says more. Training can also start from a Hugging Face directory\n"
+        "as it is, without a conversion.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    _add_to_megatron(commands)
+    _add_to_hf(commands)
+    _add_check(commands)
+
+
+def _add_to_megatron(commands: Any) -> None:
+    parser = commands.add_parser(
+        "to-megatron",
+        help="a Hugging Face directory to a Megatron checkpoint",
+        usage=USAGES["to-megatron"],
+        description="Write a Megatron checkpoint, split as the layout says; it can be read under every other layout.\n"
+        "OUT gets trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. It appears\n"
+        "when it is whole; the same command goes on with an interrupted one.",
+        epilog="Layout: --trainer.parallel.tensor, .pipeline, .virtual_pipeline, .expert (with .data), .sequence;\n"
+        "see `slime-like train --help`. To train from OUT: --model.weights OUT. To score with it:\n"
+        "`slime-like score OUT ...`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=given_path, metavar="HF_DIR", help="Hugging Face directory with safetensors")
+    parser.add_argument("output", type=given_path, metavar="OUT", help="directory to write")
+    _add_writing_options(parser)
+
+
+def _add_to_hf(commands: Any) -> None:
+    parser = commands.add_parser(
+        "to-hf",
+        help="a Megatron checkpoint to a Hugging Face directory",
+        usage=USAGES["to-hf"],
+        description="Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
+        "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
+        "OUT appears when it is whole; the same command goes on with an interrupted one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        type=given_path,
+        metavar="CHECKPOINT",
+        help="a run's checkpoints/step-N, or what `convert to-megatron` wrote; configuration and tokenizer come from "
+        "the run's model.path, unless --model.path says otherwise",
+    )
+    parser.add_argument("output", type=given_path, metavar="OUT", help="directory to write")
+    _add_writing_options(parser)
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="are two checkpoints the same, bit for bit?",
+        usage=USAGES["check"],
+        description="Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
+        "a Megatron checkpoint. Exit code 0 if they are the same, 1 if they differ: the differences are listed.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name in ("A", "B"):
+        parser.add_argument(name.lower(), type=given_path, metavar=name, help="a checkpoint of either kind")
+    parser.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN} only")
+    _add_workers(parser)
+
+
+def _add_writing_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="type of the weights written; auto leaves every tensor its own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=size_in_bytes,
+        default="1GB",
+        metavar="SIZE",
+        help="largest data file, such as 500MB or 5GB; finished ones survive an interruption (default: %(default)s)",
+    )
+    parser.add_argument("--allow-nan", action="store_true", help="convert tensors with NaN in them, too")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace OUT where it is an earlier conversion or model; it stays until then",
+    )
+    _add_workers(parser)
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=_at_least_one,
+        default=min(4, len(os.sched_getaffinity(0))),
+        metavar="N",
+        help="threads; each holds one parameter in memory (default here: %(default)s)",
+    )
+
+
+def size_in_bytes(text: str) -> int:
+    """ "500MB", "1.5GiB" or plain bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ArgumentTypeError(f"{text!r} is no size; give one such as 500MB, 5GB or 2GiB")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < _SMALLEST:
+        raise ArgumentTypeError(f"{text!r} is less than {_SMALLEST} bytes; give a larger size, such as 500MB")
+    return size
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
+    return int(text)
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+def run(arguments: Sequence[str]) -> int:
+    """Everything behind ``slime-like convert``."""
+    what, *rest = arguments
+    names = ("A", "B") if what == "check" else ("HF_DIR" if what == "to-megatron" else "CHECKPOINT", "OUT")
+    if len(rest) < 2 or rest[0].startswith("--") or rest[1].startswith("--"):
+        raise ConfigError([f"{' and '.join(names)} are missing; they come first: {USAGES[what]}"])
+    parser = argparse.ArgumentParser(prog=f"{_COMMON} {what}", usage=USAGES[what], allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name.lower(), type=given_path)
+    if what == "check":
+        parser.add_argument("--all", action="store_true")
+        _add_workers(parser)
+    else:
+        _add_writing_options(parser)
+    options, flags = parser.parse_known_args(rest)
+    if what == "check":
+        return _check(options, flags)
+    return _to_megatron(options, flags) if what == "to-megatron" else _to_hf(options, flags)
+
+
+def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    if has_flag(flags, "model.path"):
+        raise ConfigError([f"--model.path: HF_DIR={options.hf_dir} is the model already; leave it out"])
+    _require_output(options.hf_dir, options.out, options.force)
+    config = _checked(["--model.path", str(options.hf_dir)], flags)
+    from slime_like.convert import to_megatron
+
+    _print(options.out, to_megatron(config, options.out, _conversion(options)))
+    return 0
+
+
+def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    source = find_weights(options.checkpoint, flags)
+    if source.weights is None:
+        raise ConfigError([f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"])
+    _require_output(options.checkpoint, options.out, options.force)
+    config = _checked(source.flags, flags)
+    from slime_like.convert import to_hugging_face
+
+    _print(options.out, to_hugging_face(config, source.weights, options.out, _conversion(options)))
+    return 0
+
+
+def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    from slime_like.convert import compare
+
+    config = _any_config(options, flags)
+    a, b = (_open(config, path, flags) for path in (options.a, options.b))
+    differences = compare(config, a, b, options.workers)
+    shown = differences if options.all else differences[:_SHOWN]
+    for difference in shown:
+        print(f"{difference.name}: {difference.how}")
+    if len(shown) < len(differences):
+        print(f"... and {len(differences) - len(shown)} more; --all lists them")
+    if differences:
+        print(f"different: {len(differences)} of {len(a.tensors.keys() | b.tensors.keys())} tensors")
+        return _DIFFERS
+    print(f"the same: {len(a.tensors)} tensors, bit for bit")
+    return 0
+
+
+def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
+    from slime_like.convert import open_checkpoint, open_hugging_face
+
+    if any(path.glob("*.safetensors")):
+        return open_hugging_face(config, path)
+    source = find_weights(path, flags)
+    if source.weights is None:
+        raise ConfigError([f"{path} holds no *.safetensors file; give a directory with weights"])
+    return open_checkpoint(_checked(source.flags, flags), source.weights)
+
+
+def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
+    """For what is the same for both: flags are validated, wherever the model is."""
+    path = [] if has_flag(flags, "model.path") else ["--model.path", str(options.a)]
+    return load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *path, *flags])
+
+
+def _conversion(options: argparse.Namespace) -> ConversionOptions:
+    from slime_like.conversion import ConversionOptions
+
+    return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan)
+
+
+def _checked(own: Sequence[str], flags: Sequence[str]) -> RunConfig:
+    """The user's flags come last, so that they win."""
+    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *own, *flags])
+    problems = check_trainer(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _require_output(source: Path, output: Path, force: bool) -> None:
+    problem = directory_problem(output)
+    if problem:
+        raise ConfigError([f"OUT={output} {problem}"])
+    if source.resolve() == output.resolve() or output.resolve() in source.resolve().parents:
+        raise ConfigError([f"OUT={output} holds what is to be converted; give another directory"])
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not force:
+        raise ConfigError([f"OUT={output} is not empty; give another directory, or --force to replace what is there"])
+    if not ((output / DESCRIPTION).is_file() or (output / "config.json").is_file()):
+        raise ConfigError([f"OUT={output} is neither a converted checkpoint nor a model; give another directory"])
+
+
+def _print(output: Path, summary: ConversionSummary) -> None:
+    kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
+    print(f"converted: {summary.tensors} tensors, {summary.nbytes / 1e9:.2f} GB, {summary.files} files{kept}")
+    print(f"output: {output}")

@@ -1,0 +1,63 @@
+"""A checkpoint that a command is given: of which kind it is, and where its model's dimensions are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.commands.arguments import has_flag
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+
+WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
+"""Of a converted checkpoint: where its weights and its model's configuration are, and the file by which it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """Flags that name the model (dimensions and precision), and the training checkpoint with its weights, if any."""
+
+    flags: tuple[str, ...]
+    weights: Path | None
+
+
+def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
+    """What kind of checkpoint this is, and where its model's dimensions are.
+
+    Raises:
+        ConfigError: it is of no kind, or a training checkpoint whose model cannot be told.
+    """
+    if (checkpoint / "config.json").is_file():
+        if has_flag(flags, "model.path"):
+            raise ConfigError([f"--model.path: CHECKPOINT={checkpoint} is the model already; leave it out"])
+        return WeightsSource(("--model.path", str(checkpoint)), None)
+    weights = checkpoint / WEIGHTS
+    if (checkpoint / DESCRIPTION).is_file() and weights.is_dir():
+        own = () if has_flag(flags, "model.path") else ("--model.path", str(checkpoint / MODEL))
+        return WeightsSource(own, weights.resolve())
+    if not (checkpoint / "state.json").is_file() or not weights.is_dir():
+        raise ConfigError([f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}"])
+    run_config = checkpoint.resolve().parent.parent / "config.yaml"
+    if run_config.is_file():
+        model = load_config(run_config).model
+        return WeightsSource(("--model.path", str(model.path), "--model.dtype", model.dtype), weights.resolve())
+    if not has_flag(flags, "model.path"):
+        raise ConfigError(
+            [
+                f"CHECKPOINT={checkpoint}: a training checkpoint does not say its model's dimensions, and {run_config} "
+                "does not exist; give --model.path, the Hugging Face directory that the run started from"
+            ]
+        )
+    return WeightsSource((), weights.resolve())
+
+
+def _what_instead(checkpoint: Path) -> str:
+    if not checkpoint.is_dir():
+        return "is no directory; give a Hugging Face directory or a run's checkpoints/step-N"
+    if (checkpoint / "checkpoints").is_dir():
+        return "is a run directory; give its hf/, or checkpoints/latest in it"
+    return (
+        "is neither a Hugging Face directory (no config.json) nor a training checkpoint (no state.json beside "
+        "trainer/); give one of these"
+    )

@@ -1,0 +1,395 @@
+"""`slime-like convert` from disk to disk: every bit comes back, damage is named, and half an output is never shown.
+
+Compared with the bytes of the safetensors files that were read, with what Megatron's own loader makes of the converted
+checkpoint on real ranks, and with transformers' reading of what is written.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backends.megatron import conversion, parallel
+from backends.megatron.checkpoint import load_weights
+from backends.megatron.conversion.offline.converter import MegatronConverter
+from backends.megatron.conversion.offline.plan import plan_ranks, require_exactly_once
+from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.model import build_chunks
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.conversion import ConversionOptions, ConversionSummary
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_ranks
+from tests.unit.conversion.models import PUBLISHED
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+CONVERTER = MegatronConverter()
+OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
+# Four KV heads admit tensor=4; four layers admit interleaving.
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+
+DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "tp2": {"tensor": 2},
+    "tp4": {"tensor": 4},
+    "pp2": {"pipeline": 2},
+    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
+}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "tp2": {"tensor": 2, "sequence": True},
+    "tp4": {"tensor": 4, "sequence": True},
+    "ep2": {"data": 2, "expert": 2},
+    "pp2": {"pipeline": 2},
+    "pp2-interleaved-ep2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
+    "tp2-pp2-ep2": {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2},
+}
+
+
+def _silent(done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+def _config(model: Path, layout: dict[str, Any] | None = None) -> RunConfig:
+    return RunConfig(run_dir=model, model={"path": model}, trainer={"parallel": layout or {}, "step_timeout_s": 60.0})
+
+
+def _to_megatron(model: Path, output: Path, layout: dict[str, Any] | None = None, **changes: Any) -> ConversionSummary:
+    return CONVERTER.to_checkpoint(_config(model, layout), output, replace(OPTIONS, **changes), _silent)
+
+
+def _to_hf(converted: Path, output: Path, **changes: Any) -> ConversionSummary:
+    config = _config(converted / "model")
+    return CONVERTER.to_hugging_face(config, converted / "trainer", output, replace(OPTIONS, **changes), _silent)
+
+
+def _read_back(converted: Path) -> dict[str, Tensor]:
+    """Every tensor of a converted checkpoint under its Hugging Face name."""
+    source = CONVERTER.open_checkpoint(_config(converted / "model"), converted / "trainer")
+    return {name: tensor for group in source.groups for name, tensor in source.read(group).items()}
+
+
+def _written(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+# ---------------------------------------------------------------------------------------------------------- round trips
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", [*DENSE, "qwen3_moe"])
+def test_every_bit_comes_back_from_every_layout(family: str, dtype: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", family, dtype=dtype, **SIZES)
+    original = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, layout in (EXPERT_LAYOUTS if family == "qwen3_moe" else DENSE_LAYOUTS).items():
+        _to_megatron(tmp_path / "hf", tmp_path / name, layout, max_file_bytes=10_000_000)
+        _same_bits(_read_back(tmp_path / name), original)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2", "tp2-pp2"), ("qwen3_moe", "tp2-pp2-ep2")])
+def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout: str, tmp_path: Path) -> None:
+    """Files of different types in one model, as many as the size asks for, and the same logits."""
+    make_tiny_model(tmp_path / "hf", family, dtype="bfloat16", **SIZES)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", {**DENSE_LAYOUTS, **EXPERT_LAYOUTS}[layout])
+    summary = _to_hf(tmp_path / "meg", tmp_path / "back")
+    assert summary.files == len(list((tmp_path / "back").glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == summary.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    _same_bits(_written(tmp_path / "back"), tensors)
+    assert (tmp_path / "back" / "generation_config.json").is_file()
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("12+34=", return_tensors="pt").input_ids
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("hf", "back")]
+    assert torch.equal(*(model(tokens).logits for model in models))
+
+
+def test_a_wanted_type_is_rounded_to_once(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3")
+    original = load_file(tmp_path / "hf" / "model.safetensors")
+    _to_megatron(tmp_path / "hf", tmp_path / "half", dtype="bfloat16")
+    _same_bits(_read_back(tmp_path / "half"), {name: value.bfloat16() for name, value in original.items()})
+    assert json.loads((tmp_path / "half" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
+    _same_bits(_written(tmp_path / "back"), {name: value.half() for name, value in original.items()})
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+
+
+def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converted: list[Path]) -> list[list[str]]:
+    """Names of the parameters that Megatron's loader fills otherwise than ours from the Hugging Face files."""
+    different = []
+    with megatron_runtime():
+        parallel.initialize(configs[0], placement)
+        for config, checkpoint in zip(configs, converted, strict=True):
+            dimensions = ModelDimensions.from_checkpoint(config.model.path)
+            direct, loaded = build_chunks(config, dimensions), build_chunks(config, dimensions)
+            conversion.load_hf_weights(direct, config.model.path, dimensions)
+            load_weights(checkpoint / "trainer", loaded)
+            pairs = zip(direct, loaded, strict=True)
+            different.append(
+                [
+                    name
+                    for one, other in pairs
+                    for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True)
+                    if not torch.equal(expected, found)
+                ]
+            )
+        parallel.leave()
+    return different
+
+
+@pytest.mark.parametrize(
+    ("written_as", "read_as"),
+    [({"tensor": 4}, {"pipeline": 2}), ({"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2, "sequence": True})],
+)
+def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
+    """On ranks laid out otherwise, in the model's own type."""
+    families = ("qwen2", "qwen3_moe")
+    for family in families:
+        make_tiny_model(tmp_path / family, family, **SIZES)
+        sequence = {"sequence": True} if family == "qwen3_moe" and "tensor" in written_as else {}
+        _to_megatron(tmp_path / family, tmp_path / f"{family}-meg", {**written_as, **sequence})
+    configs = [_config(tmp_path / family, read_as) for family in families]
+    converted = [tmp_path / f"{family}-meg" for family in families]
+    assert run_ranks(_load_both_ways, 2, tmp_path / "ranks", configs, converted) == [[[], []]] * 2
+
+
+# --------------------------------------------------------------------------------------------------------- completeness
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen3-32B", {"tensor": 8, "pipeline": 4}),
+        ("Qwen2.5-32B", {"tensor": 8, "pipeline": 4}),
+        ("Llama-3-70B", {"tensor": 8, "pipeline": 4}),
+        # Its four KV heads admit no more tensor ranks.
+        ("Qwen3-30B-A3B", {"tensor": 4, "sequence": True, "pipeline": 4, "data": 2, "expert": 8}),
+    ],
+)
+def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
+    name: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Shapes alone, of the very modules that train: no weight is needed."""
+    plans = plan_ranks(_config(tmp_path, layout), PUBLISHED[name])
+    assert len(plans) == 32
+    stored = sum(own.numel for plan in plans for own in plan.parameters)
+    published = {"Qwen3-32B": 32.8e9, "Qwen2.5-32B": 32.8e9, "Llama-3-70B": 70.6e9, "Qwen3-30B-A3B": 30.5e9}
+    assert stored == pytest.approx(published[name], rel=0.002)  # vocabulary padding is stored, too
+
+
+@pytest.mark.parametrize("fault", ["lost", "twice"])
+def test_the_proof_finds_what_is_lost_or_twice(fault: str, tmp_path: Path) -> None:
+    dimensions = PUBLISHED["Qwen2.5-0.5B"]
+    first, *others = plan_ranks(_config(tmp_path, {"tensor": 2}), dimensions)
+    index, victim = next(
+        (index, own)
+        for index, own in enumerate(first.parameters)
+        if own.name.endswith("3.self_attention.linear_qkv.bias")
+    )
+    kept = list(first.parameters)
+    if fault == "lost":
+        del kept[index]
+    else:
+        kept.append(victim)
+    with pytest.raises(CheckpointError, match=r"no place, or two: .*model\.layers\.3\.self_attn\.q_proj\.bias"):
+        require_exactly_once([replace(first, parameters=tuple(kept)), *others], dimensions)
+
+
+# -------------------------------------------------------------------------------------------------------- interruptions
+def _interrupted(convert: Callable[[Callable[[int, int], None]], ConversionSummary]) -> None:
+    """Ctrl-C arrives in the main thread, which reports progress, once some file is done."""
+
+    def report(done: int, total: int) -> None:
+        if done > total / 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(report)
+
+
+def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
+    """Finished files are used again if they are as they were written; one that is not is written anew."""
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    original = load_file(tmp_path / "hf" / "model.safetensors")
+    config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
+    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
+    assert not (tmp_path / "meg").exists()
+    finished = _journalled(tmp_path / ".meg.partial")
+    assert len(finished) >= 2
+    damaged = tmp_path / ".meg.partial" / finished[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    summary = CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent)
+    assert summary.reused == len(finished) - 1
+    _same_bits(_read_back(tmp_path / "meg"), original)
+
+    model = _config(tmp_path / "meg" / "model")
+    trainer, back = tmp_path / "meg" / "trainer", tmp_path / "back"
+    _interrupted(lambda report: CONVERTER.to_hugging_face(model, trainer, back, one_by_one, report))
+    assert not back.exists()
+    assert CONVERTER.to_hugging_face(model, trainer, back, one_by_one, _silent).reused >= 1
+    _same_bits(_written(back), original)
+    assert not list(tmp_path.glob(".*"))
+
+
+def _journalled(partial: Path) -> list[str]:
+    lines = (partial / "journal.jsonl").read_text().splitlines()
+    return [json.loads(line)["name"] for line in lines[1:]]
+
+
+def test_what_is_left_of_another_conversion_is_not_used(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
+    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
+    make_tiny_model(tmp_path / "hf", "qwen3", seed=1, **SIZES)
+    assert CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent).reused == 0
+    _same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+@pytest.fixture
+def small_disk() -> Any:
+    """A limit on the size of files stands for a disk that is full."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(nbytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_told_with_the_tensors_and_shows_nothing(
+    tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    small_disk(150_000)
+    refused = r" could not be written .*File too large"
+    with pytest.raises(CheckpointError, match=r"with embedding\.word_embeddings\.weight, .*" + refused):
+        _to_megatron(tmp_path / "hf", tmp_path / "other", workers=1)
+    with pytest.raises(CheckpointError, match=r"with model\..*weight.*" + refused):
+        _to_hf(tmp_path / "meg", tmp_path / "back", workers=1)
+    assert not (tmp_path / "other").exists() and not (tmp_path / "back").exists()
+
+
+def test_tensors_with_nan_are_all_named_and_can_be_allowed(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    spoilt = ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight")
+    for name in spoilt:
+        tensors[name][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = "tensors with NaN in them: " + ", ".join(spoilt) + "; use a checkpoint from before"
+    with pytest.raises(CheckpointError, match=message):
+        _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
+    assert not (tmp_path / "meg").exists()
+    assert _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2}, allow_nan=True).reused > 0
+    with pytest.raises(CheckpointError, match=message):
+        _to_hf(tmp_path / "meg", tmp_path / "back")
+    _to_hf(tmp_path / "meg", tmp_path / "back", allow_nan=True)
+    _same_bits(_written(tmp_path / "back"), tensors)
+
+
+def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["extra.weight"] = torch.zeros(2)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    for text in (
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unexpected: extra.weight",
+        "wrong shape: model.norm.weight is [7], not [128]",
+    ):
+        assert text in str(caught.value)
+    assert not list(tmp_path.glob("*meg*"))
+
+
+def test_types_that_one_stored_tensor_cannot_have_are_refused(tmp_path: Path) -> None:
+    """All layers' weights of a kind are one tensor on disk, and a key and its value one parameter."""
+    for name, spoilt in (
+        ("layers", "model.layers.1.mlp.down_proj.weight"),
+        ("qkv", "model.layers.0.self_attn.k_proj.weight"),
+    ):
+        make_tiny_model(tmp_path / name, "qwen3", **SIZES)
+        file = tmp_path / name / "model.safetensors"
+        tensors = load_file(file)
+        tensors[spoilt] = tensors[spoilt].bfloat16()
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"of different types .*{spoilt}.*; give --dtype"):
+            _to_megatron(tmp_path / name, tmp_path / "meg")
+    _to_megatron(tmp_path / "layers", tmp_path / "meg", dtype="float32")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    make_tiny_model(tmp_path / "wide", "qwen3", **SIZES, intermediate_size=192)
+    make_tiny_model(tmp_path / "biased", "qwen2", **SIZES)
+    _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    for name, messages in (
+        ("wide", ["wrong shape: decoder.layers.mlp.linear_fc1.weight is"]),
+        (
+            "biased",
+            ["missing: decoder.layers.self_attention.linear_qkv.bias", "unexpected: decoder.layers.self_attention"],
+        ),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            CONVERTER.open_checkpoint(_config(tmp_path / name), tmp_path / "meg" / "trainer")
+        assert all(message in str(caught.value) for message in messages), caught.value
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut off", "removed"])
+def test_damaged_files_are_found(fault: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
+    file = tmp_path / "meg" / "trainer" / "__1_1.distcp"
+    content = bytearray(file.read_bytes())
+    if fault == "removed":
+        file.unlink()
+    elif fault == "cut off":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged .*__1_1\.distcp"):
+        _to_hf(tmp_path / "meg", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_two_conversions_do_not_write_the_same_output(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3")
+
+    def report(done: int, total: int) -> None:
+        with pytest.raises(CheckpointError, match="another process is writing it"):
+            _to_megatron(tmp_path / "hf", tmp_path / "meg")
+
+    CONVERTER.to_checkpoint(_config(tmp_path / "hf"), tmp_path / "meg", OPTIONS, report)
+    _same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))

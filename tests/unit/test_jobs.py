@@ -1,0 +1,70 @@
+"""Jobs in threads: results arrive, progress grows, and one failure stops the rest."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from slime_like.jobs import Tracker, run_jobs
+
+
+def test_every_result_arrives_and_progress_ends_at_the_sum() -> None:
+    results: list[int] = []
+    progress: list[int] = []
+
+    def work(job: int, tracker: Tracker) -> int:
+        tracker.advance(job)
+        return job * job
+
+    run_jobs(range(1, 8), work, 3, results.append, progress.append)
+    assert sorted(results) == [1, 4, 9, 16, 25, 36, 49]
+    assert progress == sorted(progress) and progress[-1] == 28
+
+
+def test_nothing_to_do_is_done() -> None:
+    run_jobs([], lambda job, tracker: job, 2, lambda result: None, lambda done: None)
+
+
+def test_a_failure_stops_the_others_between_two_tensors() -> None:
+    """The other job would go on for ever; what is raised is the first failure, not that it was stopped."""
+    going = threading.Event()
+
+    def work(job: str, tracker: Tracker) -> str:
+        if job == "fails":
+            assert going.wait(10)
+            raise ValueError("broken")
+        while True:
+            tracker.advance(1)
+            going.set()
+
+    with pytest.raises(ValueError, match="broken"):
+        run_jobs(["endless", "fails", "never started"], work, 2, lambda result: None, lambda done: None)
+
+
+def test_an_interruption_in_the_reporting_thread_stops_all() -> None:
+    def work(job: int, tracker: Tracker) -> int:
+        while True:
+            tracker.advance(1)
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([1, 2], work, 2, lambda result: None, interrupt)
+
+
+def test_what_was_done_before_an_interruption_is_not_lost() -> None:
+    """The second job ends while the first one's result is being looked at."""
+    both, results = threading.Barrier(2), []
+
+    def work(job: int, tracker: Tracker) -> int:
+        both.wait(10)
+        return job
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([1, 2], work, 2, results.append, interrupt)
+    assert sorted(results) == [1, 2]
