@@ -61,13 +61,13 @@ class WeightUpdateState:
             raise WeightSyncError(f"{self._engine}: version {self._open_version} is open, not {version}")
         require_complete(received, self._expected, self._engine)
 
-    def commit(self, received: Mapping[str, int]) -> UpdateReceipt:
+    def commit(self, received: Mapping[str, int], hash_s: float = 0.0) -> UpdateReceipt:
         assert self._open_version is not None
         self.version = self._open_version
         self.checksums = dict(received)
         self._open_version = None
         self._failure = None
-        return UpdateReceipt(self.version, dict(received))
+        return UpdateReceipt(self.version, dict(received), hash_s)
 
     def fail(self, reason: str) -> None:
         """Close the open update, if there is one; the engine refuses to sample from then on."""

@@ -44,6 +44,22 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketFigures:
+    """What one bucket cost its sender; told to nobody else.
+
+    Attributes:
+        wire_nbytes: bytes that travel to every receiver; fewer than the tensors' where only changes do.
+        changed, elements: of the elements that were compared with the last sync, those that differ; 0 where none were.
+        hash_s: seconds spent hashing.
+    """
+
+    wire_nbytes: int = 0
+    changed: int = 0
+    elements: int = 0
+    hash_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class BucketMetadata:
     """What an engine needs to fetch one bucket: small, picklable, sent by RPC while the bytes go by the transport.
 
@@ -51,11 +67,13 @@ class BucketMetadata:
         transport: name of the transport that carries the bytes.
         location: the transport's own handle (a shared-memory name, a tag, ...).
         entries: the tensors inside, in order.
+        figures: what it cost; not sent to engines.
     """
 
     transport: str
     location: dict[str, Any]
     entries: tuple[TensorEntry, ...]
+    figures: BucketFigures = field(default_factory=BucketFigures, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -71,10 +89,17 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReceipt:
-    """An engine's word on one finished update: the hash of every tensor's bytes as its worker received them."""
+    """An engine's word on one finished update.
+
+    Attributes:
+        version: what it serves now.
+        checksums: the hash of every tensor's bytes as its worker received them.
+        hash_s: seconds that the worker spent hashing; 0 where the engine does not measure it.
+    """
 
     version: int
     checksums: dict[str, int]
+    hash_s: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------- engines
@@ -308,6 +333,22 @@ class TrainerBackend(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write this model, optimizer, scheduler and random state; the caller owns naming and atomicity."""
+
+    def start_save(self, directory: Path) -> None:
+        """As ``save``, of the state as it is now, but files may still be written while the trainer goes on.
+
+        Asked for by ``checkpoint.async_save``. ``finish_save`` comes before the next one starts.
+        """
+
+    def is_save_written(self) -> bool:
+        """Whether this rank has written its part of the save that was started. Not collective; never waits.
+
+        Raises:
+            CheckpointError: it could not.
+        """
+
+    def finish_save(self) -> None:
+        """Wait for every rank's part, at most ``trainer.step_timeout_s``, and make the directory a whole save."""
 
     def load(self, directory: Path) -> None: ...
 

@@ -25,7 +25,7 @@ from slime_like.interfaces import (
     PauseMode,
     UpdateReceipt,
 )
-from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.arrival import Arrivals
 from slime_like.weights.expected import expected_tensors
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
@@ -50,7 +50,7 @@ class TransformersEngine:
         self._state = WeightUpdateState(self._name, self._expected)
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._receivers: dict[str, Receiver] = {}
-        self._received: dict[str, int] = {}
+        self._arrivals = Arrivals()
         self._model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
@@ -130,16 +130,14 @@ class TransformersEngine:
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
-        self._received = {}
+        self._arrivals = Arrivals()
         self._state.begin(version)
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
         try:
             self._state.check_bucket(bucket.entries)
-            self._received |= await asyncio.wait_for(
-                asyncio.to_thread(self._load_bucket, bucket), self._config.sync.timeout_s
-            )
+            await asyncio.wait_for(asyncio.to_thread(self._load_bucket, bucket), self._config.sync.timeout_s)
         except WeightSyncError as error:
             self._state.fail(str(error))
             raise
@@ -152,12 +150,12 @@ class TransformersEngine:
     async def finish_update(self, version: int) -> UpdateReceipt:
         scheduler = self._alive()
         try:
-            self._state.check_complete(version, self._received)
+            self._state.check_complete(version, self._arrivals.checksums)
         except WeightSyncError as error:
             self._state.fail(str(error))
             raise
         scheduler.set_version(version)
-        receipt = self._state.commit(self._received)
+        receipt = self._state.commit(self._arrivals.checksums, self._arrivals.hashing.seconds)
         if self._resume_after_update:
             self._resume_after_update = False
             await self.resume()
@@ -239,24 +237,22 @@ class TransformersEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load_bucket(self, bucket: BucketMetadata) -> dict[str, int]:
+    def _load_bucket(self, bucket: BucketMetadata) -> None:
         """Hash every tensor as received, and only then copy all of them into the model."""
         from rollout.transformers.weights import destination
 
         receiver = self._receivers.get(bucket.transport)
         if receiver is None:
             raise WeightSyncError(f"{self._name}: transport {bucket.transport} is not connected; call connect first")
-        sent = {entry.name: entry.checksum for entry in bucket.entries}
-        tensors = list(receiver.receive(bucket))
-        received = {name: tensor_checksum(tensor) for name, tensor in tensors}
-        for name, checksum in received.items():
-            if checksum != sent[name]:
-                raise WeightSyncError(
-                    f"{self._name}: tensor {name} arrived damaged: hash {checksum:#018x}, sent {sent[name]:#018x}"
-                )
+        arrivals, tensors = self._arrivals, list(receiver.receive(bucket))
+        try:
+            arrivals.check(bucket.entries, tensors)
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{self._name}: {error}") from error
         for name, tensor in tensors:
             destination(name, self._destinations).copy_(tensor)
-        return received
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the sender may write to the bucket's memory again
 
     def _sample(self, request: GenerationRequest, index: int) -> Any:
         from rollout.transformers.samples import Sample

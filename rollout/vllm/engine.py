@@ -130,7 +130,7 @@ class VllmEngine:
         self._paused = False
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport. A second sender of the same session needs no second call.
+        """Join the weight transport, anew if this engine was connected.
 
         Raises:
             EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (its own
@@ -169,7 +169,8 @@ class VllmEngine:
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         llm = self._alive()
-        received = await self._sync_call("finish_update", llm.collective_rpc("received_checksums"))
+        answers = await self._sync_call("finish_update", llm.collective_rpc("received_checksums"))
+        received = [checksums for checksums, _ in answers]
         try:
             self._state.check_complete(version, received[0])
             if any(other != received[0] for other in received):
@@ -179,7 +180,7 @@ class VllmEngine:
             raise
         await self._sync_call("finish_update", llm.finish_weight_update(weight_version=str(version)))
         await self._sync_call("cache flush", llm.reset_prefix_cache(reset_running_requests=True))
-        receipt = self._state.commit(received[0])
+        receipt = self._state.commit(received[0], max(hash_s for _, hash_s in answers))
         if self._resume_after_update:
             self._resume_after_update = False
             await self.resume()

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.vllm.worker_names import BACKEND
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
@@ -53,7 +53,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.received: dict[str, int] = {}
+        self.arrivals = Arrivals()
         self._receivers: dict[str, Receiver] = {}
         self._reloading = False
         _end_with_parent()
@@ -67,7 +67,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         # A failed update leaves half-loaded layers behind, which would be counted into this one.
         self._end_reload()
-        self.received = {}
+        self.arrivals = Arrivals()
         initialize_layerwise_reload(self.model)
         self._reloading = True
 
@@ -98,14 +98,8 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         receiver = self._receivers.get(metadata.transport)
         if receiver is None:
             raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
-        sent = {entry.name: entry.checksum for entry in metadata.entries}
         tensors = [(name, view.to(self.device, copy=True)) for name, view in receiver.receive(metadata)]
-        for name, tensor in tensors:
-            self.received[name] = tensor_checksum(tensor)
-            if self.received[name] != sent[name]:
-                raise WeightSyncError(
-                    f"tensor {name} arrived damaged: hash {self.received[name]:#018x}, sent {sent[name]:#018x}"
-                )
+        self.arrivals.check(metadata.entries, tensors)
         return tensors
 
     def _end_reload(self) -> None:
@@ -119,9 +113,10 @@ class WorkerExtension:
 
     weight_transfer_engine: BucketTransferEngine
 
-    def received_checksums(self) -> dict[str, int]:
-        """Hashes of the open (or last) update's tensors, as this worker received them."""
-        return self.weight_transfer_engine.received
+    def received_checksums(self) -> tuple[dict[str, int], float]:
+        """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
+        arrivals = self.weight_transfer_engine.arrivals
+        return arrivals.checksums, arrivals.hashing.seconds
 
 
 def _end_with_parent() -> None:

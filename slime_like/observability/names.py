@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.observability.phases import PHASES, PhaseTimes
-from slime_like.observability.records import EvaluationRecord, ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.records import (
+    EvaluationRecord,
+    ReferenceRecord,
+    RewardRecord,
+    RolloutRecord,
+    StepRecord,
+    SyncRecord,
+)
 
 if TYPE_CHECKING:
     from slime_like.trajectory import GRPOStats
@@ -19,6 +26,7 @@ LOSS = "train_actor_training/loss"
 ACCURACY = "evaluation/accuracy"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
+CONVERSION_SPEED = "convert/gigabytes_per_second"
 ORCHESTRATION_SECONDS = "phases/orchestration (s)"
 ORCHESTRATION_SHARE = "phases/orchestration (%)"
 
@@ -49,6 +57,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     if record.reference is not None:
         metrics |= reference_metrics(record.reference)
+    if record.sync is not None:
+        metrics |= sync_metrics(record.sync)
     if record.probe_gap is not None:
         metrics["weights/probe_gap"] = record.probe_gap
     return metrics
@@ -99,6 +109,20 @@ def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
         f"{prefix}/total_tokens_processed": float(record.total_tokens),
         f"{prefix}/tokens_per_second": _ratio(record.response_tokens, record.model_running_s),
     }
+
+
+def sync_metrics(record: SyncRecord) -> dict[str, float]:
+    """Figures of one weight sync."""
+    metrics = {
+        "weights/sync (s)": record.total_s,
+        "weights/sync_bytes": float(record.nbytes),
+        "weights/wire_bytes": float(record.wire_nbytes),
+        "weights/verification (s)": record.verification_s,
+        "weights/verification (%)": 100 * _ratio(record.verification_s, record.total_s),
+    }
+    if record.changed_fraction is not None:
+        metrics["weights/changed_fraction"] = record.changed_fraction
+    return metrics
 
 
 def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> dict[str, float]:

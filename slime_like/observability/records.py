@@ -88,6 +88,25 @@ class ReferenceRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRecord:
+    """One weight sync.
+
+    Attributes:
+        total_s: the whole of it.
+        verification_s: by how much verification lengthened it, at most.
+        nbytes: bytes of the weights.
+        wire_nbytes: bytes sent to each engine.
+        changed_fraction: share of elements that differ from the last sync's; ``None`` where they were not compared.
+    """
+
+    total_s: float
+    verification_s: float
+    nbytes: int
+    wire_nbytes: int
+    changed_fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One training step.
 
@@ -102,6 +121,7 @@ class StepRecord:
         replay_buffer_size: trajectories that wait for training.
         weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
+        sync: the weight sync after the step; ``None`` without one.
         memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
     """
 
@@ -116,6 +136,7 @@ class StepRecord:
     replay_buffer_size: int = 0
     weight_gather_s: float | None = None
     probe_gap: float | None = None
+    sync: SyncRecord | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

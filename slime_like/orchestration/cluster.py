@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted
 from slime_like.orchestration import guard
-from slime_like.weights.transports.shared_memory import cleanup
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
 
@@ -33,13 +33,16 @@ class Cluster:
         config: where the cluster is, or how large one of our own becomes.
         logs: becomes a link to the workers' logs.
         slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
+        bucket_directories: where weight buckets lie besides shared memory.
 
     Attributes:
-        run_name: unique; shared memory whose name begins with it is removed at the end, whoever left it.
+        run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end, whoever
+            left them.
     """
 
-    def __init__(self, config: ClusterConfig, logs: Path, slots: int) -> None:
+    def __init__(self, config: ClusterConfig, logs: Path, slots: int, bucket_directories: Sequence[Path] = ()) -> None:
         self._config = config
+        self._bucket_directories = (SHARED_MEMORY, *(directory.resolve() for directory in bucket_directories))
         self._logs = logs
         self._slots = slots
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
@@ -53,7 +56,9 @@ class Cluster:
             _stay_on_loopback()
         else:
             _require_reachable(self._config.address)
-        self._guard = guard.start(os.getpid(), Path(get_default_ray_temp_dir()), self.run_name)
+        self._guard = guard.start(
+            os.getpid(), Path(get_default_ray_temp_dir()), self.run_name, self._bucket_directories
+        )
         try:
             with _own_signals():
                 ray.init(**self._arguments())
@@ -76,7 +81,7 @@ class Cluster:
     def _end(self, in_order: bool) -> None:
         """What was interrupted while it started may still be starting: then the guard looks once more."""
         ray.shutdown()
-        cleanup(self.run_name)
+        cleanup(self.run_name, self._bucket_directories)
         if in_order:
             guard.dismiss(self._guard)
         elif self._guard.stdin is not None:

@@ -3,8 +3,8 @@
 A driver that ends in any other way cleans up itself. One that is killed outright takes its Ray cluster's main daemons
 along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory stays for ever.
 
-Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY RUN_NAME`` with a pipe as standard input: a
-line on it means all is well, its end without a line means the driver is gone.
+Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY RUN_NAME BUCKET_DIRECTORY...`` with a pipe as
+standard input: a line on it means all is well, its end without a line means the driver is gone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _GRACE_S = 2.0
 _QUIET_S = 3.0
@@ -22,10 +25,20 @@ _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
 
 
-def start(driver_pid: int, ray_directory: Path, run_name: str) -> subprocess.Popen[bytes]:
+def start(
+    driver_pid: int, ray_directory: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
+) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
     module = "slime_like.orchestration.guard"
-    command = [sys.executable, "-m", module, str(driver_pid), str(ray_directory), run_name]
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        str(driver_pid),
+        str(ray_directory),
+        run_name,
+        *map(str, bucket_directories),
+    ]
     # A session of its own: Ctrl-C on the terminal is the driver's business.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -39,15 +52,13 @@ def dismiss(guard: subprocess.Popen[bytes]) -> None:
         guard.wait()
 
 
-def watch(driver_pid: int, ray_directory: Path, run_name: str) -> None:
+def watch(driver_pid: int, ray_directory: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
     """Until standard input says something, or ends."""
     if sys.stdin.readline():
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
     end_orphans(driver_pid, ray_directory)
-    from slime_like.weights.transports.shared_memory import cleanup  # imports torch, so only when it is needed
-
-    cleanup(run_name)
+    cleanup(run_name, bucket_directories)
 
 
 def end_orphans(driver_pid: int, ray_directory: Path) -> None:
@@ -84,4 +95,4 @@ def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Proce
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], [Path(directory) for directory in sys.argv[4:]])

@@ -217,9 +217,12 @@ class RolloutManager:
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return self._call("finish_update", version, phase="finishing a weight update")
 
-    def ask_each(self, request: GenerationRequest) -> list[Generation]:
-        """The same one-sample request to every engine, past the registry."""
-        return [answer[0] for answer in self._call("generate", request, phase="answering the weight-sync probe")]
+    def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        """The same one-sample requests to every engine, past the registry: for each request, every engine's answer."""
+        phase, timeout = "answering the weight-sync probe", self._config.sync.timeout_s
+        asked = [[engine.generate.remote(request) for engine in self._engines] for request in requests]
+        answers = [self._gather(references, phase=phase, timeout_s=timeout) for references in asked]
+        return [[generations[0] for generations in each] for each in answers]
 
     # -------------------------------------------------------------------------------------------------------- turns
     def sleep(self) -> None:

@@ -107,17 +107,24 @@ class Session:
             if dump
             else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
-        self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         self.progress.note("starting Ray, trainers and engines")
         cluster = stack.enter_context(
-            Cluster(config.cluster, config.run_dir / "worker_logs", sum(bundle_sizes(config)))
+            Cluster(
+                config.cluster,
+                config.run_dir / "worker_logs",
+                sum(bundle_sizes(config)),
+                [config.sync.directory] if config.sync.directory else [],
+            )
         )
         placement = stack.enter_context(Placement(config))
         self.trainers = TrainerGroup(config, placement)
+        self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, self.trainers)
+        stack.callback(self.checkpoints.abandon)  # after the trainers have ended
         stack.callback(self.trainers.shutdown)
+        stack.callback(self.checkpoints.rescue)
         self.trainers.launch()
         self.rollout = None
         if prompts is None:

@@ -119,10 +119,13 @@ class StepRecorder:
                 reference=reference,
                 weight_gather_s=sync.gather_s if sync else None,
                 probe_gap=sync.probe_gap if sync else None,
+                sync=sync.record() if sync else None,
                 replay_buffer_size=self._queues()[1],
                 memory=self._memory,
             )
         )
+        if sync and step == self._session.finished_steps + 1:
+            self._session.progress.note(str(sync))
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
         for sentence in sync.restarted if sync else ():
@@ -180,12 +183,14 @@ class StepRecorder:
     # --------------------------------------------------------------------------------------- evaluation, checkpoints
     def evaluate_and_save(self, step: int) -> bool:
         """Whatever is due after this step; True if anything was."""
+        committed = self._session.checkpoints.commit_written()
+        self._tell_saved(committed)
         evaluate, save = self._due(step, self._config.evaluation.every), self._due(step, self._config.checkpoint.every)
         if evaluate:
             self.evaluate(step)
         if save:
             self._save(step)
-        return evaluate or save
+        return evaluate or save or committed is not None
 
     def _due(self, step: int, every: int) -> bool:
         return step == self._config.steps or (every > 0 and step % every == 0)
@@ -211,12 +216,20 @@ class StepRecorder:
             state = session.rollout.source.state_dict()
         elif session.prompts is not None:
             state = {"data": session.prompts.state_dict()}
-        path = session.checkpoints.save(step, session.trainers, state)
-        session.progress.note(f"checkpoint of step {step}: {path}")
+        if not self._config.checkpoint.async_save:
+            self._tell_saved(session.checkpoints.save(step, state))
+            return
+        self._tell_saved(session.checkpoints.finish())
+        session.checkpoints.start(step, state)
+
+    def _tell_saved(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            self._session.progress.note(f"checkpoint of step {int(checkpoint.name.partition('-')[2])}: {checkpoint}")
 
     # ------------------------------------------------------------------------------------------------------------ end
     def finish(self, wall_s: float) -> TrainSummary:
         """Export, draw, sum up."""
+        self._tell_saved(self._session.checkpoints.finish())
         run_dir = self._config.run_dir
         files = {"metrics": run_dir / "metrics.jsonl", "checkpoint": run_dir / "checkpoints" / "latest"}
         if self._config.logging.tensorboard:

@@ -31,7 +31,7 @@ from slime_like.interfaces import (
 )
 from slime_like.orchestration.plugins import load_backend
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
-from slime_like.weights.transports.base import Sender
+from slime_like.weights.transports.base import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 Minibatch = list[PackedTrajectory]
@@ -172,16 +172,25 @@ class TrainerRank:
         return None if scored is None else scored[0].logprobs.cpu().numpy()
 
     # ------------------------------------------------------------------------------------------------------ weights
-    def open_transport(self, name: str, session: str) -> dict[str, Any]:
-        """Open the sending side of the weight transport; the rendezvous is what receivers need to join."""
-        if self._sender is not None:  # an engine was started anew and must meet a sender that is new, too
-            self._release(keep=0)
+    def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
+        """Open the sending side of the weight transport, anew if it was open; returns what receivers need to join.
+
+        ``None`` from ranks that send nothing: only the first of a pipeline stage does.
+        """
+        if self._sender is not None:
             self._sender.close()
-        self._sender = open_sender(name, session)
+            self._in_flight.clear()
+            self._sender = None
+        place = self._coordinates
+        if place is None or (place.data, place.context, place.tensor) != (0, 0, 0):
+            return None
+        sync = self._config.sync
+        settings = TransportSettings(_node_address(), sync.directory, sync.timeout_s, delta)
+        self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 
     def begin_export(self) -> None:
-        """Start over. Engines have loaded, or given up, whatever was sent before."""
+        """Start over. Engines have loaded whatever was sent before, or the transport was opened anew."""
         self._release(keep=0)
         self._buckets = self.backend.export_weights()
 
@@ -191,12 +200,14 @@ class TrainerRank:
         Ranks that only take part in a gather yield empty buckets in step with the one that sends.
         At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
         """
-        if self._buckets is None or self._sender is None:
+        if self._buckets is None:
             raise RuntimeError(f"trainer rank {self._rank}: next_bucket before begin_export")
         self._release(keep=1)
         bucket = next(self._buckets, None)
         if bucket is None or not bucket.tensors:
             return None
+        if self._sender is None:
+            raise RuntimeError(f"trainer rank {self._rank} exports weights, but only first ranks of stages may")
         self._in_flight.append(self._sender.send(bucket))
         return self._in_flight[-1]
 
@@ -217,6 +228,15 @@ class TrainerRank:
     # -------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:
         self.backend.save(directory)
+
+    def start_save(self, directory: Path) -> None:
+        self.backend.start_save(directory)
+
+    def is_save_written(self) -> bool:
+        return self.backend.is_save_written()
+
+    def finish_save(self) -> None:
+        self.backend.finish_save()
 
     def load(self, directory: Path) -> None:
         self.backend.load(directory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,16 @@ import numpy as np
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import GenerationRequest, SamplingParams, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
+from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import Turns
-from slime_like.weights.transports.registry import resolve_transport
+from slime_like.weights.delta.receiver import is_base_lost
+from slime_like.weights.exposure import Round, exposed_seconds
+from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+from slime_like.weights.transports.registry import join_rendezvous
 
 _BF16_TOLERANCE = 0.1
 
@@ -27,19 +31,70 @@ class SyncReport:
 
     Attributes:
         version: what the engines now serve.
-        nbytes: bytes sent to each engine.
+        transport: what carried the buckets.
+        nbytes: bytes of the weights.
+        wire_nbytes: bytes sent to each engine; fewer, where only changes are.
         num_tensors: tensors sent.
+        changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
+        seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
+        verify_s: by how much verification lengthened it, at most: the probe, and what of the hashing on both sides was
+            not hidden behind other work (``slime_like.weights.exposure``).
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
         restarted: engines that had died and were started anew for it, one sentence each.
     """
 
     version: int
+    transport: str
     nbytes: int
+    wire_nbytes: int
     num_tensors: int
+    changed_fraction: float | None
+    seconds: float
     gather_s: float
+    verify_s: float
     probe_gap: float | None
     restarted: list[str]
+
+    def record(self) -> SyncRecord:
+        """For the log."""
+        return SyncRecord(
+            total_s=self.seconds,
+            verification_s=self.verify_s,
+            nbytes=self.nbytes,
+            wire_nbytes=self.wire_nbytes,
+            changed_fraction=self.changed_fraction,
+        )
+
+    def __str__(self) -> str:
+        """One line for people."""
+        share = 100 * self.verify_s / self.seconds
+        sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
+        if self.changed_fraction is not None:
+            sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
+        verified = f"at most {share:.0f} % of it verification" if self.probe_gap is not None else "not verified"
+        return f"weight sync: {sent} in {self.seconds:.2f} s, {verified}"
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What has been sent in one sync so far."""
+
+    checksums: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+    wire_nbytes: int = 0
+    changed: int = 0
+    compared: int = 0
+    gather_s: float = 0.0
+    rounds: list[Round] = field(default_factory=list)
+
+    def add(self, bucket: BucketMetadata) -> None:
+        figures = bucket.figures
+        self.checksums.update({entry.name: entry.checksum for entry in bucket.entries})
+        self.nbytes += bucket.nbytes
+        self.wire_nbytes += figures.wire_nbytes
+        self.changed += figures.changed
+        self.compared += figures.elements
 
 
 class WeightSync:
@@ -55,30 +110,25 @@ class WeightSync:
         run_name: str,
     ) -> None:
         self._config = config
-        self._placement = placement
         self._turns = turns
         self._trainers = trainers
         self._engines = engines
         self._run_name = run_name
         self._probe = probe_sequences(config)
+        self._transport = choose_transport(config.sync.transport, _situation(config, placement))
+        self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
+        self._connected = False
 
     def connect(self) -> None:
-        """Open the transport on both sides.
-
-        Raises:
-            WeightSyncError: the transport does not reach from the trainers to the engines.
-        """
-        name = resolve_transport(self._config.sync.transport)
-        if self._placement.num_nodes > 1:
-            raise WeightSyncError(
-                f"sync.transport={name} reaches one host, but trainers and engines lie on {self._placement.num_nodes}; "
-                "use a layout that fits one host"
-            )
-        rendezvous = self._trainers.open_transport(name, self._run_name)
-        self._engines.connect(name, rendezvous[0])  # senders of one session share one rendezvous
+        """Open the transport on both sides, anew if it was open. Engines that have been restarted join by this, too."""
+        rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
+        self._engines.connect(self._transport, join_rendezvous(rendezvous))
+        self._connected = True
 
     def run(self, version: int) -> SyncReport:
-        """Send the current weights as ``version``.
+        """Send the current weights as ``version``; engines that have died are started anew before.
+
+        After a sync that failed, engines sample nothing until one succeeds, and that one sends everything.
 
         Raises:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
@@ -88,52 +138,94 @@ class WeightSync:
         while True:
             restarted = self._engines.restart_dead()
             if restarted:
+                self._connected = False
                 told += restarted
-                self.connect()
             try:
                 report = self._send(version, told)
-            except EngineError as error:
-                if not self._engines.lose_dead(error):
+            except (EngineError, WeightSyncError) as error:
+                # Over a network an engine's death shows at the sender and at other engines, too, perhaps first.
+                if not self._engines.lose_dead(EngineError(str(error))):
                     raise
                 continue  # whoever has half of the weights gets all of them, from the first bucket
             self._engines.admit()
             return report
 
     def _send(self, version: int, restarted: list[str]) -> SyncReport:
+        started = time.perf_counter()
         verify = self._config.sync.verify
         expected = self._trainers.probe(self._probe) if verify else None
-        self._engines.begin_update(version)
-        sent, nbytes, gather_s = self._stream()
-        receipts = self._engines.finish_update(version)
+        probe_s = time.perf_counter() - started
+        sent, receipts = self._transfer_or_resend(version)
         self._turns.end_sync()
-        if expected is None:
-            return SyncReport(version, nbytes, len(sent), gather_s, None, restarted)
-        for engine, receipt in enumerate(receipts):
-            compare_checksums(sent, receipt, engine)
-        return SyncReport(version, nbytes, len(sent), gather_s, self._verify_probe(version, expected), restarted)
+        loaded = time.perf_counter()
+        gap = None if expected is None else self._verify(version, sent, receipts, expected)
+        finished = time.perf_counter()
+        hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
+        return SyncReport(
+            version=version,
+            transport=self._transport,
+            nbytes=sent.nbytes,
+            wire_nbytes=sent.wire_nbytes,
+            num_tensors=len(sent.checksums),
+            changed_fraction=sent.changed / sent.compared if sent.compared else None,
+            seconds=finished - started,
+            gather_s=sent.gather_s,
+            verify_s=hashing_s + (probe_s + finished - loaded if verify else 0.0),
+            probe_gap=gap,
+            restarted=restarted,
+        )
 
-    def _stream(self) -> tuple[dict[str, int], int, float]:
+    def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
+        """Once more, with everything, if an engine no longer holds what the changes are made for."""
+        try:
+            return self._transfer(version)
+        except WeightSyncError as error:
+            if not (self._delta and is_base_lost(error)):
+                raise
+        return self._transfer(version)
+
+    def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
+        if not self._connected:
+            self.connect()
+        self._connected = False  # until this has gone well
+        self._engines.begin_update(version)
+        sent = self._stream()
+        receipts = self._engines.finish_update(version)
+        self._connected = True
+        return sent, receipts
+
+    def _stream(self) -> _Sent:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
         self._trainers.begin_export()
-        sent: dict[str, int] = {}
-        nbytes, gather_s = 0, 0.0
+        sent = _Sent()
         loading: list[Any] = []
+        loaded_nbytes = 0
         while True:
             started = time.perf_counter()
             buckets = [bucket for bucket in self._trainers.next_buckets() if bucket is not None]
-            gather_s += time.perf_counter() - started
+            gathered = time.perf_counter()
             self._engines.wait_update(loading)
+            sent.gather_s += gathered - started
+            hash_s = max((bucket.figures.hash_s for bucket in buckets), default=0.0)
+            sent.rounds.append(Round(hash_s, time.perf_counter() - gathered, loaded_nbytes))
             if not buckets:
-                return sent, nbytes, gather_s
+                return sent
             for bucket in buckets:
-                sent.update({entry.name: entry.checksum for entry in bucket.entries})
-                nbytes += bucket.nbytes
+                sent.add(bucket)
+            loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
             loading = self._engines.start_update(buckets)
+
+    def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: np.ndarray) -> float:
+        for engine, receipt in enumerate(receipts):
+            compare_checksums(sent.checksums, receipt, engine)
+        return self._verify_probe(version, expected)
 
     def _verify_probe(self, version: int, expected: np.ndarray) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         tolerance = self._config.sync.probe_tolerance if self._config.model.dtype == "float32" else _BF16_TOLERANCE
-        answers = [self._engines.ask_each(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
+        answers = self._engines.ask_each(
+            [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
+        )
         worst = 0.0
         for engine in range(self._engines.num_engines):
             got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
@@ -163,6 +255,18 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
                 f"weight sync to version {receipt.version}, engine {engine}: {names[0]} {what}"
                 f" ({len(names)} tensors in all); the engine is stopped rather than served with mixed weights"
             )
+
+
+def _situation(config: RunConfig, placement: Placement) -> Situation:
+    shared, rollout = config.cluster.placement == "colocated", config.rollout
+    return Situation(
+        on_cuda=placement.device == "GPU",
+        num_hosts=placement.num_nodes,
+        shared_devices=shared,
+        devices_are_visible=(
+            shared and rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
+        ),
+    )
 
 
 def probe_sequences(config: RunConfig) -> list[list[int]]:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import TensorEntry, WeightBucket
+from slime_like.interfaces import BucketFigures, TensorEntry, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this: a cache line, and a multiple of every element size."""
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside ``running``."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 def tensor_nbytes(tensor: Tensor) -> int:
@@ -25,24 +42,53 @@ def bucket_nbytes(bucket: WeightBucket) -> int:
     return sum(_aligned(tensor_nbytes(tensor)) for _, tensor in bucket.tensors)
 
 
-def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[TensorEntry, ...]:
+def figures_of(entries: Sequence[TensorEntry], hashing: Stopwatch) -> BucketFigures:
+    """Those of a bucket that travels whole."""
+    return BucketFigures(sum(entry.nbytes for entry in entries), hash_s=hashing.seconds)
+
+
+def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
+    """Name, contiguous tensor and offset of everything in ``bucket``, in the order of the buffer.
+
+    Raises:
+        WeightSyncError: a name occurs twice.
+    """
+    _refuse_duplicates([name for name, _ in bucket.tensors])
+    offset = 0
+    for name, tensor in bucket.tensors:
+        yield name, tensor.detach().contiguous(), offset
+        offset += _aligned(tensor_nbytes(tensor))
+
+
+def entry_of(name: str, tensor: Tensor, offset: int, hashing: Stopwatch) -> TensorEntry:
+    """``tensor`` as it lies at ``offset``, with its checksum."""
+    with hashing.running():
+        checksum = tensor_checksum(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor_nbytes(tensor), checksum)
+
+
+def write_bucket(bucket: WeightBucket, buffer: Tensor, hashing: Stopwatch | None = None) -> tuple[TensorEntry, ...]:
     """Copy every tensor of ``bucket`` into ``buffer`` (uint8, 1-D) and describe it.
 
-    The checksum is taken of the source tensor, so that it also guards the copy.
+    The checksum is taken of the source tensor, so that it also guards the copy; ``hashing`` measures it.
 
     Raises:
         WeightSyncError: the buffer is too small, or a name occurs twice.
     """
-    needed = bucket_nbytes(bucket)
+    needed, hashing = bucket_nbytes(bucket), hashing or Stopwatch()
     if needed > buffer.numel():
         raise WeightSyncError(f"a bucket of {needed} bytes does not fit its buffer of {buffer.numel()} bytes")
     entries: list[TensorEntry] = []
-    offset = 0
-    for name, tensor in bucket.tensors:
-        entries.append(_write_tensor(name, tensor.detach(), buffer, offset))
-        offset += _aligned(entries[-1].nbytes)
-    _refuse_duplicates(entries)
+    for name, tensor, offset in place_tensors(bucket):
+        entries.append(entry_of(name, tensor, offset, hashing))
+        buffer[offset : offset + entries[-1].nbytes].copy_(as_bytes(tensor))
     return tuple(entries)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 and 1-D; a view."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -70,22 +116,7 @@ def entry_dtype(entry: TensorEntry) -> torch.dtype:
     return dtype
 
 
-def _write_tensor(name: str, tensor: Tensor, buffer: Tensor, offset: int) -> TensorEntry:
-    tensor = tensor.contiguous()
-    nbytes = tensor_nbytes(tensor)
-    buffer[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-    return TensorEntry(
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        offset=offset,
-        nbytes=nbytes,
-        checksum=tensor_checksum(tensor),
-    )
-
-
-def _refuse_duplicates(entries: Sequence[TensorEntry]) -> None:
-    names = [entry.name for entry in entries]
+def _refuse_duplicates(names: Sequence[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise WeightSyncError(f"a bucket names {', '.join(twice)} more than once")

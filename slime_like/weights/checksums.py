@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ _DEVICE_CHUNKS = 64
 """Chunks hashed by one kernel on an accelerator, where launches and not caches are the limit."""
 
 _MASK = (1 << 64) - 1
+_HALF = np.uint64(32)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -41,6 +43,14 @@ def tensor_checksum(tensor: Tensor) -> int:
     for index, chunk_hash in enumerate(_hash_chunks(_as_words(data))):
         total += _mix_int(chunk_hash + _mix_int(index))
     return _mix_int(total)
+
+
+def mix(value: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors, elementwise; the sign bit is an ordinary bit, and the result has 64."""
+    value = value + _signed(_GOLDEN)
+    value = (value ^ _shift_right(value, 30)) * _signed(_MULTIPLIERS[0])
+    value = (value ^ _shift_right(value, 27)) * _signed(_MULTIPLIERS[1])
+    return value ^ _shift_right(value, 31)
 
 
 def _as_words(data: Tensor) -> Tensor:
@@ -71,23 +81,25 @@ def _hash_chunks(words: Tensor) -> list[int]:
 
 def _weighted_sums(rows: Tensor, weights: Tensor, folded: Tensor) -> Tensor:
     """(len(rows),) int64; ``folded`` is scratch space of the rows' shape."""
+    if len(rows) == 1 and rows.device.type == "cpu":
+        return _weighted_sum_on_cpu(rows[0], weights, folded[0])[None]
     torch.bitwise_right_shift(rows, 32, out=folded)
     folded.bitwise_and_(0xFFFFFFFF).bitwise_xor_(rows)  # torch's shift copies the sign bit
     return torch.mul(folded, weights, out=folded).sum(dim=1)
 
 
+def _weighted_sum_on_cpu(row: Tensor, weights: Tensor, folded: Tensor) -> Tensor:
+    """The same in three passes instead of five: numpy shifts logically, and torch multiplies and adds at once."""
+    own, words = folded.numpy().view(np.uint64), row.numpy().view(np.uint64)
+    np.right_shift(words, _HALF, out=own)
+    np.bitwise_xor(own, words, out=own)
+    return torch.dot(folded, weights)
+
+
 @cache
 def _position_weights(device: torch.device) -> Tensor:
     """(CHUNK_WORDS,) int64 odd weights, different at every position: constants, computed once per device."""
-    return _mix(torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device)) | 1
-
-
-def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors, the sign bit being an ordinary bit."""
-    value = value + _signed(_GOLDEN)
-    value = (value ^ _shift_right(value, 30)) * _signed(_MULTIPLIERS[0])
-    value = (value ^ _shift_right(value, 27)) * _signed(_MULTIPLIERS[1])
-    return value ^ _shift_right(value, 31)
+    return mix(torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device)) | 1
 
 
 def _mix_int(value: int) -> int:

@@ -17,6 +17,8 @@ LAYOUTS = {
     "eight ranks, three axes": (
         "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
         "--trainer.parallel.sequence", "true",
+        # Two stages send, over a network, and only what has changed.
+        "--sync.transport", "gloo", "--sync.delta", "always",
     ),
     "replicas and engines": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2"),
     "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),

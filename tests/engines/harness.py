@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
     WeightBucket,
 )
+from slime_like.weights.transports.base import TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 MAX_NEW_TOKENS = 700
@@ -130,6 +132,17 @@ class EngineUnderTest:
             finally:
                 self.sender.release(metadata)
         return sent
+
+    @contextmanager
+    def over(self, transport: str, settings: TransportSettings) -> Iterator[None]:
+        """Updates inside go over another transport."""
+        usual, self.sender = self.sender, open_sender(transport, f"engine-test-{uuid.uuid4().hex}", settings)
+        try:
+            self.run(self.engine.connect(transport, self.sender.rendezvous()))
+            yield
+        finally:
+            self.sender.close()
+            self.sender = usual
 
     def close(self) -> None:
         self.sender.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,20 +12,44 @@ from torch import Tensor
 from slime_like.interfaces import BucketMetadata, WeightBucket
 
 
+@dataclass(frozen=True, slots=True)
+class TransportSettings:
+    """What a sender is told; every transport takes what it needs.
+
+    Attributes:
+        address: of the interface that network transports listen on, and reach receivers by.
+        directory: where the directory transport puts its files.
+        timeout_s: bound on every wait for a receiver.
+        delta: send only what changed since the last finished sync.
+    """
+
+    address: str = "127.0.0.1"
+    directory: Path | None = None
+    timeout_s: float = 300.0
+    delta: bool = False
+
+
 class Sender(Protocol):
-    """Lives in a trainer rank. Errors are ``WeightSyncError``."""
+    """Lives in a trainer rank; used from one thread. Errors are ``WeightSyncError``.
+
+    Two buckets may be in flight, so that one is gathered and written while receivers take the other.
+    """
 
     def rendezvous(self) -> dict[str, Any]:
         """What a receiver needs to find this sender: plain values only, they travel by RPC."""
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
-        """Put the bucket where receivers can fetch it. Its bytes stay there until ``release``."""
+        """Put the bucket where receivers can fetch it, without waiting for them. It stays there until ``release``."""
 
     def release(self, metadata: BucketMetadata) -> None:
-        """Every receiver is done with this bucket."""
+        """Every receiver is done with this bucket, or has failed.
+
+        Raises:
+            WeightSyncError: a receiver was not reached; the bucket is released all the same.
+        """
 
     def close(self) -> None:
-        """Give everything back. May be called twice."""
+        """Give everything back. May be called twice, and never waits for a receiver."""
 
 
 class Receiver(Protocol):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,22 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
-from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
+from slime_like.weights.buckets import Stopwatch, bucket_nbytes, figures_of, read_bucket, write_bucket
+from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, check_name, check_session
 
 NAME = "shared_memory"
-DIRECTORY = Path("/dev/shm")
-_MIN_SESSION = 8
 _GRANULE = 1 << 20
 
 
 class SharedMemorySender:
     """Writes buckets into two segments in turn. Use from one thread."""
 
-    def __init__(self, session: str, directory: Path = DIRECTORY) -> None:
-        _check_session(session)
+    def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
+        check_session(session)
         self._session = session
+        # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
+        self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         self._directory = directory
         self._segments: list[_Segment | None] = [None, None]
         self._in_flight: dict[str, int] = {}
@@ -57,10 +59,12 @@ class SharedMemorySender:
                 "release a bucket before sending the next but one"
             )
         segment = self._segment_for(bucket_nbytes(bucket))
-        entries = write_bucket(bucket, segment.buffer)
+        hashing = Stopwatch()
+        entries = write_bucket(bucket, segment.buffer, hashing)
         self._in_flight[segment.name] = self._turn
         self._turn = 1 - self._turn
-        return BucketMetadata(NAME, {"segment": segment.name, "nbytes": segment.nbytes}, entries)
+        location = {"segment": segment.name, "nbytes": segment.nbytes}
+        return BucketMetadata(NAME, location, entries, figures_of(entries, hashing))
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["segment"]
@@ -84,7 +88,7 @@ class SharedMemorySender:
             if segment is not None:
                 segment.remove()
                 self._segments[self._turn] = None
-            name = f"{self._session}.{os.getpid()}.{self._created}"
+            name = f"{self._prefix}.{self._created}"
             segment = _Segment.create(self._directory / name, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
             self._segments[self._turn] = segment
             self._created += 1
@@ -94,8 +98,8 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """Maps the segments that buckets name. One receiver serves any number of senders of its session."""
 
-    def __init__(self, session: str, directory: Path = DIRECTORY) -> None:
-        _check_session(session)
+    def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
+        check_session(session)
         self._session = session
         self._directory = directory
         self._mapped: dict[str, _Segment] = {}
@@ -111,8 +115,7 @@ class SharedMemoryReceiver:
         self._mapped.clear()
 
     def _attach(self, name: str, nbytes: int) -> _Segment:
-        if not name.startswith(f"{self._session}.") or "/" in name:
-            raise WeightSyncError(f"segment {name} does not belong to weight sync {self._session}")
+        check_name(name, self._session)
         if name not in self._mapped:
             self._mapped[name] = _Segment.open(self._directory / name, nbytes)
         return self._mapped[name]
@@ -174,26 +177,9 @@ class _Segment:
             self.path.unlink()
 
 
-def open_sender(session: str) -> SharedMemorySender:
+def open_sender(_: str, session: str, settings: TransportSettings) -> SharedMemorySender:
     return SharedMemorySender(session)
 
 
-def open_receiver(rendezvous: dict[str, Any]) -> SharedMemoryReceiver:
+def open_receiver(_: str, rendezvous: Mapping[str, Any]) -> SharedMemoryReceiver:
     return SharedMemoryReceiver(rendezvous["session"], Path(rendezvous["directory"]))
-
-
-def cleanup(session: str, directory: Path = DIRECTORY) -> list[str]:
-    """Remove what a dead sender of ``session`` left behind; returns the names removed."""
-    _check_session(session)
-    left = sorted(path for path in directory.iterdir() if path.name.startswith(f"{session}."))
-    for path in left:
-        path.unlink(missing_ok=True)
-    return [path.name for path in left]
-
-
-def _check_session(session: str) -> None:
-    if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
-        raise WeightSyncError(
-            f"weight sync session {session!r} is refused: use at least {_MIN_SESSION} letters, digits, - or _, "
-            "unique to the run, because whatever bears this name is removed after it"
-        )

@@ -17,8 +17,9 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transports import shared_memory
-from slime_like.weights.transports.registry import open_receiver, open_sender, resolve_transport
-from slime_like.weights.transports.shared_memory import DIRECTORY, SharedMemorySender, cleanup
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+from slime_like.weights.transports.registry import open_receiver, open_sender
+from slime_like.weights.transports.shared_memory import SharedMemorySender
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def session() -> Iterator[str]:
 
 
 def left(session: str) -> list[str]:
-    return [path.name for path in DIRECTORY.iterdir() if path.name.startswith(session)]
+    return [path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(session)]
 
 
 def bucket(seed: int, elements: int = 1000) -> WeightBucket:
@@ -77,10 +78,10 @@ def test_another_process_sees_the_same_bytes(session: str) -> None:
     metadata = sender.send(bucket(3))
     program = (
         "import sys\n"
-        "from slime_like.interfaces import BucketMetadata, TensorEntry\n"
+        "from slime_like.interfaces import BucketFigures, BucketMetadata, TensorEntry\n"
         "from slime_like.weights.checksums import tensor_checksum\n"
         "from slime_like.weights.transports.registry import open_receiver\n"
-        f"receiver = open_receiver('auto', {sender.rendezvous()!r})\n"
+        f"receiver = open_receiver('shared_memory', {sender.rendezvous()!r})\n"
         f"print(*(tensor_checksum(t) for _, t in receiver.receive({metadata!r})))\n"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -150,10 +151,9 @@ def test_sessions_that_could_remove_too_much_are_refused(name: str, tmp_path: Pa
     with pytest.raises(WeightSyncError, match="session"):
         open_sender("shared_memory", name)
     with pytest.raises(WeightSyncError, match="session"):
-        cleanup(name, tmp_path)
+        cleanup(name, [tmp_path])
 
 
 def test_unknown_transports_list_the_known() -> None:
     with pytest.raises(WeightSyncError, match=r"sync.transport=pigeon is unknown; use auto or one of .*shared_memory"):
         open_sender("pigeon", "some-session")
-    assert resolve_transport("auto") == "shared_memory"

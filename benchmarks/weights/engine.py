@@ -1,0 +1,139 @@
+"""Whole updates of real engines: what loading and repacking take, and which share of it verification is.
+
+Half the layers of the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.weights.model import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, buckets_of
+from benchmarks.weights.transports import BUCKET_BYTES
+from rollout.transformers.engine import TransformersEngine
+from rollout.vllm.engine import VllmEngine
+from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams
+from slime_like.weights.exposure import Round, exposed_seconds
+from slime_like.weights.transports.base import Sender
+from slime_like.weights.transports.registry import open_sender
+
+_REPEATS = 3
+_PROBE_TOKENS = 32
+_NAME = "shared_memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over the updates after the first.
+
+    Attributes:
+        seconds: the update, without the probe.
+        send_hash_s, receive_hash_s: spent hashing by sender and engine, at the same time and partly behind other work.
+        exposed_s: of that, what lengthened the update, at most.
+        probe_s: the engine's part of the probe.
+    """
+
+    name: str
+    nbytes: int
+    seconds: float
+    send_hash_s: float
+    receive_hash_s: float
+    exposed_s: float
+    probe_s: float
+
+    @property
+    def verify_share(self) -> float:
+        """Percent of update and probe together, at most."""
+        return 100 * (self.exposed_s + self.probe_s) / (self.seconds + self.probe_s)
+
+
+def measure(scratch: Path) -> list[Row]:
+    """One row per engine."""
+    torch.set_num_threads(1)
+    model = scratch / "model"
+    make_tiny_model(
+        model,
+        family="qwen2",
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS // 2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB,
+    )
+    weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = RunConfig(
+        run_dir=scratch / "run",
+        model=ModelConfig(path=model, dtype="bfloat16"),
+        data=DataConfig(max_prompt_tokens=64),
+        rollout=RolloutConfig(max_new_tokens=64, start_timeout_s=600, request_timeout_s=300),
+    )
+    return [
+        asyncio.run(_measure_engine(name, kind(config, 0), weights))
+        for name, kind in (("transformers", TransformersEngine), ("vllm", VllmEngine))
+    ]
+
+
+async def _measure_engine(name: str, engine: RolloutEngine, weights: dict[str, Tensor]) -> Row:
+    await engine.start()
+    sender = open_sender(
+        _NAME,
+        "engine-benchmark",
+    )
+    try:
+        await engine.connect(_NAME, sender.rendezvous())
+        updates = [await _update(engine, sender, weights, version) for version in range(1, _REPEATS + 2)][1:]
+    finally:
+        sender.close()
+        await engine.stop()
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    return Row(name, nbytes, *(median(update[index] for update in updates) for index in range(5)))
+
+
+async def _update(
+    engine: RolloutEngine, sender: Sender, weights: dict[str, Tensor], version: int
+) -> tuple[float, float, float, float, float]:
+    """Seconds of the update, of hashing by sender and engine, of what of that was exposed, and of the probe."""
+    started = time.perf_counter()
+    await engine.begin_update(version)
+    rounds: list[Round] = []
+    loading: asyncio.Task[None] | None = None
+    previous: BucketMetadata | None = None
+    for bucket in [*buckets_of(weights, BUCKET_BYTES), None]:
+        metadata = None if bucket is None else await asyncio.to_thread(sender.send, bucket)
+        sent = time.perf_counter()
+        if loading is not None and previous is not None:
+            await loading
+            sender.release(previous)
+        hash_s, loaded = metadata.figures.hash_s if metadata else 0.0, previous.nbytes if previous else 0
+        rounds.append(Round(hash_s, time.perf_counter() - sent, loaded))
+        if metadata is not None:
+            loading, previous = asyncio.create_task(engine.update(metadata)), metadata
+    receipt = await engine.finish_update(version)
+    updated = time.perf_counter()
+    await _probe(engine, version)
+    probe_s = time.perf_counter() - updated
+    send_hash_s = sum(each.send_hash_s for each in rounds)
+    return updated - started, send_hash_s, receipt.hash_s, exposed_seconds(rounds, receipt.hash_s), probe_s
+
+
+async def _probe(engine: RolloutEngine, version: int) -> None:
+    sampling: Any = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
+    prompts = [[(7919 * (index + 1) * place) % VOCAB for place in range(_PROBE_TOKENS)] for index in range(2)]
+    requests = [
+        GenerationRequest(f"p{version}-{index}", tokens, sampling, prompt_logprobs=True)
+        for index, tokens in enumerate(prompts)
+    ]
+    await asyncio.gather(*(engine.generate(request) for request in requests))

@@ -1,0 +1,168 @@
+"""One sender, one receiver in another process, the whole model in buckets; beside them a plain copy of the same bytes.
+
+Sending and receiving overlap as in a run: bucket k+1 is hashed and written while the receiver has bucket k. The
+receiver hashes every tensor; copying into its model, which is the engine's own business, is measured apart.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.weights.model import buckets_of, half_billion
+from benchmarks.weights.receiving import Received, Receiving
+from slime_like.weights import buckets as bucket_module
+from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.transports.base import Sender, TransportSettings
+from slime_like.weights.transports.registry import join_rendezvous, open_sender
+
+BUCKET_BYTES = 256 << 20
+_REPEATS = 5
+_CHANGED_EVERY = 50
+"""Elements between two changed ones where changes are sent: 2 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Wall and processor time."""
+
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to send; medians over the repeats.
+
+    Attributes:
+        seconds: with hashing on both sides, before the engine's own copy.
+        cpu_s: processor time of sender and receiver for the same.
+        unverified_s: without any hashing.
+        loaded_s: with hashing, and with the copy into the engine's model.
+        hash_s: spent hashing, by sender and receiver.
+        sender_peak, receiver_peak: most memory of the process, the model's own included in the sender.
+    """
+
+    name: str
+    nbytes: int
+    wire_nbytes: int
+    seconds: float
+    cpu_s: tuple[float, float]
+    unverified_s: float
+    unverified_cpu_s: tuple[float, float]
+    loaded_s: float
+    hash_s: tuple[float, float]
+    sender_peak: int
+    receiver_peak: int
+
+
+def measure(scratch: Path) -> tuple[Copy, list[Row]]:
+    """A plain copy of the model's bytes on one thread, and a row per transport."""
+    torch.set_num_threads(1)
+    model = half_billion()
+    rows: list[Row] = []
+    copies: list[Copy] = []
+    for name, delta in (
+        ("shared_memory", False),
+        ("gloo", False),
+        ("directory", False),
+        ("shared_memory", True),
+        ("gloo", True),
+    ):
+        copies += plain_copies(model)
+        rows.append(_measure_transport(name, delta, model, scratch))
+    return Copy(median(copy.seconds for copy in copies), median(copy.cpu_s for copy in copies)), rows
+
+
+def plain_copies(model: dict[str, Tensor]) -> list[Copy]:
+    """Tensor by tensor, into memory that is there."""
+    target = {name: tensor.clone() for name, tensor in model.items()}
+    copies = []
+    for _ in range(_REPEATS):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        for name, tensor in model.items():
+            target[name].copy_(tensor)
+        copies.append(Copy(time.perf_counter() - started, time.process_time() - cpu_started))
+    return copies
+
+
+def _measure_transport(name: str, delta: bool, model: dict[str, Tensor], scratch: Path) -> Row:
+    settings = TransportSettings(directory=scratch, timeout_s=120.0, delta=delta)
+    sender = open_sender(name, "weights-benchmark", settings)
+    receiving = Receiving(name, join_rendezvous([sender.rendezvous()]))
+    try:
+        _sync(sender, receiving, model, verify=True, load=True)  # buffers, connections and bases are there afterwards
+        verified = [_sync(sender, receiving, _next(model, delta), verify=True, load=False) for _ in range(_REPEATS)]
+        loaded = [_sync(sender, receiving, _next(model, delta), verify=True, load=True) for _ in range(_REPEATS)]
+        with _without_hashing():  # last: copies that changes are made for have wrong checksums afterwards
+            bare = [_sync(sender, receiving, _next(model, delta), verify=False, load=False) for _ in range(_REPEATS)]
+    finally:
+        receiving.close()
+        sender.close()
+    return Row(
+        name=name + (" + delta" if delta else ""),
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in model.values()),
+        wire_nbytes=verified[-1].wire_nbytes,
+        seconds=median(sync.seconds for sync in verified),
+        cpu_s=_cpu(verified),
+        unverified_s=median(sync.seconds for sync in bare),
+        unverified_cpu_s=_cpu(bare),
+        loaded_s=median(sync.seconds for sync in loaded),
+        hash_s=(median(sync.hash_s for sync in verified), median(sync.received.hash_s for sync in verified)),
+        sender_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        receiver_peak=loaded[-1].received.peak_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sync:
+    seconds: float
+    cpu_s: float
+    wire_nbytes: int
+    hash_s: float
+    received: Received
+
+
+def _sync(sender: Sender, receiving: Receiving, model: dict[str, Tensor], verify: bool, load: bool) -> _Sync:
+    receiving.begin(verify, load)
+    wire, hash_s, previous = 0, 0.0, None
+    started, cpu_started = time.perf_counter(), time.process_time()
+    for bucket in buckets_of(model, BUCKET_BYTES):
+        metadata = sender.send(bucket)
+        wire, hash_s = wire + metadata.figures.wire_nbytes, hash_s + metadata.figures.hash_s
+        if previous is not None:
+            receiving.taken()
+            sender.release(previous)
+        receiving.take(metadata)
+        previous = metadata
+    receiving.taken()
+    sender.release(previous)
+    seconds = time.perf_counter() - started
+    return _Sync(seconds, time.process_time() - cpu_started, wire, hash_s, receiving.finish())
+
+
+def _next(model: dict[str, Tensor], delta: bool) -> dict[str, Tensor]:
+    """The model of the next step: with ``delta``, every so many elements have another lowest bit."""
+    for tensor in model.values() if delta else ():
+        tensor.view(torch.int16).view(-1)[::_CHANGED_EVERY] ^= 1
+    return model
+
+
+def _cpu(syncs: list[_Sync]) -> tuple[float, float]:
+    return median(sync.cpu_s for sync in syncs), median(sync.received.cpu_s for sync in syncs)
+
+
+@contextmanager
+def _without_hashing() -> Iterator[None]:
+    assert bucket_module.tensor_checksum is tensor_checksum
+    with patch.object(bucket_module, "tensor_checksum", lambda tensor: 0):
+        yield

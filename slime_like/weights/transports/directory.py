@@ -1,0 +1,164 @@
+"""Buckets as files of a directory that trainers and engines both see, such as a shared file system.
+
+A file is written under a temporary name and renamed, so that a receiver never opens half of one; it is removed when
+every receiver is done with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
+from slime_like.weights.buckets import (
+    Stopwatch,
+    as_bytes,
+    bucket_nbytes,
+    entry_of,
+    figures_of,
+    place_tensors,
+    read_bucket,
+)
+from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transports.leftovers import check_name, check_session
+
+NAME = "directory"
+_APPEARS_S = 10.0
+"""For a renamed file to be seen by another host of a network file system."""
+_LOOK_EVERY_S = 0.05
+
+
+class DirectorySender:
+    """Writes one file per bucket."""
+
+    def __init__(self, session: str, directory: Path) -> None:
+        check_session(session)
+        self._directory = directory
+        self._session = session
+        # Process ids repeat between hosts.
+        self._prefix = f"{session}.{uuid.uuid4().hex[:12]}"
+        self._written = 0
+        self._in_flight: set[str] = set()
+
+    def rendezvous(self) -> dict[str, Any]:
+        return {"session": self._session, "directory": str(self._directory.resolve())}
+
+    def send(self, bucket: WeightBucket) -> BucketMetadata:
+        """Write ``bucket``.
+
+        Raises:
+            WeightSyncError: the disk is full, or refuses; what was written is removed.
+        """
+        name = f"{self._prefix}.{self._written}"
+        self._written += 1
+        hashing = Stopwatch()
+        partial = self._directory / f"{name}.partial"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            entries = _write(partial, bucket, hashing)
+            partial.rename(self._directory / name)
+        except OSError as error:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                partial.unlink()
+            raise self._refused(error, bucket) from error
+        self._in_flight.add(name)
+        return BucketMetadata(NAME, {"file": name}, entries, figures_of(entries, hashing))
+
+    def release(self, metadata: BucketMetadata) -> None:
+        name = metadata.location["file"]
+        if name not in self._in_flight:
+            raise WeightSyncError(f"weight sync {self._session}: {name} is not in flight, so nothing to release")
+        self._in_flight.remove(name)
+        (self._directory / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for name in self._in_flight:
+            (self._directory / name).unlink(missing_ok=True)
+        self._in_flight.clear()
+
+    def _refused(self, error: OSError, bucket: WeightBucket) -> WeightSyncError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space or lower sync.bucket_mb" if full else "choose one that can be written to"
+        return WeightSyncError(
+            f"sync.directory={self._directory} cannot take a weight bucket of {bucket_nbytes(bucket)} bytes: "
+            f"{os.strerror(error.errno) if error.errno else error}; {remedy}"
+        )
+
+
+class DirectoryReceiver:
+    """Maps the files that buckets name."""
+
+    def __init__(self, session: str, directory: Path) -> None:
+        check_session(session)
+        self._session = session
+        self._directory = directory
+
+    def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
+        if metadata.transport != NAME:
+            raise WeightSyncError(f"a {NAME} receiver was handed a bucket of transport {metadata.transport}")
+        name = metadata.location["file"]
+        check_name(name, self._session)
+        return read_bucket(metadata.entries, _read(self._directory / name))
+
+    def close(self) -> None:
+        """Mappings end with the tensors that look into them."""
+
+
+def open_sender(_: str, session: str, settings: TransportSettings) -> DirectorySender:
+    if settings.directory is None:
+        raise WeightSyncError(f"sync.transport={NAME} needs sync.directory: one that trainers and engines both see")
+    return DirectorySender(session, settings.directory)
+
+
+def open_receiver(_: str, rendezvous: Mapping[str, Any]) -> DirectoryReceiver:
+    return DirectoryReceiver(rendezvous["session"], Path(rendezvous["directory"]))
+
+
+def _write(path: Path, bucket: WeightBucket, hashing: Stopwatch) -> tuple[TensorEntry, ...]:
+    """By write calls, not by a mapping: a network file system sends those to its server when the file is closed."""
+    entries: list[TensorEntry] = []
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        for name, tensor, offset in place_tensors(bucket):
+            on_host = tensor.cpu()
+            entries.append(entry_of(name, on_host, offset, hashing))
+            file.seek(offset)
+            _write_all(file.fileno(), as_bytes(on_host).numpy().data)
+        file.truncate(max(bucket_nbytes(bucket), 1))
+    return tuple(entries)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read(path: Path) -> Tensor:
+    """(n,) uint8, the file's bytes; privately mapped, so that nobody can write to the sender's file."""
+    deadline = time.monotonic() + _APPEARS_S
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            break
+        except FileNotFoundError as error:
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"weight bucket {path} is not there: its sender closed or died, or sync.directory is not the same "
+                    "directory on both hosts"
+                ) from error
+            time.sleep(_LOOK_EVERY_S)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

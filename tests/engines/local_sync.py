@@ -1,0 +1,150 @@
+"""``WeightSync`` in one process: a real transformers engine, real transports, and Hugging Face's model as the trainer.
+
+What Ray would call on actors is called directly; nothing else is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from rollout.transformers.engine import TransformersEngine
+from slime_like.config import RunConfig
+from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt, WeightBucket
+from slime_like.orchestration.turns import OwnDevices
+from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights.transports.base import Sender, TransportSettings
+from slime_like.weights.transports.registry import open_sender
+
+T = TypeVar("T")
+SESSION = "local-sync-test"
+
+
+class LocalTrainers:
+    """Several senders, as the stages of a pipeline are, each with its part of ``weights``.
+
+    ``weights`` may be changed between syncs, as training does.
+    """
+
+    def __init__(self, model: Path, directory: Path, num_senders: int = 2, tensors_per_bucket: int = 5) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.senders: list[Sender] = []
+        self._directory = directory
+        self._num_senders = num_senders
+        self._per_bucket = tensors_per_bucket
+        self._streams: list[Iterator[WeightBucket]] = []
+        self._in_flight: list[tuple[Sender, BucketMetadata]] = []
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def exported(self) -> dict[str, Tensor]:
+        """What is sent; mutations put their bugs here."""
+        return self.weights
+
+    def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
+        self.close()
+        settings = TransportSettings(directory=self._directory, timeout_s=20.0, delta=delta)
+        self.senders = [open_sender(name, session, settings) for _ in range(self._num_senders)]
+        return [sender.rendezvous() for sender in self.senders]
+
+    def begin_export(self) -> None:
+        self._release()
+        tensors = list(self.exported().items())
+        share = -(-len(tensors) // self._num_senders)
+        self._streams = [self._buckets(tensors[rank * share : (rank + 1) * share]) for rank in range(self._num_senders)]
+
+    def next_buckets(self) -> list[BucketMetadata | None]:
+        self._release()
+        return [self._send(sender, next(s, None)) for sender, s in zip(self.senders, self._streams, strict=True)]
+
+    def probe(self, sequences: list[list[int]]) -> np.ndarray:
+        """Teacher-forced logprobs by Hugging Face's forward pass."""
+        with torch.inference_mode():
+            parts = []
+            for tokens in sequences:
+                ids = torch.tensor([tokens])
+                logprobs = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+                parts.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
+        return torch.cat(parts).numpy()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        for sender in self.senders:
+            sender.close()
+
+    def _buckets(self, tensors: list[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+        for start in range(0, len(tensors), self._per_bucket):
+            yield WeightBucket(tensors[start : start + self._per_bucket])
+
+    def _send(self, sender: Sender, bucket: WeightBucket | None) -> BucketMetadata | None:
+        if bucket is None:
+            return None
+        metadata = sender.send(bucket)
+        self._in_flight.append((sender, metadata))
+        return metadata
+
+    def _release(self) -> None:
+        """The engine has finished all that was sent: here nothing overlaps."""
+        while self._in_flight:
+            sender, metadata = self._in_flight.pop(0)
+            sender.release(metadata)
+
+
+class LocalEngines:
+    """The generation pool of one engine."""
+
+    num_engines = 1
+
+    def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
+        self._loop = loop
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(call, 60))
+
+    def restart_dead(self) -> list[str]:
+        return []
+
+    def lose_dead(self, error: Exception) -> bool:
+        """The engine lives in this process."""
+        return False
+
+    def admit(self) -> None: ...
+
+    def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        self.run(self.engine.connect(transport, rendezvous))
+
+    def begin_update(self, version: int) -> None:
+        self.run(self.engine.begin_update(version))
+
+    def start_update(self, buckets: list[BucketMetadata]) -> list[Any]:
+        for bucket in buckets:
+            self.run(self.engine.update(bucket))
+        return []
+
+    def wait_update(self, references: list[Any]) -> None:
+        assert references == []
+
+    def finish_update(self, version: int) -> list[UpdateReceipt]:
+        return [self.run(self.engine.finish_update(version))]
+
+    def ask_each(self, requests: list[GenerationRequest]) -> list[list[Generation]]:
+        return [[self.run(self.engine.generate(request))[0]] for request in requests]
+
+
+def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
+    placement: Any = SimpleNamespace(device="CPU", num_nodes=1)
+    mixed: Any = (trainers, engines)
+    sync = WeightSync(config, mixed[0], mixed[1], placement, OwnDevices(), SESSION)
+    sync.connect()
+    return sync

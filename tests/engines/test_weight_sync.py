@@ -1,0 +1,168 @@
+"""Whole syncs into a real engine: every transport, only changes, and what happens when one fails half-way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.transformers.engine import TransformersEngine
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams
+from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights.transports import directory
+from slime_like.weights.transports.leftovers import cleanup
+from tests.engines.harness import run_config
+from tests.engines.local_sync import SESSION, LocalEngines, LocalTrainers, new_sync
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
+
+
+class Setting:
+    """One engine, one trainer, and syncs between them."""
+
+    def __init__(self, model: Path, tmp_path: Path, transport: str, delta: str) -> None:
+        config = run_config(model, tmp_path / "run")
+        sync = config.sync.model_copy(
+            update={"transport": transport, "delta": delta, "directory": tmp_path / "buckets", "timeout_s": 20.0}
+        )
+        self.config = config.model_copy(update={"sync": sync})
+        self.buckets = tmp_path / "buckets"
+        self.loop = asyncio.new_event_loop()
+        self.trainers = LocalTrainers(model, self.buckets)
+        self.engines = LocalEngines(TransformersEngine(self.config, 0), self.loop)
+        self.engines.run(self.engines.engine.start())
+        self.sync: WeightSync = new_sync(self.config, self.trainers, self.engines)
+
+    def train(self, seed: int, elements: int = 3) -> None:
+        """Change a few elements of every weight, as a step at a small learning rate does of a 16-bit one's."""
+        generator = torch.Generator().manual_seed(seed)
+        for weight in self.trainers.weights.values():
+            flat = weight.view(-1)
+            places = torch.randint(len(flat), (elements,), generator=generator)
+            flat[places] += torch.randn(elements, generator=generator) * 0.1
+
+    def serves(self, version: int) -> None:
+        """The engine's tensors are the trainer's bits, and its samples say so."""
+        model = self.engines.engine._model
+        for name, parameter in model.named_parameters():
+            ours, theirs = self.trainers.weights[name].view(torch.int32), parameter.data.view(torch.int32)
+            assert np.array_equal(ours.numpy(), theirs.numpy()), name
+        (generation,) = self.engines.run(self.engines.engine.generate(GenerationRequest(f"g{version}", [3, 4], GREEDY)))
+        assert set(generation.weight_versions.tolist()) == {version}
+
+    def refuses(self) -> None:
+        with pytest.raises(EngineError, match="mixed weights"):
+            self.engines.run(self.engines.engine.generate(GenerationRequest("refused", [3, 4], GREEDY)))
+
+    def close(self) -> None:
+        self.trainers.close()
+        self.engines.run(self.engines.engine.stop())
+        self.loop.close()
+        assert cleanup(SESSION) == []
+        assert not self.buckets.exists() or list(self.buckets.iterdir()) == []
+
+
+@pytest.fixture(params=[("gloo", "always")])
+def setting(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) -> Iterator[Setting]:
+    opened = Setting(models[0], tmp_path, *request.param)
+    yield opened
+    opened.close()
+
+
+EVERY_WAY = [
+    (transport, delta) for transport in ("shared_memory", "gloo", "directory") for delta in ("never", "always")
+]
+
+
+@pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
+def test_every_transport_brings_every_bit(setting: Setting) -> None:
+    delta = setting.config.sync.delta == "always"
+    reports = []
+    for version in range(1, 4):
+        setting.train(version)
+        reports.append(setting.sync.run(version))
+        setting.serves(version)
+    whole = sum(weight.numel() * 4 for weight in setting.trainers.weights.values())
+    assert [report.nbytes for report in reports] == [whole] * 3
+    assert reports[0].wire_nbytes == whole
+    assert all((report.wire_nbytes < whole / 20) is delta for report in reports[1:])
+    assert [report.changed_fraction is not None for report in reports] == [False, delta, delta]
+    for report in reports:
+        assert report.probe_gap is not None and report.probe_gap < setting.config.sync.probe_tolerance
+        assert 0 < report.verify_s < report.seconds
+        assert (report.record().nbytes, report.record().wire_nbytes) == (whole, report.wire_nbytes)
+        assert f"over {setting.config.sync.transport}" in str(report)
+
+
+def test_an_engine_that_lost_its_copy_is_sent_everything(setting: Setting) -> None:
+    """It was started again, and connected to senders that know nothing of it."""
+    setting.sync.run(1)
+    setting.train(2)
+    engine = setting.engines.engine
+    rendezvous: list[dict[str, object]] = []
+    connect = setting.engines.connect
+    setting.engines.connect = lambda name, where: (rendezvous.append(where), connect(name, where))[1]  # type: ignore[method-assign, func-returns-value]
+    setting.sync.connect()
+    setting.sync.run(2)  # bases on both sides again
+    setting.engines.run(engine.connect("gloo", rendezvous[-1]))  # a receiver without any
+    setting.train(3)
+    report = setting.sync.run(3)
+    setting.serves(3)
+    assert report.wire_nbytes == report.nbytes
+    assert len(rendezvous) == 2  # once by hand, once for the whole sync
+    setting.train(4)
+    assert setting.sync.run(4).wire_nbytes < report.nbytes / 20
+    setting.serves(4)
+
+
+@pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
+def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
+    """The engine keeps out of rotation, never on half of the new weights, until a whole sync has come."""
+    setting.sync.run(1)
+    setting.train(2)
+    send = setting.trainers.next_buckets
+    calls = 0
+
+    def lose() -> list[BucketMetadata | None]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise EngineError("trainer rank 0 died while exporting weights")
+        return send()
+
+    setting.trainers.next_buckets = lose  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="died while exporting"):
+        setting.sync.run(2)
+    setting.refuses()
+    setting.trainers.next_buckets = send  # type: ignore[method-assign]
+    setting.train(3)
+    report = setting.sync.run(3)
+    setting.serves(3)
+    assert report.wire_nbytes == report.nbytes  # nobody knows what the engine holds
+
+
+@pytest.mark.parametrize("setting", [("directory", "never")], indirect=True, ids="-".join)
+def test_a_disk_that_is_full_half_way(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.sync.run(1)
+    setting.train(2)
+    real, written = directory.os.write, 0
+
+    def full(descriptor: int, data: memoryview) -> int:
+        nonlocal written
+        written += 1
+        if written > 12:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "write", full)
+        with pytest.raises(WeightSyncError, match=r"No space left on device; free some space or lower sync.bucket_mb"):
+            setting.sync.run(2)
+    setting.refuses()
+    setting.sync.run(2)
+    setting.serves(2)

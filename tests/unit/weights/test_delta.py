@@ -1,0 +1,244 @@
+"""Changes instead of tensors: the receiver ends with the sender's bits, or with an error.
+
+Tensors are compared as integers: for floats, NaN differs from itself and -0.0 equals 0.0.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.weights.arrival import Arrivals
+from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.delta.encoding import BLOCK, apply_changes, as_integers, encode_changes, find_changes
+from slime_like.weights.delta.receiver import is_base_lost
+from slime_like.weights.transports.base import Receiver, Sender, TransportSettings
+from slime_like.weights.transports.leftovers import cleanup
+from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
+from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def new_pair(session: str) -> tuple[Sender, Receiver]:
+    sender = open_sender("shared_memory", session, TransportSettings(delta=True))
+    return sender, open_receiver("shared_memory", join_rendezvous([sender.rendezvous()]))
+
+
+@pytest.fixture
+def session() -> Iterator[str]:
+    name = f"delta-test-{uuid.uuid4().hex}"
+    yield name
+    cleanup(name)
+
+
+def deliver(sender: Sender, receiver: Receiver, tensors: dict[str, Tensor]) -> BucketMetadata:
+    """One bucket, as an engine's worker takes it, metadata by a wire of plain values."""
+    metadata = sender.send(WeightBucket(list(tensors.items())))
+    seen = metadata_from_wire(metadata_to_wire(metadata))
+    received = list(receiver.receive(seen))
+    Arrivals().check(seen.entries, received)
+    for (name, tensor), (sent_name, sent), entry in zip(received, tensors.items(), metadata.entries, strict=True):
+        assert name == sent_name == entry.name
+        assert tensor.dtype == sent.dtype and tensor.shape == sent.shape
+        assert np.array_equal(bits(tensor), bits(sent))
+        assert entry.checksum == tensor_checksum(sent)
+    sender.release(metadata)
+    return metadata
+
+
+# ------------------------------------------------------------------------------------------------------------ encoding
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_change_of_any_bits_is_found_and_applied(data: st.DataObject) -> None:
+    """Random bit patterns, NaNs among them, of any length around words and blocks, anywhere in memory."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    size = data.draw(st.sampled_from((0, 1, 3, 4, 7, 8, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 17 * BLOCK + 5)))
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    offset = data.draw(st.integers(0, 3))
+    raw = torch.from_numpy(generator.integers(0, 256, (size + offset + 1) * dtype.itemsize, dtype=np.uint8))
+    base = as_integers(raw.view(dtype)[offset:-1])
+    new = base.clone()
+    count = min(size, data.draw(st.sampled_from((0, 1, 2, 50, 10**6))))
+    places = torch.from_numpy(generator.choice(size, count, replace=False)) if count else torch.empty(0).long()
+    new[places] = new[places] ^ data.draw(st.sampled_from((1, 3, -(2 ** (8 * dtype.itemsize - 1)))))
+
+    found = find_changes(new, base)
+    assert torch.equal(found, places.sort().values)
+    encoded = encode_changes(new, found)
+    copy = base.clone()
+    apply_changes(copy, encoded, len(found))
+    assert torch.equal(copy, new)
+
+
+def test_damaged_changes_are_refused() -> None:
+    base = torch.arange(BLOCK + 10, dtype=torch.int16)
+    new = base.clone()
+    new[[3, BLOCK + 9]] += 1
+    encoded = encode_changes(new, find_changes(new, base))
+    with pytest.raises(WeightSyncError, match="cannot be"):
+        apply_changes(base.clone(), encoded, 9)
+    elsewhere = encoded.clone()
+    elsewhere[8:16].view(torch.int16)[1] = 10  # the second offset: one behind the end
+    with pytest.raises(WeightSyncError, match=f"a change at element {BLOCK + 10}"):
+        apply_changes(base.clone(), elsewhere, 2)
+    miscounted = encoded.clone()
+    miscounted[16:].view(torch.int32)[0] = 2
+    with pytest.raises(WeightSyncError, match="hold 3"):
+        apply_changes(base.clone(), miscounted, 2)
+
+
+def test_complex_numbers_are_refused() -> None:
+    with pytest.raises(WeightSyncError, match=r"set sync.delta: never"):
+        as_integers(torch.ones(2, dtype=torch.complex128))
+
+
+# ---------------------------------------------------------------------------------------------------- sender, receiver
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_syncs_bit_for_bit(session: str, dtype: torch.dtype) -> None:
+    """Few changes, none, all, signs of zero, NaNs with payloads, and empty and odd tensors beside."""
+    generator = torch.Generator().manual_seed(0)
+    sender, receiver = new_pair(session)
+    tensors = {
+        "large": torch.randn(300, 301, generator=generator).to(dtype),
+        "odd": torch.randn(7, generator=generator).to(dtype),
+        "empty": torch.empty(0, 5, dtype=dtype),
+        "still": torch.ones(64, 64, dtype=dtype),
+    }
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    first = deliver(sender, receiver, tensors)
+    assert (first.figures.wire_nbytes, first.figures.elements) == (whole, 0)
+
+    large = as_integers(tensors["large"])
+    large[::1000] ^= 1
+    few = deliver(sender, receiver, tensors)
+    assert few.figures.changed == len(large[::1000])
+    assert few.figures.elements == sum(tensor.numel() for tensor in tensors.values())
+    assert few.figures.wire_nbytes < whole / 10
+
+    none = deliver(sender, receiver, tensors)
+    assert none.figures.changed == 0
+
+    large[5:40] = int(torch.iinfo(large.dtype).max)  # a NaN whose payload is all ones
+    large[40] = 0
+    deliver(sender, receiver, tensors)
+    large[6] -= 1  # another payload
+    large[40] = int(torch.iinfo(large.dtype).min)  # -0.0 where 0.0 was
+    assert deliver(sender, receiver, tensors).figures.changed == 2
+
+    large ^= 1
+    every = deliver(sender, receiver, tensors)
+    assert every.figures.changed == large.numel()
+    assert every.location["changes"][0] is None  # the whole tensor is less
+    large[3] ^= 1
+    assert deliver(sender, receiver, tensors).figures.changed == 1  # which is a base again
+    receiver.close()
+    sender.close()
+
+
+def test_a_tensor_of_another_form_travels_whole(session: str) -> None:
+    sender, receiver = new_pair(session)
+    for tensor in (torch.ones(4, 6), torch.ones(6, 4), torch.ones(6, 4).half(), torch.ones(6, 4, 2).half()):
+        metadata = deliver(sender, receiver, {"t": tensor})
+        assert metadata.location["changes"] == [None]
+    sender.close()
+
+
+def test_what_the_trainer_does_with_its_tensor_later_is_its_own_business(session: str) -> None:
+    """The export hands out views of the model's memory, which the next step overwrites."""
+    sender, receiver = new_pair(session)
+    weight = torch.ones(1000)
+    deliver(sender, receiver, {"t": weight})
+    weight.mul_(2)
+    assert deliver(sender, receiver, {"t": weight}).figures.changed == 1000
+    sender.close()
+
+
+def test_two_receivers_of_one_sender(session: str) -> None:
+    sender, receiver = new_pair(session)
+    other = open_receiver("shared_memory", sender.rendezvous())
+    weight = torch.zeros(5000)
+    for step in range(4):
+        weight[step * 100] = step
+        metadata = sender.send(WeightBucket([("t", weight)]))
+        for each in (receiver, other):
+            ((_, tensor),) = each.receive(metadata)
+            assert torch.equal(tensor, weight)
+        sender.release(metadata)
+    sender.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- lost bases
+def lose_by_restart(session: str, sender: Sender, receiver: Receiver, weight: Tensor) -> Receiver:
+    receiver.close()
+    return open_receiver("shared_memory", sender.rendezvous())
+
+
+def lose_by_a_missed_bucket(session: str, sender: Sender, receiver: Receiver, weight: Tensor) -> Receiver:
+    weight[17] += 1
+    sender.release(sender.send(WeightBucket([("t", weight)])))  # the receiver failed before it took this one
+    return receiver
+
+
+def lose_by_damage(session: str, sender: Sender, receiver: Receiver, weight: Tensor) -> Receiver:
+    """A bucket that did not arrive as it was sent: its checksum is refused, and the copy is not built upon."""
+    weight[18] += 1
+    metadata = sender.send(WeightBucket([("t", weight)]))
+    entry = replace(metadata.entries[0], checksum=metadata.entries[0].checksum ^ 1)
+    received = list(receiver.receive(replace(metadata, entries=(entry,))))
+    with pytest.raises(WeightSyncError, match="arrived damaged"):
+        Arrivals().check((entry,), received)
+    sender.release(metadata)
+    return receiver
+
+
+@pytest.mark.parametrize("lose", [lose_by_restart, lose_by_a_missed_bucket, lose_by_damage])
+def test_a_lost_base_is_noticed_and_a_whole_sync_mends_it(session: str, lose: Any) -> None:
+    sender, receiver = new_pair(session)
+    weight = torch.zeros(5000)
+    deliver(sender, receiver, {"t": weight})
+    receiver = lose(session, sender, receiver, weight)
+    weight[3] = 1
+    metadata = sender.send(WeightBucket([("t", weight)]))
+    with pytest.raises(WeightSyncError, match="tensor t: delta base lost") as refusal:
+        list(receiver.receive(metadata))
+    assert is_base_lost(refusal.value)
+    assert is_base_lost(WeightSyncError(f"engine 0: update failed: WeightSyncError: {refusal.value}"))
+    sender.release(metadata)
+    sender.close()
+    sender = open_sender("shared_memory", session, TransportSettings(delta=True))  # has sent nothing yet
+    assert deliver(sender, receiver, {"t": weight}).figures.elements == 0
+    weight[4] = 1
+    assert deliver(sender, receiver, {"t": weight}).figures.changed == 1
+    sender.close()
+
+
+def test_a_bucket_given_up_half_way_leaves_no_base(session: str) -> None:
+    """The engine stopped reading after the first tensor; what it did not read is not what it holds."""
+    sender, receiver = new_pair(session)
+    tensors = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    deliver(sender, receiver, tensors)
+    tensors["a"][0], tensors["b"][0] = 1, 1
+    metadata = sender.send(WeightBucket(list(tensors.items())))
+    next(iter(receiver.receive(metadata)))
+    sender.release(metadata)
+    tensors["a"][1], tensors["b"][1] = 1, 1
+    metadata = sender.send(WeightBucket(list(tensors.items())))
+    with pytest.raises(WeightSyncError, match="tensor b: delta base lost"):
+        list(receiver.receive(metadata))
+    sender.close()
