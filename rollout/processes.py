@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -16,9 +17,20 @@ def process_ids() -> frozenset[int]:
 
 
 def new_children(before: Collection[int]) -> list[int]:
-    """Descendants that are not in ``before``, without Python's own resource tracker, which ends with this process."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if child.pid not in before and not _is_tracker(child)]
+    """Descendants that are not in ``before``, without resource trackers."""
+    return [pid for pid in descendants(os.getpid()) if pid not in before]
+
+
+def descendants(process_id: int) -> list[int]:
+    """Descendants of a process, without Python's resource trackers.
+
+    Those remove what the others leave, and end when they do.
+    """
+    try:
+        children = psutil.Process(process_id).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in children if not _is_tracker(child)]
 
 
 def is_alive(process_id: int) -> bool:

@@ -94,7 +94,7 @@ ensure_environment() { # $1: runtime (default) | dev | bench
         say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
         [[ "$(torch_version)" == "$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)+cpu" ]] || install_torch
-        say "installing Ray, Megatron-core, vLLM, transformers and what they need (minutes)"
+        say "installing Ray, Megatron-core, vLLM, SGLang, transformers and what they need (minutes)"
         install_locked runtime
         refuse_cuda_torch
         say "installing slime-like itself"

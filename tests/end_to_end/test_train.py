@@ -26,7 +26,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in metrics_of(run_dir) if "train_actor_training/loss" in row]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1."""
     run_dir = tmp_path / "run"

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.data.tiny_model import make_tiny_model
 from tests.engines.harness import EngineUnderTest, Reference, run_config
 
-ENGINES = {"vllm": VllmEngine, "transformers": TransformersEngine}
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
 """Many, so that a random model meets one soon."""
 RARE_ID = 263

@@ -16,6 +16,7 @@ import torch
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest
+from slime_like.weights.transports.base import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference
 
@@ -94,12 +95,23 @@ def test_length_limit(engine: EngineUnderTest, prompts: list[list[int]], limit: 
     assert all(g.finish_reason == "length" and len(g.token_ids) == limit for g in generations)
 
 
+def test_the_longest_sequence(engine: EngineUnderTest) -> None:
+    """A prompt and a response that fill the engine to its last position, 100 and 700 tokens."""
+    prompt = [7 + i % 90 for i in range(100)]
+    (generation,) = engine.generate(prompt, max_new_tokens=700, stop_token_ids=NO_STOP, temperature=COLD)
+    assert (generation.finish_reason, len(generation.token_ids)) == ("length", 700)
+    check_logprobs(engine.reference, prompt, generation, COLD)
+
+
 def test_a_seed_gives_the_same_ids_whoever_else_runs(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     def seeded(prompt: list[int], seed: int, count: int) -> GenerationRequest:
         return engine.request(prompt, seed=seed, num_samples=count, max_new_tokens=12, stop_token_ids=NO_STOP)
 
     alone = engine.generate_all([seeded(prompts[4], 7, 2)])[0]
-    crowd = engine.generate_all([seeded(p, i, 3) for i, p in enumerate(prompts)] + [seeded(prompts[4], 7, 4)])[-1]
+    others = [seeded(p, i, 3) for i, p in enumerate(prompts)]
+    others.append(engine.request(prompts[0], temperature=0.0, max_new_tokens=12, stop_token_ids=NO_STOP))
+    others.append(engine.request(prompts[1], top_k=5, max_new_tokens=12, stop_token_ids=NO_STOP, training=False))
+    crowd = engine.generate_all([*others, seeded(prompts[4], 7, 4)])[-1]
     ids = [generation.token_ids.tolist() for generation in crowd]
     assert [generation.token_ids.tolist() for generation in alone] == ids[:2]
     assert len({tuple(sample) for sample in ids}) == 4
@@ -277,6 +289,27 @@ def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[li
     assert engine.run(scenario()).finish_reason == "abort"
 
 
+def test_what_a_frozen_request_has_sampled_is_not_lost(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario(delay_s: float) -> list[Generation]:
+        request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, stop_token_ids=NO_STOP)
+        task = asyncio.create_task(engine.engine.generate(request))
+        await asyncio.sleep(delay_s)
+        await engine.engine.pause("keep")
+        await engine.engine.abort()
+        generations = await asyncio.wait_for(task, 5)
+        await engine.engine.resume()
+        return generations
+
+    for delay_s in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28):
+        generations = engine.run(scenario(delay_s))
+        if all(0 < len(generation.token_ids) < 40 for generation in generations):
+            break
+    for generation in generations:
+        assert generation.finish_reason == "abort"
+        assert 0 < len(generation.token_ids) < 40
+        check_logprobs(engine.reference, prompts[6], generation, COLD)
+
+
 def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     """As where a trainer shares the device: asleep, updated with the weights alone awake, then serving them."""
 
@@ -374,6 +407,21 @@ def check_switch(
     before = old[0].logprobs(prompt, generation.token_ids, COLD)[:switch]
     after = new[0].logprobs(prompt, generation.token_ids, COLD)[switch:]
     assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("transport", ["gloo", "directory"])
+def test_update_over_a_network_or_a_directory_with_changes_alone(
+    engine: EngineUnderTest, prompts: list[list[int]], transport: str, tmp_path: Path
+) -> None:
+    """All of another model, then the same once more, of which nothing has to be sent."""
+    settings = TransportSettings(directory=tmp_path / "buckets", timeout_s=30.0, delta=True)
+    with engine.over(transport, settings):
+        for which in (1 - engine.current, 1 - engine.current):
+            receipt, sent = engine.run(engine.load(which))
+            assert receipt.checksums == sent
+            (after,) = engine.generate(prompts[0], max_new_tokens=8)
+            check_logprobs(engine.reference, prompts[0], after)
+            assert set(after.weight_versions.tolist()) == {engine.version}
 
 
 def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:

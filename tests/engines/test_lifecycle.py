@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from rollout.processes import new_children, process_ids
+from rollout.processes import mapped_files, new_children, process_ids
+from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.errors import CheckpointError, ConfigError, EngineError
@@ -24,15 +26,19 @@ from tests.engines.harness import run_config
 LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
 
 
-def test_vllm_stops_cleanly_starts_again_and_its_death_is_told(models: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(VllmEngine, "vLLM"), (SglangEngine, "SGLang")])
+def test_it_stops_cleanly_starts_again_and_its_death_is_told(
+    models: list[Path], tmp_path: Path, kind: type[RolloutEngine], name: str
+) -> None:
     before = process_ids()
-    engine = VllmEngine(run_config(models[0], tmp_path), 0)
+    engine = kind(run_config(models[0], tmp_path), 0)
 
     async def scenario() -> None:
         await engine.start()
         first = (await engine.health()).process_ids
         assert first
         assert set(first) <= set(new_children(before))
+        assert files_of_sglang(first) == set()
         await engine.stop()
         assert not any(psutil.pid_exists(pid) for pid in first)
         assert not (await engine.health()).alive
@@ -41,19 +47,27 @@ def test_vllm_stops_cleanly_starts_again_and_its_death_is_told(models: list[Path
 
         await engine.start()
         assert (await engine.generate(GenerationRequest("again", [3, 4], SamplingParams(max_new_tokens=2))))[0]
-        await die_while_generating(engine)
+        await die_while_generating(engine, name)
         await engine.stop()
 
     asyncio.run(scenario())
     assert new_children(before) == []
 
 
-async def die_while_generating(engine: VllmEngine) -> None:
+def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
+    """What has a name outside the run directory: a process that is killed could not remove it."""
+    shared = set(mapped_files(process_ids, "/dev/shm/sglang_"))
+    commands = [psutil.Process(pid).cmdline() for pid in process_ids]
+    scratch = {Path(command[-1]) for command in commands if "rollout.sglang.main" in command}
+    return {path for path in shared | scratch if path.exists()}
+
+
+async def die_while_generating(engine: RolloutEngine, name: str) -> None:
     task = asyncio.create_task(engine.generate(GenerationRequest("doomed", [3, 4, 5], LONG, num_samples=4)))
     await asyncio.sleep(0.1)
     for pid in (await engine.health()).process_ids:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="vLLM engine 0 died while it ran request doomed"):
+    with pytest.raises(EngineError, match=f"{name} engine 0 died while it ran request doomed"):
         await asyncio.wait_for(task, 30)
     assert not (await engine.health()).alive
     with pytest.raises(EngineError, match="has died"):
@@ -63,11 +77,11 @@ async def die_while_generating(engine: VllmEngine) -> None:
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from rollout.vllm.engine import VllmEngine
+from slime_like.orchestration.plugins import load_engine
 from tests.engines.harness import run_config
 
 async def main():
-    engine = VllmEngine(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
+    engine = load_engine(sys.argv[3])(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
     await engine.start()
     print("pids", *(await engine.health()).process_ids, flush=True)
     await asyncio.sleep(60)
@@ -77,13 +91,14 @@ if __name__ == "__main__":
 """
 
 
-def test_vllm_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_it_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Path, kind: str) -> None:
     """Even if that is killed outright and can clean up nothing."""
     script = tmp_path / "owner.py"
     script.write_text(ORPHAN)
     root = Path(__file__).parents[2]
     owner = subprocess.Popen(
-        [sys.executable, script, models[0], tmp_path],
+        [sys.executable, script, models[0], tmp_path, kind],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -93,6 +108,7 @@ def test_vllm_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: P
         assert owner.stdout is not None
         line = next(line for line in owner.stdout if line.startswith("pids"))
         pids = [int(word) for word in line.split()[1:]]
+        assert files_of_sglang(pids) == set()
     finally:
         owner.kill()
         owner.wait()
@@ -110,6 +126,11 @@ def test_vllm_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: P
         (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
         (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is refused"),
         (VllmEngine, {"max_model_len": 4000}, "did not start"),
+        (SglangEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: SGLang has no such argument"),
+        (SglangEngine, {"engine_args": {"context_length": 64}}, "set rollout.max_model_len instead"),
+        (SglangEngine, {"engine_args": {"enable_lora": True}}, "enable_lora is refused"),
+        (SglangEngine, {"max_model_len": 4000}, "max_position_embeddings=1024"),
+        (SglangEngine, {"engine_args": {"max_total_tokens": 1}}, "did not start: AssertionError: .*is zero"),
         (TransformersEngine, {"engine_args": {"block_size": 32}}, "it knows attn_implementation, max_batch_size"),
         (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),
     ],
@@ -123,9 +144,10 @@ def test_a_start_that_cannot_succeed(
     assert new_children(before) == []
 
 
-def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path, kind: type[RolloutEngine]) -> None:
     before = process_ids()
-    engine = VllmEngine(run_config(models[0], tmp_path, start_timeout_s=0.5), 0)
+    engine = kind(run_config(models[0], tmp_path, start_timeout_s=0.5), 0)
 
     async def scenario() -> None:
         with pytest.raises(EngineError, match=r"rollout.start_timeout_s=0.5 s"):
@@ -138,7 +160,7 @@ def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path
     assert new_children(before) == []
 
 
-@pytest.mark.parametrize("kind", [VllmEngine, TransformersEngine])
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, TransformersEngine])
 def test_a_checkpoint_that_is_none(tmp_path: Path, models: list[Path], kind: type[RolloutEngine]) -> None:
     with pytest.raises(ConfigError, match=r"no config.json"):
         kind(run_config(tmp_path, tmp_path), 0)

@@ -1,0 +1,35 @@
+"""What crosses the link between an engine's owner and SGLang's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.errors import SlimeLikeError
+
+START = "start"
+"""The first call, answered when the engine serves; its arguments are the run's configuration and the engine's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a method of ``rollout.sglang.host.Host``; ``number`` comes back with the answer."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call returned, or why it failed: one line."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error; of our own errors, which say everything, the message alone."""
+    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]

@@ -1,0 +1,225 @@
+"""SGLang's own process: its tokenizer manager, and the parent of its schedulers.
+
+A process of its own, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
+every child of the process when it shuts down, and it replaces the event loop's policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    UpdateWeightVersionReqInput,
+    sock_recv,
+    sock_send,
+)
+
+from rollout.requests import sample_seed
+from rollout.sglang.reports import RankReport, Reports, common_checksums, require_success
+from rollout.sglang.sampling import generation, nothing, sampling_params
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.interfaces import Generation, GenerationRequest, PauseMode
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+    from slime_like.config import RunConfig
+
+
+class Host:
+    """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
+
+    def __init__(self, engine: Engine, reports: Reports, config: RunConfig, engine_index: int) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._reports = reports
+        self._ranks = config.rollout.tensor
+        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
+        self._version = 0
+        self._running: dict[str, _Running] = {}
+        self._sampling: dict[str, asyncio.Event] = {}
+        self._open = asyncio.Event()  # the gate: closed while paused
+        self._open.set()
+        self._rpc_turn = asyncio.Lock()
+        self._updating = False
+
+    # --------------------------------------------------------------------------------------------------------- requests
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Every sample is a request of SGLang's own, with its own seed; greedy ones are computed once."""
+        running = self._running[request.request_id] = _Running(request)
+        greedy = request.sampling.temperature == 0
+        tasks = [asyncio.ensure_future(self._sample(running, i)) for i in range(1 if greedy else request.num_samples)]
+        try:
+            samples = await asyncio.gather(*tasks)
+        except BaseException:
+            self._abort(running)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        finally:
+            del self._running[request.request_id]
+        return samples * request.num_samples if greedy else samples
+
+    async def abort(self, request_id: str | None) -> None:
+        chosen = self._running if request_id is None else self._running.keys() & {request_id}
+        for name in list(chosen):
+            self._abort(self._running[name])
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Close the gate; then end, await, or freeze what runs."""
+        self._open.clear()
+        if mode == "abort":
+            await self.abort(None)
+        elif mode == "wait" and self._sampling:
+            await self._thaw()
+        if mode != "keep":
+            await asyncio.gather(*(ended.wait() for ended in self._sampling.values()))
+        await self._freeze()
+
+    async def resume(self) -> None:
+        await self._thaw()
+        self._open.set()
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        await self._on_every_rank("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
+
+    async def begin_update(self) -> None:
+        await self.close_update()
+        await self._on_every_rank("begin_reception")
+        _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        self._updating = True
+
+    async def update(self, metadata: dict[str, Any]) -> None:
+        await self._on_every_rank("receive_bucket", metadata=json.dumps(metadata))
+
+    async def received(self) -> tuple[dict[str, int], float]:
+        """Hashes of the open update's tensors, and the seconds they took."""
+        return common_checksums(await self._on_every_rank("report_received"))
+
+    async def close_update(self) -> None:
+        """Close SGLang's side of an update, if one is open."""
+        if self._updating:
+            self._updating = False
+            _require(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+
+    async def finish_update(self, version: int) -> None:
+        await self.close_update()
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
+        await self._flush()
+        self._version = version
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(parts)))
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
+
+    async def reach_schedulers(self) -> None:
+        """Use every socket to the schedulers once."""
+        await self.ping()
+        await self._on_every_rank("begin_reception")
+
+    async def ping(self) -> None:
+        """Answered by the schedulers, not only by this process."""
+        await self._manager.get_internal_state()
+
+    # ---------------------------------------------------------------------------------------------------------- private
+    async def _sample(self, running: _Running, index: int) -> Generation:
+        request = running.request
+        seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
+        submission = GenerateReqInput(
+            rid=f"{running.prefix}{index}.",
+            input_ids=list(request.prompt_tokens),
+            sampling_params=sampling_params(request, self._dimensions, seed),
+            return_logprob=True,
+            logprob_start_len=0 if request.prompt_logprobs else -1,
+            stream=False,
+        )
+        await running.wait_for(self._open)
+        if running.aborted.is_set():
+            return nothing()
+        # From here to the scheduler nothing waits, so that neither a pause nor an abort can come in between.
+        ended = self._sampling[submission.rid] = asyncio.Event()
+        try:
+            async for output in self._manager.generate_request(submission):
+                return generation(request, output, self._version)
+        finally:
+            del self._sampling[submission.rid]
+            ended.set()
+        raise EngineError(f"request {request.request_id} ended without an output")
+
+    def _abort(self, running: _Running) -> None:
+        running.aborted.set()
+        for index in range(running.request.num_samples):
+            self._manager.abort_request(f"{running.prefix}{index}.")
+
+    async def _thaw(self) -> None:
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _freeze(self) -> None:
+        """Take running requests back into the queue, where no cache of theirs is left, and wait until that is done."""
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._flush()
+
+    async def _flush(self) -> None:
+        answer = await self._manager.flush_cache()
+        if not answer.success:
+            raise EngineError(f"SGLang did not flush its cache: {answer.message}")
+
+    async def _on_every_rank(self, method: str, **parameters: str) -> list[RankReport]:
+        """One collective call, and what every rank has to say to it."""
+        async with self._rpc_turn:
+            socket = self._engine.send_to_rpc
+            sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
+            await asyncio.to_thread(socket.poll, None, zmq.POLLIN)
+            answer = sock_recv(socket)
+            if not answer.success:
+                raise WeightSyncError(answer.message)
+            reports = [self._reports.get() for _ in range(self._ranks)]
+        require_success(reports)
+        return reports
+
+
+class _Running:
+    """A request between its arrival and its answer."""
+
+    _arrivals = itertools.count()
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        # SGLang aborts every request whose id begins as the one it is given: none of ours is another's beginning.
+        self.prefix = f"{next(self._arrivals)}."
+        self.aborted = asyncio.Event()
+
+    async def wait_for(self, gate: asyncio.Event) -> None:
+        """Until the gate is open, or the request is aborted."""
+        while not gate.is_set() and not self.aborted.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (gate, self.aborted)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+
+def _require(answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise WeightSyncError(message)

@@ -1,0 +1,115 @@
+"""Starting SGLang and its schedulers inside SGLang's own process."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rollout.sglang import stand_ins
+from rollout.sglang.arguments import engine_arguments, on_cpu
+from rollout.sglang.reports import Reports
+from slime_like.errors import EngineError
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+    from rollout.sglang.owner import Owner
+    from slime_like.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """SGLang's engine, its scheduler processes (one per rank), and where they report."""
+
+    engine: Engine
+    schedulers: Sequence[BaseProcess]
+    reports: Reports
+
+
+class _SchedulerFailed(Exception):
+    """Raised by the signal with which a scheduler tells of its failure."""
+
+
+def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> Launched:
+    """Start one engine. Main thread only.
+
+    On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
+
+    Args:
+        descriptor: the link's, which forked schedulers must not keep open.
+
+    Raises:
+        EngineError: an engine argument is refused, or a scheduler failed; the message is the scheduler's own.
+    """
+    stand_ins.install()
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = engine_arguments(config, engine_index, {field.name for field in record_fields(ServerArgs)})
+    reports: Reports = multiprocessing.get_context(_start_method()).SimpleQueue()
+    owned_engine, schedulers = _engine_class(reports, descriptor, owner)
+    try:
+        engine = owned_engine(**arguments, custom_sigquit_handler=_raise_failure)
+    except _SchedulerFailed as failure:
+        report = None if reports.empty() else reports.get()
+        raise EngineError(str(report.error) if report else "a scheduler failed; see its log") from failure
+    engine.tokenizer_manager.signal_handler_class = functools.partial(_SignalHandler, owner)
+    return Launched(engine, schedulers, reports)
+
+
+def _engine_class(reports: Reports, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
+    """SGLang's engine without a detokenizer, and the list that will hold its schedulers."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from rollout.sglang.scheduler import run_scheduler
+
+    schedulers: list[BaseProcess] = []
+    inherited = descriptor if _start_method() == "fork" else None
+
+    class OwnedEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, reports, inherited))
+
+        @classmethod
+        def _launch_scheduler_processes(
+            cls, server_args: ServerArgs, port_args: PortArgs, *arguments: Any, **options: Any
+        ) -> Any:
+            owner.will_remove(Path(shm_path_for(port_args.instance_id)))
+            multiprocessing.set_start_method(_start_method(), force=True)
+            result, processes = super()._launch_scheduler_processes(server_args, port_args, *arguments, **options)
+            schedulers.extend(processes)
+            return result, processes
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> Any:
+            return [], []
+
+    return OwnedEngine, schedulers
+
+
+def _start_method() -> str:
+    return "fork" if on_cpu() else "spawn"
+
+
+def _raise_failure(number: int, frame: FrameType | None) -> None:
+    raise _SchedulerFailed
+
+
+class _SignalHandler:
+    """What SGLang's tokenizer manager does about signals once it serves: end with everything, at once."""
+
+    def __init__(self, owner: Owner, manager: Any) -> None:
+        self._owner = owner
+
+    def sigterm_handler(self, *_: Any) -> None:
+        self._owner.end()
+
+    def running_phase_sigquit_handler(self, *_: Any) -> None:
+        self._owner.end()

@@ -1,0 +1,47 @@
+"""What scheduler ranks say to the process that started them, besides SGLang's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from typing import TypeAlias
+
+from slime_like.errors import WeightSyncError
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's word on one call.
+
+    Attributes:
+        error: why it failed, or ``None``.
+        received: hashes of an update's tensors, where they were asked for.
+        hash_s: seconds spent on them.
+    """
+
+    error: str | None = None
+    received: dict[str, int] | None = None
+    hash_s: float = 0.0
+
+
+Reports: TypeAlias = "SimpleQueue[RankReport]"
+
+
+def require_success(reports: Sequence[RankReport]) -> None:
+    """Raises ``WeightSyncError`` with the first rank's failure, if any failed."""
+    for report in reports:
+        if report.error is not None:
+            raise WeightSyncError(report.error)
+
+
+def common_checksums(reports: Sequence[RankReport]) -> tuple[dict[str, int], float]:
+    """The hashes that all ranks report, and the longest time they took.
+
+    Raises:
+        WeightSyncError: the ranks' hashes differ.
+    """
+    first = reports[0].received or {}
+    if any((report.received or {}) != first for report in reports):
+        raise WeightSyncError("its tensor-parallel ranks received different bytes")
+    return first, max(report.hash_s for report in reports)

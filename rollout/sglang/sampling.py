@@ -1,0 +1,79 @@
+"""Requests into SGLang's terms, and its outputs back into ours."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.requests import stop_ids
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import EngineError
+from slime_like.interfaces import Generation, GenerationRequest
+
+_FINISH_REASONS: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, seed: int) -> dict[str, Any]:
+    """SGLang's parameters of one sample. Its ``ignore_eos`` would ignore every stop id, so it stays off."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(stop_ids(sampling, dimensions)),
+        "sampling_seed": seed,
+    }
+
+
+def generation(request: GenerationRequest, output: dict[str, Any], version: int) -> Generation:
+    """One sample's result.
+
+    Args:
+        output: what SGLang's tokenizer manager yields for a finished request.
+        version: the weights served now, for responses that ended before their first token.
+    """
+    meta = output["meta_info"]
+    reason = _FINISH_REASONS.get(meta["finish_reason"]["type"])
+    if reason is None:
+        raise EngineError(f"request {request.request_id}: SGLang ended it with {meta['finish_reason']}; see its log")
+    token_ids = np.asarray(output["output_ids"], dtype=np.int64)
+    return Generation(
+        token_ids=token_ids,
+        logprobs=_sampled_logprobs(meta, token_ids),
+        weight_versions=_versions(meta, len(token_ids), version),
+        finish_reason=reason,
+        prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
+    )
+
+
+def nothing() -> Generation:
+    """The result of a sample that was aborted before SGLang heard of it."""
+    empty = np.empty(0, dtype=np.int64)
+    return Generation(empty, np.empty(0, dtype=np.float32), empty, "abort")
+
+
+def _sampled_logprobs(meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray:
+    entries = meta.get("output_token_logprobs") or []
+    if [entry[1] for entry in entries] != token_ids.tolist():
+        raise EngineError(
+            f"SGLang returned logprobs of other tokens than it sampled ({len(entries)} for {len(token_ids)}); "
+            "its version is not supported"
+        )
+    return np.asarray([entry[0] for entry in entries], dtype=np.float32)
+
+
+def _versions(meta: dict[str, Any], count: int, current: int) -> np.ndarray:
+    versions = np.full(count, current, dtype=np.int64)
+    for span in meta.get("weight_versions") or ():
+        versions[span["start"] : span["end"]] = int(span["version"])
+    return versions
+
+
+def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:
+    """Position 0 has none. ``None`` if aborted before the prompt ran."""
+    entries = meta.get("input_token_logprobs")
+    if not entries:
+        return None
+    return np.asarray([entry[0] for entry in entries[1:]], dtype=np.float32)

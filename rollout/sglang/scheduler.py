@@ -1,0 +1,150 @@
+"""What runs inside SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
+
+The engine starts every scheduler through ``run_scheduler``, so that SGLang finds ``EngineScheduler`` where it looks for
+its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from rollout.sglang import sampler
+from rollout.sglang.reports import RankReport, Reports
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata
+from slime_like.weights.arrival import Arrivals
+from slime_like.weights.transports.base import Receiver
+from slime_like.weights.transports.registry import open_receiver
+from slime_like.weights.wire import metadata_from_wire
+
+
+def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **options: Any) -> None:
+    """SGLang's ``run_scheduler_process`` with our scheduler.
+
+    Args:
+        reports: what this rank says besides SGLang's own answers.
+        inherited: a descriptor that a fork has copied and that must not be kept open here.
+        arguments, options: SGLang's own.
+    """
+    if inherited is not None:
+        os.close(inherited)
+    tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
+
+    class ReportingScheduler(EngineScheduler):
+        """Bound to this process's reports, since SGLang constructs it by itself."""
+
+        def __init__(self, *of_scheduler: Any) -> None:
+            self.reports = reports
+            super().__init__(*of_scheduler)
+
+    sampler.register()
+    sglang_scheduler.Scheduler = ReportingScheduler
+    sglang_scheduler.run_scheduler_process(*arguments, **options)
+
+
+class EngineScheduler(Scheduler):
+    """SGLang's scheduler with the habits described at its methods, and weights by our transports."""
+
+    reports: Reports
+    waiting_queue: list[Req]
+
+    def __init__(self, *arguments: Any) -> None:
+        try:
+            super().__init__(*arguments)
+        except Exception as error:
+            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+            raise
+        self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
+        _read_seeds()
+        self._receivers: dict[str, Receiver] = {}
+        self._arrivals = Arrivals()
+        # A flush collects garbage, on a CPU; what was imported is none, and looking through it takes half a second.
+        gc.freeze()
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """A frozen request ends with what it has sampled; SGLang would drop what its last few steps added."""
+        frozen = [req for req in self.waiting_queue if req.output_ids and _is_meant(recv_req, req)]
+        self.waiting_queue = [req for req in self.waiting_queue if req not in frozen]
+        for req in frozen:
+            self._release_aborted_request(req)
+            req.finished_reason = FINISH_ABORT()
+            self.output_streamer.stream_output([req], req.return_logprob)
+        super().abort_request(recv_req)
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        """While paused, wait for a message; SGLang would take a whole core for looking."""
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()
+
+    # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
+    def connect_transport(self, transport: str, rendezvous: str) -> None:
+        self._answer(lambda: self._connect(transport, json.loads(rendezvous)))
+
+    def begin_reception(self) -> None:
+        self._arrivals = Arrivals()
+        self.reports.put(RankReport())
+
+    def receive_bucket(self, metadata: str) -> None:
+        self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
+
+    def report_received(self) -> None:
+        self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
+
+    def _answer(self, action: Callable[[], None]) -> None:
+        """Do it and report; SGLang itself would pass on the first rank's failure only."""
+        try:
+            action()
+        except Exception as error:
+            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+        else:
+            self.reports.put(RankReport())
+
+    def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        previous = self._receivers.pop(transport, None)
+        if previous is not None:
+            previous.close()
+        self._receivers[transport] = open_receiver(transport, rendezvous)
+
+    def _load(self, metadata: BucketMetadata) -> None:
+        with torch.inference_mode():
+            self.tp_worker.model_runner.model.load_weights(self._fetch(metadata))
+
+    def _fetch(self, metadata: BucketMetadata) -> list[tuple[str, Tensor]]:
+        """The bucket's tensors on this rank's device, every one verified before any is loaded."""
+        receiver = self._receivers.get(metadata.transport)
+        if receiver is None:
+            raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
+        device = self.tp_worker.model_runner.device
+        tensors = [(name, view.to(device, copy=True)) for name, view in receiver.receive(metadata)]
+        self._arrivals.check(metadata.entries, tensors)
+        return tensors
+
+
+def _is_meant(recv_req: AbortReq, req: Req) -> bool:
+    return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+
+def _read_seeds() -> None:
+    """Give every batch its requests' seeds, which SGLang fills in under ``--enable-deterministic-inference`` only."""
+    original = SamplingBatchInfo.from_schedule_batch
+
+    def with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        info = original(batch, vocab_size)
+        seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.temperatures.device)
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = with_seeds

@@ -1,0 +1,56 @@
+"""What is SGLang's alone: names that stand in for its CUDA packages, and the arguments it is started with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.sglang.arguments import engine_arguments
+from rollout.sglang.stand_ins import PACKAGES
+from tests.engines.harness import run_config
+
+_SCRIPT = """
+import importlib.util, sys
+from rollout.sglang import stand_ins
+stand_ins.install()
+stand_ins.install()
+from sgl_kernel.flash_attn import flash_attn_varlen_func
+from torchvision.transforms import InterpolationMode
+import torchvision, transformers
+assert InterpolationMode.BICUBIC is not None and issubclass(torchvision.transforms.Compose, object)
+assert not hasattr(torchvision, "__version__") and not transformers.utils.is_torchvision_available()
+try:
+    flash_attn_varlen_func(1, causal=True)
+except NotImplementedError as error:
+    print(error)
+import safetensors  # what is installed is found as ever
+assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
+"""
+
+
+def test_stand_ins_can_be_imported_and_not_called() -> None:
+    root = Path(__file__).parents[2]
+    finished = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, cwd=root, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "sgl_kernel.flash_attn.flash_attn_varlen_func was called, but sgl_kernel is not installed" in finished.stdout
+    assert [package for package in PACKAGES if find_spec(package)] == []  # this process has none of them
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({}, {"context_length": 808, "max_running_requests": 512, "dtype": "float32", "weight_version": "0"}),
+        ({"max_concurrent_requests": 3}, {"max_running_requests": 12, "max_total_tokens": 12 * 808}),
+        ({"max_concurrent_requests": 1, "samples_per_prompt": 1}, {"max_total_tokens": 2 * 808}),
+        ({"engine_args": {"attention_backend": "triton"}}, {"attention_backend": "triton", "log_level": "error"}),
+        ({"tensor": 2}, {"tp_size": 2, "max_total_tokens": 512 * 808}),
+    ],
+)
+def test_arguments(models: list[Path], tmp_path: Path, rollout: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = engine_arguments(run_config(models[0], tmp_path, **rollout), 0, {"attention_backend"})
+    assert {name: arguments[name] for name in expected} == expected
