@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
 
@@ -48,6 +49,11 @@ class Tiny:
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch sees none")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
+from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
@@ -27,13 +28,15 @@ def check(config: RunConfig) -> list[str]:
     """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
     problems += [*_places(config), *_kept_rollouts(config)]
-    problems += _names(config)
+    problems += _start_weights(config)
+    problems += [*_names(config), *attention_problems(config)]
     problems += _steps(config)
     if not config.supervised:
-        problems += [*_devices(config), *_sampling(config), *_pipeline(config)]
+        problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
         problems += [*_evaluation(config), *_rewards(config)]
     if dimensions is not None:
-        problems += _weights(config.model.path, "model.path", dimensions)
+        if config.model.weights is None or not config.supervised:  # engines load model.path in any case
+            problems += _weights(config.model.path, "model.path", dimensions)
         problems += layout_problems(config.trainer.parallel, dimensions)
         problems += [*_experts(config, dimensions), *_lengths(config, dimensions), *_reference(config, dimensions)]
     return problems
@@ -43,6 +46,8 @@ def check_trainer(config: RunConfig) -> list[str]:
     """Problems of the trainer alone, for commands that start neither engines nor rewards and read no prompts."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
     problems += _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
+    problems += _start_weights(config)
+    problems += attention_problems(config)
     if dimensions is not None:
         problems += [*layout_problems(config.trainer.parallel, dimensions), *_experts(config, dimensions)]
     return problems
@@ -59,6 +64,16 @@ def _dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[st
 
 def _weights(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
     return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions.num_layers)]
+
+
+def _start_weights(config: RunConfig) -> list[str]:
+    weights = config.model.weights
+    if weights is None or (weights / "trainer").is_dir():
+        return []
+    return [
+        f"model.weights={weights} is no checkpoint (no trainer/ in it); give what `slime-like convert to-megatron` "
+        "wrote, or a run's checkpoints/step-N"
+    ]
 
 
 def _places(config: RunConfig) -> Iterator[str]:
@@ -171,6 +186,28 @@ def _devices(config: RunConfig) -> Iterator[str]:
             f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor={tensor} is more than "
             f"the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
         )
+
+
+def _sync(config: RunConfig) -> Iterator[str]:
+    """What is known of the weights' way before devices are; the rest is checked when it is opened."""
+    sync, colocated = config.sync, config.cluster.placement == "colocated"
+    if sync.transport == "directory":
+        if sync.directory is None:
+            yield (
+                "sync.transport=directory needs sync.directory, one that trainers and engines both see; give one, or "
+                "use transport: auto"
+            )
+        elif problem := directory_problem(sync.directory):
+            yield f"sync.directory={sync.directory} {problem}"
+    elif sync.directory is not None:
+        yield f"sync.directory={sync.directory} is used by sync.transport=directory only, and not by {sync.transport}"
+    if sync.transport == "nccl" and colocated:
+        yield (
+            "sync.transport=nccl needs a device of its own for every process, but with cluster.placement=colocated "
+            "engines share the trainers'; use auto"
+        )
+    if sync.transport == "cuda_ipc" and not colocated:
+        yield "sync.transport=cuda_ipc needs engines on the trainers' devices, cluster.placement=colocated; or use auto"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +13,9 @@ from slime_like.config.base import Section
 class RolloutConfig(Section):
     """Inference engines and sampling."""
 
-    engine: str = Field("vllm", description="Engine name (entry-point group slime_like.engines).")
+    engine: str = Field(
+        "vllm", description="Engine name (entry-point group slime_like.engines): vllm, sglang, transformers."
+    )
     num_engines: int = Field(1, ge=1, description="Engines to start; requests go to the least loaded one.")
     tensor: int = Field(1, ge=1, description="Tensor parallelism inside one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
@@ -94,8 +97,20 @@ class RewardConfig(Section):
 class SyncConfig(Section):
     """How weights travel from trainer to engines."""
 
-    transport: str = Field("auto", description="auto | shared_memory: how bucket bytes travel.")
+    transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = Field(
+        "auto",
+        description="How bucket bytes travel; auto is shared_memory inside a host and gloo between hosts on CPUs, nccl "
+        "between GPUs, and cuda_ipc where one engine shares the trainers' GPUs.",
+    )
+    directory: Path | None = Field(
+        None, description="For transport directory: a directory that trainers and engines both see."
+    )
     bucket_mb: float = Field(256.0, gt=0, description="Largest bucket, in MiB (a single larger tensor travels alone).")
+    delta: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Send only elements that changed, bit for bit what a whole sync gives, at the price of a copy of "
+        "the weights in host memory on both sides; auto is for 16-bit models over gloo or a directory.",
+    )
     verify: bool = Field(True, description="Compare hashes of every tensor, and a logprob probe, after every sync.")
     probe_tolerance: float = Field(
         1e-4,

@@ -38,6 +38,11 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+    offload: bool = Field(
+        False,
+        description="Keep main weights and moments in host memory and update them there, on the processor; needs "
+        "`distributed` and `model.dtype: bfloat16`.",
+    )
     overlap: bool = Field(
         False,
         description="Sum gradients over replicas during a step's last backward pass, and gather sharded weights during "
@@ -62,9 +67,11 @@ class TrainerConfig(Section):
         description="What is spread evenly over data-parallel replicas: tokens, or FLOPs, in which attention grows "
         "with the square of a sequence's length.",
     )
-    attention: Literal["auto", "ring", "allgather"] = Field(
+    attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = Field(
         "auto",
-        description="Context-parallel attention: zigzag ring, or all-gather of keys and values; auto is the ring.",
+        description="Attention, and how context ranks share it: Transformer Engine's (CUDA; also its layers), the "
+        "llama3 path of the package ring-flash-attn, our zigzag ring, or our all-gather of keys and values; auto is "
+        "Transformer Engine where it is installed and a CUDA device is there, else the ring.",
     )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
     activation_offload: bool = Field(

@@ -33,6 +33,26 @@ def test_a_sound_configuration_has_no_problem(flags: list[str]) -> None:
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
 
 
+@pytest.mark.parametrize("attention", ["transformer_engine", "ring_flash_attn"])
+def test_attention_that_is_not_installed_is_refused(
+    attention: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*flags, "--trainer.attention", attention, "--model.dtype", "bfloat16"]
+    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: None)
+    (problem,) = check(load_config(None, flags))
+    assert problem.startswith(f"trainer.attention={attention} needs the package {attention}, which is not installed;")
+    assert "pip install" in problem and "trainer.attention=auto" in problem
+    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: object())
+    assert check(load_config(None, flags)) == []
+
+
+def test_transformer_engine_in_float32_is_refused(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: object())
+    flags = [*flags, "--trainer.attention", "transformer_engine", "--model.dtype", "float32"]
+    (problem,) = check(load_config(None, flags))
+    assert problem.startswith("trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set")
+
+
 AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
 
 # TMP stands for the test's directory.
@@ -45,6 +65,20 @@ FAULTS: list[tuple[list[str], str]] = [
         "run_dir=TMP/train.jsonl/run is below TMP/train.jsonl, which is a file; give a path below a directory",
     ),
     (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written to ("),
+    (["--sync.transport", "directory"], "sync.transport=directory needs sync.directory, one that trainers and engines"),
+    (
+        ["--sync.transport", "directory", "--sync.directory", "TMP/train.jsonl"],
+        "sync.directory=TMP/train.jsonl is a file; give a directory",
+    ),
+    (
+        ["--sync.directory", "TMP/buckets"],
+        "sync.directory=TMP/buckets is used by sync.transport=directory only",
+    ),
+    (
+        ["--sync.transport", "nccl", "--cluster.placement", "colocated", "--trainer.parallel.data", "2"],
+        "sync.transport=nccl needs a device of its own for every process, but with cluster.placement=colocated",
+    ),
+    (["--sync.transport", "cuda_ipc"], "sync.transport=cuda_ipc needs engines on the trainers' devices"),
     (["--run_dir", "TMP/" + "x" * 256], f"run_dir=TMP/{'x' * 256} cannot be written to (File name too long)"),
     (["--debug.save_rollouts", "TMP/train.jsonl"], "debug.save_rollouts=TMP/train.jsonl is a file; give a directory"),
     (
