@@ -141,7 +141,7 @@ class VllmEngine:
         if self._dimensions.num_experts and on_cpu():
             raise EngineError(
                 f"{self._name}: vLLM cannot update the weights of a mixture-of-experts model on a CPU; "
-                "use rollout.engine=transformers there"
+                "use rollout.engine=sglang or transformers there"
             )
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
         await self._sync_call("connect", self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments))

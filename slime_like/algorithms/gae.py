@@ -43,13 +43,17 @@ def gae(
         Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or a mask that is not bool.
     """
     if values.shape != loss_mask.shape or int(response_lens.sum()) != values.numel():
         raise ValueError(
             f"values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)} and response_lens adding up to "
             f"{int(response_lens.sum())} do not fit; give one value and one mask entry per response token"
         )
+    if loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+    if token_rewards is not None and token_rewards.shape != values.shape:
+        raise ValueError(f"token_rewards {tuple(token_rewards.shape)} need one entry per value, {tuple(values.shape)}")
     if rewards.shape != response_lens.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} need one entry per sequence, {tuple(response_lens.shape)}")
     row = torch.arange(response_lens.numel(), device=values.device).repeat_interleave(response_lens)[loss_mask]

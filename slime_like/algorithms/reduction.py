@@ -137,7 +137,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         loss_masks: (response_len,) for each sample, bool or number.
 
     Returns:
-        Scalar, differentiable with respect to ``x``.
+        Scalar, differentiable with respect to ``x``, float32 at least; what stands on masked tokens has no effect.
 
     Raises:
         ValueError: lengths that do not add up to R, or masks of another length.
@@ -149,9 +149,13 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         )
     if not lengths:
         return x.sum()
+    # A bfloat16 sum stands still from 256 ones on.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     mask = torch.cat(list(loss_masks)).to(x.dtype)
     segments = torch.tensor(lengths, device=x.device)
-    return (segment_sum(x * mask, segments) / segment_sum(mask, segments).clamp_min(1)).sum()
+    return (
+        segment_sum(torch.where(mask != 0, x, 0.0) * mask, segments) / segment_sum(mask, segments).clamp_min(1)
+    ).sum()
 
 
 def _find(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> Reduction:

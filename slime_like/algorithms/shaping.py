@@ -50,8 +50,13 @@ def kl_penalty(
         estimator: k1 is the unbiased one here, where no gradient flows.
 
     Returns:
-        Penalties to add, without graph: (R,) per token (for GAE), and (S,) their sum per sequence.
+        Penalties to add, without graph: (R,) per token (for GAE), and (S,) their sum per sequence, added up in float64
+        and float32 at least.
+
+    Raises:
+        ValueError: an unknown estimator.
     """
     estimate = kl_estimate(logprobs.detach(), ref_logprobs, estimator)
     per_token = torch.where(loss_mask, -coefficient * estimate, 0.0)
-    return per_token, segment_sum(per_token, response_lens)
+    precision = torch.promote_types(per_token.dtype, torch.float32)
+    return per_token, segment_sum(per_token.double(), response_lens).to(precision)

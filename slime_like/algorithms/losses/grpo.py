@@ -105,7 +105,18 @@ class GRPOLoss:
         Returns:
             loss (with graph), and detached policy_loss, kl_loss, mean ratio, clip fraction, and logprobs shaped as
             ``targets``.
+
+        Raises:
+            ValueError: shapes that do not fit together, a temperature that is not positive, or something that the
+                configuration needs and is not given.
         """
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
+        if padding_masks is not None and padding_masks.shape != targets.shape:
+            raise ValueError(
+                f"padding_masks {tuple(padding_masks.shape)} and targets {tuple(targets.shape)} differ; give one entry "
+                "per target"
+            )
         logprobs, entropy = _score(pi_logits, targets, temperature)
         mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks.bool()
         lengths = _sequence_lengths(targets, response_lens)

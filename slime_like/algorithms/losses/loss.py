@@ -64,6 +64,7 @@ class Loss:
         return LossOutput(loss, _figures(inputs, loss, policy, kl, terms, correction))
 
     def _check(self, inputs: LossInputs) -> None:
+        inputs.check_shapes()
         for needed, name in (
             (self.needs_old, "old_logprobs"),
             (self.needs_behaviour, "behaviour_logprobs"),

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from slime_like.algorithms.losses.sums import LossSums
 
 
+_PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
+
+
 @dataclass(slots=True)
 class LossInputs:
     """Per-response-token tensors of one micro-batch, all (R,), whole sequences in pack order.
@@ -38,15 +41,27 @@ class LossInputs:
     token_weights: Tensor
     response_lens: Tensor | None = None
 
+    def check_shapes(self) -> None:
+        """Raises ``ValueError`` where a tensor would be broadcast, or a mask is no mask: the loss would be wrong."""
+        for name in (*_PER_TOKEN, "loss_mask", "token_weights"):
+            value = getattr(self, name)
+            if value is not None and value.shape != self.logprobs.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, logprobs {tuple(self.logprobs.shape)}; give one value per "
+                    "response token of the micro-batch"
+                )
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask is {self.loss_mask.dtype}; give a bool, True where a token carries loss")
+
     def cut_masked(self) -> LossInputs:
         """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
 
         Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
         float32 advantage, would be rounded before it meets a float64 logprob.
         """
-        names = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
-        values = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: self._cut(value) for name, value in values.items() if value is not None})
+        values = {name: getattr(self, name) for name in _PER_TOKEN}
+        cut = {name: self._cut(value) for name, value in values.items() if value is not None}
+        return replace(self, **cut, token_weights=torch.where(self.loss_mask, self.token_weights, 0.0))
 
     def _cut(self, values: Tensor) -> Tensor:
         precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))

@@ -35,12 +35,28 @@ def value_loss(
         loss_mask: (R,) bool.
         token_weights: (R,).
         clip: largest change of a value that is rewarded; none is off.
+
+    Returns:
+        The loss and how often the clip took hold; whatever stands on masked tokens, inf and nan too, has no effect.
+
+    Raises:
+        ValueError: shapes that differ, or a mask that is not bool.
     """
+    if loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+    for name, given in (("old_values", old_values), ("returns", returns), ("token_weights", token_weights)):
+        if not values.shape == given.shape == loss_mask.shape:
+            raise ValueError(
+                f"values {tuple(values.shape)}, {name} {tuple(given.shape)} and loss_mask {tuple(loss_mask.shape)} do "
+                "not fit; give one of each per response token"
+            )
+    values, old_values, returns, token_weights = (
+        torch.where(loss_mask, tensor, 0.0) for tensor in (values, old_values, returns, token_weights)
+    )
     error = (values - returns).square()
     won = torch.zeros_like(loss_mask)
     if clip is not None:
         bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
         won = (bounded > error) & loss_mask
         error = torch.maximum(error, bounded)
-    per_token = torch.where(loss_mask, 0.5 * error, 0.0)
-    return ValueOutput((per_token * token_weights).sum(), won.sum())
+    return ValueOutput((0.5 * error * token_weights).sum(), won.sum())
