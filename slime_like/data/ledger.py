@@ -11,8 +11,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,15 +127,15 @@ class Ledger:
     ) -> None:
         now = time.time()
         rows = [(group, state, version, step, reason, now) for group in group_ids]
-        with self._lock, self._database:
+        with self._lock, _refused_by_disk(self._path), self._database:
             self._database.executemany(
                 "INSERT INTO events (group_id, state, version, step, reason, at) VALUES (?, ?, ?, ?, ?, ?)", rows
             )
 
     # ----------------------------------------------------------------------------------------------------- snapshots
     def snapshot(self, path: Path) -> None:
-        """Copy everything up to now into the new file ``path``."""
-        with self._lock, closing(sqlite3.connect(path)) as copy:
+        """Copy everything up to now into the new file ``path``. Raises ``DataError`` where the disk refuses."""
+        with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
             self._database.backup(copy)
 
     def restore(self, path: Path) -> None:
@@ -157,6 +157,15 @@ class Ledger:
         """May be called twice."""
         with self._lock:
             self._database.close()
+
+
+@contextmanager
+def _refused_by_disk(path: Path) -> Iterator[None]:
+    """One sentence about a disk that refuses."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise DataError(f"{path}: could not be written ({error}); free space there") from error
 
 
 def audit_run(run_dir: Path) -> Audit:

@@ -131,3 +131,12 @@ def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / FILE_NAME).unlink()
     assert main(["report", "--audit", str(tmp_path)]) == 1
     assert "ledger.sqlite is missing: no run of rollouts has written to" in capsys.readouterr().err
+
+
+def test_a_disk_that_refuses_is_one_sentence(ledger: Ledger, tmp_path: Path) -> None:
+    """SQLite itself is told to take no more pages, which it reports as it does a full disk."""
+    ledger._database.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(
+        DataError, match=r"ledger.sqlite: could not be written \(database or disk is full\); free space"
+    ):
+        ledger.issued(range(10_000), version=0)
