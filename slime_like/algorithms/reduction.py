@@ -137,7 +137,8 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         loss_masks: (response_len,) for each sample, bool or number.
 
     Returns:
-        Scalar, differentiable with respect to ``x``, float32 at least; what stands on masked tokens has no effect.
+        Scalar, differentiable with respect to ``x``, float32 at least. Where masks are bool, whatever stands on masked
+        tokens, inf and nan too, has no effect.
 
     Raises:
         ValueError: lengths that do not add up to R, or masks of another length.
@@ -151,11 +152,10 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         return x.sum()
     # A bfloat16 sum stands still from 256 ones on.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    mask = torch.cat(list(loss_masks)).to(x.dtype)
+    mask = torch.cat(list(loss_masks))
+    kept = torch.where(mask, x, 0.0) if mask.dtype == torch.bool else x * mask.to(x.dtype)
     segments = torch.tensor(lengths, device=x.device)
-    return (
-        segment_sum(torch.where(mask != 0, x, 0.0) * mask, segments) / segment_sum(mask, segments).clamp_min(1)
-    ).sum()
+    return (segment_sum(kept, segments) / segment_sum(mask.to(x.dtype), segments).clamp_min(1)).sum()
 
 
 def _find(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> Reduction:
