@@ -141,7 +141,8 @@ def report(turns: Figures, beside: Figures, ahead: int, engine: str, load: float
         "| max_staleness | step (s) | trainer busy (s) | trainer idle | response (tokens) | staleness |\n"
         f"|---|---:|---:|---:|---:|---:|\n{table}\n\n"
         f"{ratio:.2f} times as fast (goal {GOAL}: {'met' if ratio >= GOAL else 'NOT MET'}); sampling takes "
-        f"{turns.sampling:.3f} s and training {turns.training:.3f} s in turn, so that {bound:.2f} is the bound."
+        f"{turns.sampling:.3f} s and training {turns.training:.3f} s in turn, so that overlap alone is bounded by "
+        f"{bound:.2f}. What is beyond it comes from the engine, whose batch stays full over the ends of steps."
     )
 
 
