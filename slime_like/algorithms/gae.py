@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.masks import require_bool_mask
+
 
 @dataclass(slots=True)
 class AdvantagesAndReturns:
@@ -50,8 +52,7 @@ def gae(
             f"values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)} and response_lens adding up to "
             f"{int(response_lens.sum())} do not fit; give one value and one mask entry per response token"
         )
-    if loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+    require_bool_mask(loss_mask)
     if token_rewards is not None and token_rewards.shape != values.shape:
         raise ValueError(f"token_rewards {tuple(token_rewards.shape)} need one entry per value, {tuple(values.shape)}")
     if rewards.shape != response_lens.shape:

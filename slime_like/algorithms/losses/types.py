@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.masks import require_bool_mask
+
 if TYPE_CHECKING:
     from slime_like.algorithms.losses.sums import LossSums
 
@@ -50,8 +52,7 @@ class LossInputs:
                     f"{name} has shape {tuple(value.shape)}, logprobs {tuple(self.logprobs.shape)}; give one value per "
                     "response token of the micro-batch"
                 )
-        if self.loss_mask.dtype != torch.bool:
-            raise ValueError(f"loss_mask is {self.loss_mask.dtype}; give a bool, True where a token carries loss")
+        require_bool_mask(self.loss_mask)
 
     def cut_masked(self) -> LossInputs:
         """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.

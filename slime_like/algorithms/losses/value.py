@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.masks import require_bool_mask
+
 
 @dataclass(slots=True)
 class ValueOutput:
@@ -42,8 +44,7 @@ def value_loss(
     Raises:
         ValueError: shapes that differ, or a mask that is not bool.
     """
-    if loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+    require_bool_mask(loss_mask)
     for name, given in (("old_values", old_values), ("returns", returns), ("token_weights", token_weights)):
         if not values.shape == given.shape == loss_mask.shape:
             raise ValueError(
