@@ -6,14 +6,15 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 
 from backends.megatron.conversion.agreement import listed
 from backends.megatron.conversion.offline.output import FinishedFile, PartialOutput
-from slime_like.conversion import ConversionOptions
+from slime_like.conversion import ConversionOptions, Report
 from slime_like.errors import CheckpointError
+from slime_like.jobs import Tracker, run_jobs
 
 Item = TypeVar("Item")
 
@@ -73,6 +74,46 @@ def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
             f"{path}{what} could not be written ({reason}); free space and give the same command again: files that "
             "are done are kept"
         ) from error
+
+
+class FileJob(Protocol):
+    """One file to write."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+
+
+Job = TypeVar("Job", bound=FileJob)
+
+
+def write_files(
+    partial: PartialOutput,
+    jobs: Sequence[Job],
+    write: Callable[[Job, Tracker], FinishedFile],
+    workers: int,
+    report: Report,
+) -> tuple[dict[str, FinishedFile], int]:
+    """Write every file that an interrupted start has not finished: all of them by name, and how many it had.
+
+    Raises:
+        CheckpointError: the disk has no room for what is missing.
+    """
+    files = dict(partial.finished)
+    reused = len(files)
+    left = [job for job in jobs if job.name not in files]
+    total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
+    require_space(partial, missing)
+
+    def finished(file: FinishedFile) -> None:
+        partial.add(file)
+        files[file.name] = file
+
+    run_jobs(left, write, workers, finished, lambda done: report(total - missing + done, total))
+    return files, reused
 
 
 def require_no_nan(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:

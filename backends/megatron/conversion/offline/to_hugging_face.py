@@ -23,7 +23,7 @@ from backends.megatron.conversion.offline.request import (
     in_files,
     refused_by_disk,
     require_no_nan,
-    require_space,
+    write_files,
     written,
 )
 from backends.megatron.conversion.save import copy_companions
@@ -32,7 +32,7 @@ from backends.megatron.integrity import ChecksumStream
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report
-from slime_like.jobs import Tracker, run_jobs
+from slime_like.jobs import Tracker
 
 
 def whole_parameters(config: RunConfig, dimensions: ModelDimensions) -> list[ParameterPlan]:
@@ -65,6 +65,10 @@ class _Cast:
 class _Job:
     name: str
     parameters: Sequence[_Cast]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.nbytes for own in self.parameters)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -145,19 +149,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
-    partial, files = work.partial, dict(work.partial.finished)
-    left = [job for job in jobs if job.name not in files]
-    total = sum(own.nbytes for job in jobs for own in job.parameters)
-    missing = sum(own.nbytes for job in left for own in job.parameters)
-    require_space(partial, missing)
-    reused = len(files)
-
-    def finished(file: FinishedFile) -> None:
-        partial.add(file)
-        files[file.name] = file
-
-    run_jobs(left, work.write, work.options.workers, finished, lambda done: report(total - missing + done, total))
+    partial = work.partial
+    files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
     require_no_nan(list(files.values()), work.source.directory, work.options)
+    total = sum(job.nbytes for job in jobs)
     weight_map = {name: job.name for job in jobs for name in job.shapes}
     with refused_by_disk(partial.path):
         if len(jobs) > 1:

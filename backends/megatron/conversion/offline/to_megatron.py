@@ -25,7 +25,7 @@ from backends.megatron.conversion.offline.request import (
     in_files,
     refused_by_disk,
     require_no_nan,
-    require_space,
+    write_files,
     written,
 )
 from backends.megatron.conversion.save import copy_companions
@@ -34,7 +34,7 @@ from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.errors import CheckpointError
-from slime_like.jobs import Tracker, run_jobs
+from slime_like.jobs import Tracker
 
 WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
 """Of a converted checkpoint: Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
@@ -62,6 +62,10 @@ class _Job:
     name: str
     parameters: Sequence[_Cast]
     objects: Sequence[ShardedObject]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.nbytes for own in self.parameters)
 
     def entries(self) -> list[ShardedTensor | ShardedObject]:
         return [*(entry for own in self.parameters for entry in own.entries()), *self.objects]
@@ -165,24 +169,14 @@ class _Work:
 
 
 def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
-    partial, files = work.partial, dict(work.partial.finished)
-    left = [job for job in jobs if job.name not in files]
-    total = sum(own.nbytes for job in jobs for own in job.parameters)
-    missing = sum(own.nbytes for job in left for own in job.parameters)
-    require_space(partial, missing)
-    reused = len(files)
-
-    def finished(file: FinishedFile) -> None:
-        partial.add(file)
-        files[file.name] = file
-
+    partial = work.partial
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
-    run_jobs(left, work.write, work.options.workers, finished, lambda done: report(total - missing + done, total))
+    files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
     require_no_nan(list(files.values()), work.source, work.options)
     _finish(config, work, jobs, files)
     tensors = {name for job in jobs for own in job.parameters for name in own.plan.placement.source_names()}
-    return ConversionSummary(len(tensors), total, len(jobs), reused)
+    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
 
 
 def _finish(config: RunConfig, work: _Work, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
