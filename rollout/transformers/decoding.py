@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
+from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
@@ -17,66 +18,78 @@ _PREFILL_TOKENS = 16384
 
 
 class DecodeBatch:
-    """Samples that step together. Finished rows leave at once; new samples form a batch of their own."""
+    """Samples that step together. Finished rows leave at once; samples that are added join with the next step."""
 
-    def __init__(self, model: Any, samples: Sequence[Sample]) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self.samples = list(samples)
-        self._cache: DynamicCache | None = None
-        self._mask = torch.empty(0)
+        self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
+        self._cache: KeyValueCache | None = None
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        self.samples += samples
 
     def step(self, version: int) -> None:
         """Sample one token for every row. ``version`` is that of the weights in the model now."""
         with torch.inference_mode():
-            logits = self._prefill() if self._cache is None else self._decode()
-            tokens, logprobs = draw_tokens(logits, self.samples)
+            rows = 0 if self._cache is None else len(self._cache.lengths)
+            logits = [self._decode(self._cache)] if self._cache is not None else []
+            if rows < len(self.samples):
+                logits.append(self._prefill(self.samples[rows:]))
+            tokens, logprobs = draw_tokens(torch.cat(logits), self.samples)
         for sample, token, logprob in zip(self.samples, tokens, logprobs, strict=True):
             sample.append(token, logprob, version)
         self.drop_finished()
 
     def drop_finished(self) -> None:
-        kept = [row for row, sample in enumerate(self.samples) if sample.finish_reason is None]
-        if len(kept) == len(self.samples):
-            return
-        self.samples = [self.samples[row] for row in kept]
-        if self._cache is not None and kept:
-            rows = torch.tensor(kept, device=self._mask.device)
-            self._cache.batch_select_indices(rows)
-            self._mask = self._mask[rows]
+        rows = 0 if self._cache is None else len(self._cache.lengths)
+        kept = [row for row, sample in enumerate(self.samples[:rows]) if sample.finish_reason is None]
+        waiting = [sample for sample in self.samples[rows:] if sample.finish_reason is None]
+        if self._cache is None or not kept:
+            self._cache, ordered = None, []
+        elif len(kept) == rows:
+            ordered = self.samples[:rows]
+        else:
+            with torch.inference_mode():
+                ordered = [self.samples[row] for row in self._cache.keep(kept)]
+        self.samples = ordered + waiting
 
     def forget_cache(self) -> None:
         """The next step recomputes everything from the tokens: for weights that have changed."""
         self._cache = None
 
-    def _prefill(self) -> Tensor:
-        """(B, V) logits after every sample's context. Equal contexts (samples of one prompt) are computed once."""
-        contexts = [tuple(sample.context) for sample in self.samples]
+    def _decode(self, cache: KeyValueCache) -> Tensor:
+        """(rows, V) logits after the last token of every row of the cache."""
+        last = torch.tensor([[sample.token_ids[-1]] for sample in self.samples[: len(cache.lengths)]])
+        mask, positions = cache.begin_token()
+        logits = self._forward(last.to(self._model.device), mask, positions, cache.layers)
+        cache.end_token()
+        return logits
+
+    def _prefill(self, samples: Sequence[Sample]) -> Tensor:
+        """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once."""
+        contexts = [tuple(sample.context) for sample in samples]
         unique = list(dict.fromkeys(contexts))
         width = max(map(len, unique))
         ids, mask = _left_padded(unique, width, self._model.device)
         rows = max(1, _PREFILL_TOKENS // width)
         parts = [self._prefill_rows(i, m) for i, m in zip(ids.split(rows), mask.split(rows), strict=True)]
-        logits, cache = torch.cat([part[0] for part in parts]), _concatenated([part[1] for part in parts])
         place = {context: row for row, context in enumerate(unique)}
         index = torch.tensor([place[context] for context in contexts], device=self._model.device)
-        cache.batch_select_indices(index)
-        self._cache, self._mask = cache, mask[index]
-        return logits[index]
+        self._join([part[1] for part in parts], index, mask.sum(dim=1)[index])
+        return torch.cat([part[0] for part in parts])[index]
+
+    def _join(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
+        if self._cache is None:
+            self._cache = KeyValueCache(prefilled, index, lengths)
+        else:
+            self._cache.join(prefilled, index, lengths)
 
     def _prefill_rows(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, DynamicCache]:
-        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-        return self._forward(ids, mask, positions, DynamicCache(config=self._model.config))
+        # Without the model's configuration a layer keeps all columns, of which a sliding window's mask hides the old.
+        cache = DynamicCache()
+        return self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache), cache
 
-    def _decode(self) -> Tensor:
-        assert self._cache is not None
-        last = torch.tensor([[sample.token_ids[-1]] for sample in self.samples], device=self._model.device)
-        self._mask = torch.cat((self._mask, torch.ones_like(self._mask[:, :1])), dim=1)
-        positions = self._mask.sum(dim=1, keepdim=True) - 1
-        return self._forward(last, self._mask, positions, self._cache)[0]
-
-    def _forward(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
-    ) -> tuple[Tensor, DynamicCache]:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -85,7 +98,7 @@ class DecodeBatch:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1], cache
+        return output.logits[:, -1]
 
 
 def prompt_logprobs(model: Any, prompt: Sequence[int]) -> np.ndarray:
@@ -104,12 +117,3 @@ def _left_padded(contexts: Sequence[tuple[int, ...]], width: int, device: torch.
         ids[row, width - len(context) :] = torch.tensor(context)
         mask[row, width - len(context) :] = 1
     return ids.to(device), mask.to(device)
-
-
-def _concatenated(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """One cache of all rows; the parts have the same width."""
-    whole = caches[0]
-    for index, layer in enumerate(whole.layers if len(caches) > 1 else ()):
-        layer.keys = torch.cat([cache.layers[index].keys for cache in caches])
-        layer.values = torch.cat([cache.layers[index].values for cache in caches])
-    return whole

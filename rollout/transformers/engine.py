@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _STOP_TIMEOUT_S = 10.0
 _ARGUMENTS = ("attn_implementation", "max_batch_size")
 _MAX_BATCH_SIZE = 512
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what a cache of keys and values by column serves
 
 
 class TransformersEngine:
@@ -216,15 +217,23 @@ class TransformersEngine:
     def _load(self) -> DecodeScheduler:
         from transformers import AutoModelForCausalLM
 
+        from rollout.transformers.attention import GROUPED_SDPA, register
         from rollout.transformers.scheduler import DecodeScheduler
 
+        register()
         arguments = self._config.rollout.engine_args
         model = AutoModelForCausalLM.from_pretrained(
             self._config.model.path,
             dtype=getattr(torch, self._config.model.dtype),
-            attn_implementation=arguments.get("attn_implementation", "sdpa"),
+            attn_implementation=arguments.get("attn_implementation", GROUPED_SDPA),
             trust_remote_code=self._config.model.trust_remote_code,
         )
+        others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+        if others:
+            raise EngineError(
+                f"{self._config.model.path}: layers of type {', '.join(sorted(others))}; the transformers engine knows "
+                f"{' and '.join(sorted(_LAYER_TYPES))} only: use rollout.engine=vllm"
+            )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
         return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))

@@ -53,7 +53,7 @@ class DecodeScheduler:
         self._version = 0
         self._waiting: list[PendingRequest] = []
         self._running: list[PendingRequest] = []
-        self._batches: list[DecodeBatch] = []
+        self._batch = DecodeBatch(model)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False
@@ -116,37 +116,32 @@ class DecodeScheduler:
             return
         if self._pause_mode is None:
             self._admit()
-        for batch in self._batches:
-            batch.step(self._version)
+        if self._batch.samples:
+            self._batch.step(self._version)
         self._settle()
 
     def _has_work(self) -> bool:
         if self._pause_mode is None:
-            return bool(self._waiting or self._batches)
-        return self._pause_mode == "wait" and bool(self._batches)
+            return bool(self._waiting or self._batch.samples)
+        return self._pause_mode == "wait" and bool(self._batch.samples)
 
     def _admit(self) -> None:
-        """Waiting requests become one batch, as far as there is room; prompts that are to be scored are scored."""
-        room = self._max_batch_size - sum(len(batch.samples) for batch in self._batches)
-        admitted: list[PendingRequest] = []
-        while self._waiting and (len(self._waiting[0].samples) <= room or not (self._batches or admitted)):
+        """Waiting requests join the batch, as far as there is room; prompts that are to be scored are scored."""
+        room = self._max_batch_size - len(self._batch.samples)
+        while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
             request = self._waiting.pop(0)
             room -= len(request.samples)
             if request.wants_prompt_logprobs:
                 request.prompt_logprobs = prompt_logprobs(self._model, request.samples[0].prompt)
-            admitted.append(request)
-        if admitted:
-            self._running += admitted
-            self._batches.append(DecodeBatch(self._model, [s for request in admitted for s in request.samples]))
+            self._running.append(request)
+            self._batch.add(request.samples)
 
     def _settle(self) -> None:
         """Hand out what has ended; say that a pause has been reached."""
-        for batch in self._batches:
-            batch.drop_finished()
-        self._batches = [batch for batch in self._batches if batch.samples]
+        self._batch.drop_finished()
         self._waiting = _without_done(self._waiting)
         self._running = _without_done(self._running)
-        if self._pause_mode is not None and not (self._pause_mode == "wait" and self._batches):
+        if self._pause_mode is not None and not (self._pause_mode == "wait" and self._batch.samples):
             for waiter in self._pause_waiters:
                 _settle_future(waiter)
             self._pause_waiters = []
@@ -167,8 +162,7 @@ class DecodeScheduler:
 
     def _set_version(self, version: int) -> None:
         self._version = version
-        for batch in self._batches:
-            batch.forget_cache()
+        self._batch.forget_cache()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -1,0 +1,160 @@
+"""Keys and values of the rows that decode together, in buffers that are written in place.
+
+Contexts lie flush right: all rows end at the same column, shorter ones begin later. So a token is one more column, a
+row that ends is overwritten by the last one, and a row that joins is written below the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+_SPARE_COLUMNS = 64
+
+
+@dataclass(slots=True)
+class Extent:
+    """What is in use of the buffers of all layers: the first ``rows``, and of them the first ``width`` columns."""
+
+    rows: int = 0
+    width: int = 0
+
+
+class BufferLayer(CacheLayerMixin):
+    """One layer: ``keys`` and ``values``, buffers (rows, kv_heads, columns, head_dim)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, extent: Extent, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self._extent = extent
+        self.lazy_initialization(keys, values)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Empty buffers for such states."""
+        self.keys, self.values = (s.new_empty((0, s.shape[1], 0, s.shape[3])) for s in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write (rows, kv_heads, n, head_dim) behind the columns in use; gives those and the new ones, as views."""
+        rows, start, end = self._extent.rows, self._extent.width, self._extent.width + key_states.shape[2]
+        self.keys[:rows, :, start:end] = key_states
+        self.values[:rows, :, start:end] = value_states
+        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+
+    def resize(self, rows: int, columns: int, used: int, width: int) -> None:
+        """Move to buffers of ``rows`` by ``columns``: the last ``used`` columns come along, and end at ``width``."""
+        self.keys = self._moved(self.keys, rows, columns, used, width)
+        self.values = self._moved(self.values, rows, columns, used, width)
+
+    def write_rows(self, first: int, keys: Tensor, values: Tensor) -> None:
+        """(n, kv_heads, w, head_dim) each, into the rows from ``first``, flush right."""
+        place = (
+            slice(first, first + keys.shape[0]),
+            slice(None),
+            slice(self._extent.width - keys.shape[2], self._extent.width),
+        )
+        self.keys[place], self.values[place] = keys, values
+
+    def move_rows(self, sources: Tensor, destinations: Tensor) -> None:
+        width = self._extent.width
+        self.keys[destinations, :, :width] = self.keys[sources, :, :width]
+        self.values[destinations, :, :width] = self.values[sources, :, :width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._extent.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._extent.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _moved(self, states: Tensor, rows: int, columns: int, used: int, width: int) -> Tensor:
+        # Zeros: what the mask hides is multiplied by 0 all the same, and must not be NaN.
+        moved = states.new_zeros((rows, states.shape[1], columns, states.shape[3]))
+        old = self._extent
+        moved[: old.rows, :, width - used : width] = states[: old.rows, :, old.width - used : old.width]
+        return moved
+
+
+class KeyValueCache:
+    """All layers of a batch.
+
+    Attributes:
+        layers: the model's ``past_key_values``.
+        lengths: (rows,) int64, how many tokens of each row's context the cache has.
+    """
+
+    def __init__(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
+        """A batch of the rows that ``join`` describes."""
+        self._extent = Extent()
+        states = ((layer.keys, layer.values) for layer in prefilled[0].layers)
+        self._buffers = [BufferLayer(self._extent, keys, values) for keys, values in states]
+        self.layers = Cache(layers=list(self._buffers))
+        self.lengths = lengths[:0]
+        self.join(prefilled, index, lengths)
+
+    def join(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
+        """Add rows.
+
+        Args:
+            prefilled: caches whose rows, one cache after the other, are contexts flush right; all of one width.
+            index: (n,) int64, which of those rows each new row is.
+            lengths: (n,) int64, the tokens of each new row's context.
+        """
+        first, rows = self._extent.rows, self._extent.rows + len(index)
+        width = max(self._extent.width, prefilled[0].get_seq_length())
+        if rows > self._buffers[0].keys.shape[0] or width > self._extent.width:
+            self._resize(rows, self._extent.width, width)
+        self._extent.rows = rows
+        for number, buffer in enumerate(self._buffers):
+            keys = torch.cat([part.layers[number].keys for part in prefilled])
+            values = torch.cat([part.layers[number].values for part in prefilled])
+            buffer.write_rows(first, keys[index], values[index])
+        self.lengths = torch.cat((self.lengths, lengths))
+
+    def begin_token(self) -> tuple[Tensor, Tensor]:
+        """Make room for one token of every row.
+
+        Returns:
+            Mask (rows, width + 1) and positions (rows, 1), int64, of the forward pass that follows.
+        """
+        if self._extent.width == self._buffers[0].keys.shape[2]:
+            longest = int(self.lengths.max())  # rows that have left may have been longer
+            self._resize(self._extent.rows, longest, longest)
+        positions = self.lengths[:, None]
+        columns = torch.arange(self._extent.width + 1, device=positions.device)
+        return (columns >= self._extent.width - positions).long(), positions
+
+    def end_token(self) -> None:
+        """Every layer has written it."""
+        self._extent.width += 1
+        self.lengths = self.lengths + 1
+
+    def keep(self, kept: Sequence[int]) -> list[int]:
+        """Drop all rows but these. The last of them fill the gaps; gives which row each one was."""
+        rows = len(kept)
+        gaps, late = sorted(set(range(rows)) - set(kept)), [row for row in kept if row >= rows]
+        order = list(range(rows))
+        for gap, row in zip(gaps, late, strict=True):
+            order[gap] = row
+        if gaps:
+            device = self.lengths.device
+            for buffer in self._buffers:
+                buffer.move_rows(torch.tensor(late, device=device), torch.tensor(gaps, device=device))
+        self._extent.rows = rows
+        self.lengths = self.lengths[order]
+        return order
+
+    def _resize(self, rows: int, used: int, width: int) -> None:
+        for buffer in self._buffers:
+            buffer.resize(rows, width + max(_SPARE_COLUMNS, width // 2), used, width)
+        self._extent.width = width
