@@ -13,6 +13,9 @@ ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp", "rein
 GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
 
+BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that need the whole batch before the first advantage is known."""
+
 
 class AlgorithmConfig(Section):
     """Loss, advantages, reduction."""

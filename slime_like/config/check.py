@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
+from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
@@ -30,7 +30,7 @@ def check(config: RunConfig) -> list[str]:
     problems += [*_places(config), *_kept_rollouts(config)]
     problems += _start_weights(config)
     problems += [*_names(config), *attention_problems(config)]
-    problems += _steps(config)
+    problems += [*_steps(config), *_streaming(config)]
     if not config.supervised:
         problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
         problems += [*_evaluation(config), *_rewards(config)]
@@ -252,6 +252,44 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         yield (
             "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
             "or drop_zero_spread: false"
+        )
+
+
+def _streaming(config: RunConfig) -> Iterator[str]:
+    """Can a step's gradient be added up before its last sample is known?"""
+    if not config.rollout.stream:
+        return
+    algorithm, remedy = config.algorithm, "or rollout.stream: false"
+    if config.cluster.placement == "colocated":
+        yield (
+            "rollout.stream=true has trainers work while engines do, but cluster.placement=colocated has them take "
+            f"turns on the same devices; use placement: separate, {remedy}"
+        )
+    if algorithm.epochs * algorithm.minibatches > 1:
+        yield (
+            f"rollout.stream=true goes through a batch once, but algorithm.epochs={algorithm.epochs} and "
+            f"algorithm.minibatches={algorithm.minibatches} make several updates of it, for which all of it must be "
+            f"there; use 1 of both, {remedy}"
+        )
+    if algorithm.advantage in BATCH_ADVANTAGES:
+        yield (
+            f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage="
+            f"{algorithm.advantage} normalises over all of it; use one that compares within groups, {remedy}"
+        )
+    if algorithm.kl_reward_coef > 0:
+        yield (
+            f"rollout.stream=true needs advantages before anything is scored, but algorithm.kl_reward_coef="
+            f"{algorithm.kl_reward_coef:g} takes the KL off rewards afterwards; use kl_coef instead, {remedy}"
+        )
+    if algorithm.moe_aux_loss_coef > 0:
+        yield (
+            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a denominator of its own, "
+            "and with rollout.stream=true neither is known while gradients are added up; set it to 0, " + remedy
+        )
+    if config.debug.shuffle_advantages:
+        yield (
+            "debug.shuffle_advantages=true permutes the advantages of a whole batch, which rollout.stream=true does "
+            f"not wait for; set it to false, {remedy}"
         )
 
 

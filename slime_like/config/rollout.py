@@ -38,6 +38,12 @@ class RolloutConfig(Section):
         "0 is strictly on-policy: sampling and training take turns. Above 0 they run side by side, new weights reach "
         "responses in the middle, and the batch of a step is whichever groups are ready first.",
     )
+    stream: bool = Field(
+        False,
+        description="Train on the samples of a step while others of it are still being generated: micro-batches go to "
+        "the trainers as they fill, and one division at the end makes the update that of the whole batch. For one "
+        "update per step whose advantages need no more than their own group.",
+    )
     oversample: float = Field(
         1.0,
         ge=1,

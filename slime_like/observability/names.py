@@ -24,6 +24,7 @@ STEP_TIME = "train_actor_performance/total_step_time (s)"
 MEAN_REWARD = "ref_actor_rewards/rewards_mean"
 LOSS = "train_actor_training/loss"
 ACCURACY = "evaluation/accuracy"
+IDLE_TIME = "train_actor_performance/time_idle (s)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
 CONVERSION_SPEED = "convert/gigabytes_per_second"
@@ -146,12 +147,22 @@ def _performance(record: StepRecord) -> dict[str, float]:
         **_timed(prefix, "grpo_steps", times.seconds["train"], times.step_s),
         **_timed(prefix, "weight_sync", times.seconds["sync"], times.step_s),
         **_timed(prefix, "waiting_buffer", times.seconds["wait"], times.step_s),
+        **_timed(prefix, "idle", _idle_s(record), times.step_s),
         f"{prefix}/tokens_per_second": _ratio(sum(record.response_lengths), times.step_s),
         f"{prefix}/padded_tokens_percentage (%)": 100 * _ratio(padded, record.packed_tokens),
     }
     if record.weight_gather_s is not None:
         metrics |= _timed(prefix, "weight_gather", record.weight_gather_s, times.step_s)
     return metrics
+
+
+def _idle_s(record: StepRecord) -> float:
+    """Seconds in which trainer ranks had nothing to do: between a sync's end and an update's, less their work."""
+    seconds = record.times.seconds
+    waiting = seconds["wait"] + seconds["generate"] + seconds["reward"]
+    if record.trainers_busy_s is None:
+        return waiting
+    return max(0.0, waiting + seconds["train"] - record.trainers_busy_s)
 
 
 def _phases(times: PhaseTimes) -> dict[str, float]:

@@ -123,6 +123,8 @@ class StepRecord:
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
         sync: the weight sync after the step; ``None`` without one.
         memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
+        trainers_busy_s: seconds that trainer ranks worked on samples that were streamed to them, also while others were
+            waited for; ``None`` where they trained in the phase "train" alone.
     """
 
     updates: Sequence[GRPOStats]
@@ -138,6 +140,7 @@ class StepRecord:
     probe_gap: float | None = None
     sync: SyncRecord | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
+    trainers_busy_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.updates or not self.response_lengths:

@@ -9,12 +9,18 @@ from itertools import pairwise
 
 from slime_like.algorithms.context import padded_length
 from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
-from slime_like.algorithms.partition import partition_by_tokens, training_flops
+from slime_like.algorithms.partition import Partition, partition_by_tokens, partition_full_batches, training_flops
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import DataError
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+
+Window = list[list[PackedTrajectory]]
+"""[data-parallel replica][micro-batch]; every replica has the same count."""
+
+_FEWEST_PER_STAGE = 4
+"""Micro-batches in a window for every stage of a pipeline."""
 
 
 @dataclass(slots=True)
@@ -25,13 +31,11 @@ class TrainingBatch:
         replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
         denominators: one per minibatch: tokens, samples or groups of that optimizer step.
         packed_tokens: tokens computed, padding and fillers included.
-        actual_tokens: tokens of real sequences.
     """
 
     replicas: list[list[list[PackedTrajectory]]]
     denominators: list[float]
     packed_tokens: int
-    actual_tokens: int
 
 
 class ExperienceBatcher:
@@ -51,46 +55,77 @@ class ExperienceBatcher:
         replicas: list[list[list[PackedTrajectory]]] = [[] for _ in range(self._replicas)]
         denominators = []
         for minibatch in split_by_group(trajectories, self._config.algorithm.minibatches):
-            denominators.append(self._weigh(minibatch))
-            for replica, packs in zip(replicas, self._pack(minibatch), strict=True):
+            self.weigh(minibatch)
+            denominators.append(self.denominator(minibatch))
+            for replica, packs in zip(replicas, self.pack_all(minibatch), strict=True):
                 replica.append(packs)
         packs = [pack for replica in replicas for minibatch in replica for pack in minibatch]
-        return TrainingBatch(
-            replicas, denominators, sum(p.packed_seq_len for p in packs), sum(t.total_len for t in trajectories)
-        )
+        return TrainingBatch(replicas, denominators, sum(pack.packed_seq_len for pack in packs))
 
-    def _weigh(self, minibatch: Sequence[ScoredTrajectory]) -> float:
-        """Set every sequence's token weight; the denominator covers the whole optimizer step, before any packing."""
-        reduction = self._config.algorithm.reduction
-        counts = [int(trajectory.loss_mask.sum()) for trajectory in minibatch]
-        groups = [trajectory.group_id for trajectory in minibatch]
-        weights = token_weights(reduction, counts, groups, self._config.algorithm.constant_length)
-        for trajectory, weight in zip(minibatch, weights, strict=True):
+    def weigh(self, groups: Sequence[ScoredTrajectory]) -> None:
+        """Set the token weight of every sequence of whole groups."""
+        algorithm = self._config.algorithm
+        counts, ids = _loss_tokens(groups)
+        weights = token_weights(algorithm.reduction, counts, ids, algorithm.constant_length)
+        for trajectory, weight in zip(groups, weights, strict=True):
             trajectory.token_weight = weight
-        return step_denominator(reduction, counts, groups)
 
-    def _pack(self, minibatch: Sequence[ScoredTrajectory]) -> list[list[PackedTrajectory]]:
-        budget = self._config.trainer.target_tokens_per_batch
-        if len(minibatch) < self._replicas:
+    def denominator(self, minibatch: Sequence[ScoredTrajectory]) -> float:
+        """What the sums of the whole optimizer step are divided by, whatever its packs."""
+        return step_denominator(self._config.algorithm.reduction, *_loss_tokens(minibatch))
+
+    def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
+        """(a window of full micro-batches, what is left for later); the window may be empty.
+
+        A pipeline's has at least ``4 * trainer.parallel.pipeline`` micro-batches, so that its bubble is small.
+        """
+        parallel, budget = self._config.trainer.parallel, self._config.trainer.target_tokens_per_batch
+        partition = partition_full_batches(self._lengths(waiting), budget, self._replicas).partition
+        rounds = len(partition[0])
+        fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
+        rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0
+        sent = [replica[:rounds] for replica in partition]
+        gone = {index for replica in sent for members in replica for index in members}
+        return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
+
+    def pack_all(self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False) -> Window:
+        """All of them in one window, balanced over replicas.
+
+        Args:
+            sequences: at least one for every replica.
+            replicas_served: every replica has had sequences of this optimizer step already, so that fewer may come.
+
+        Raises:
+            DataError: fewer sequences than replicas, or one longer than the token budget.
+        """
+        if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
-                f"a minibatch has {len(minibatch)} sequences for {self._replicas} data-parallel replicas; raise "
+                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas; raise "
                 "rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data"
             )
-        context = self._config.trainer.parallel.context
-        lengths = [padded_length(t.total_len, context) for t in minibatch]
-        for trajectory, length in zip(minibatch, lengths, strict=True):
+        lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
+        used = min(self._replicas, len(sequences))
+        partition = partition_by_tokens(lengths, budget, used, costs=self._costs(lengths))
+        return fill_to_equal_counts(self._packed(sequences, partition + [[] for _ in range(self._replicas - used)]))
+
+    def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
+        return [
+            [pack_sequences([sequences[i] for i in indices], pad_token_id=self._pad_token_id) for indices in replica]
+            for replica in partition
+        ]
+
+    def _lengths(self, sequences: Sequence[ScoredTrajectory]) -> list[int]:
+        """Tokens that each takes of a micro-batch."""
+        context, budget = self._config.trainer.parallel.context, self._config.trainer.target_tokens_per_batch
+        lengths = [padded_length(t.total_len, context) for t in sequences]
+        for trajectory, length in zip(sequences, lengths, strict=True):
             if length > budget:
                 raise DataError(
                     f"sequence {trajectory.sequence_id} takes {length} tokens of a micro-batch (padding for "
                     f"trainer.parallel.context={context} included), more than "
                     f"trainer.target_tokens_per_batch={budget}; raise that, or lower the limits of prompt and response"
                 )
-        partitions = partition_by_tokens(lengths, budget, self._replicas, costs=self._costs(lengths))
-        packs = [
-            [pack_sequences([minibatch[i] for i in indices], pad_token_id=self._pad_token_id) for indices in replica]
-            for replica in partitions
-        ]
-        return fill_to_equal_counts(packs)
+        return lengths
 
     def _costs(self, lengths: Sequence[int]) -> list[float] | None:
         """What replicas are balanced by; none means tokens."""
@@ -103,6 +138,11 @@ class ExperienceBatcher:
     @cached_property
     def _dimensions(self) -> ModelDimensions:
         return ModelDimensions.from_checkpoint(self._config.model.path)
+
+
+def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int]]:
+    """(loss-carrying tokens, group) of every trajectory."""
+    return [int(t.loss_mask.sum()) for t in trajectories], [t.group_id for t in trajectories]
 
 
 def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list[list[ScoredTrajectory]]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.advantages import compute_advantages
+from slime_like.algorithms.advantages import compute_advantages, find_estimator
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
-from slime_like.errors import RewardError
+from slime_like.errors import ConfigError, RewardError
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.trajectory import ScoredTrajectory
 
@@ -52,6 +52,29 @@ def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int],
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         advantages = advantages[torch.randperm(len(advantages), generator=generator)]
     return advantages
+
+
+def require_group_scope(config: RunConfig) -> None:
+    """Streaming needs advantages before the batch is complete; of a user's estimator only its object can tell.
+
+    Raises:
+        ConfigError: it cannot be had, or looks at the whole batch.
+    """
+    name = config.algorithm.advantage
+    try:
+        scope = find_estimator(name).scope
+    except Exception as error:
+        kind = type(error).__name__
+        raise ConfigError(
+            [f"algorithm.advantage={name} failed with {kind}: {error} ({_innermost(error)}); correct it"]
+        ) from error
+    if scope != "group":
+        raise ConfigError(
+            [
+                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage={name} "
+                f"declares the scope {scope!r}; use one that compares within groups, or rollout.stream: false"
+            ]
+        )
 
 
 def _innermost(error: BaseException) -> str:

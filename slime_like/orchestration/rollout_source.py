@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +51,8 @@ class RolloutSource:
     are never more than still fit into the batches that may train on them. A batch takes the oldest that are ready, but
     waits as long as what it would leave behind could not all be trained in time: nothing is thrown away for its age.
 
-    With max_staleness 0 everything happens in ``next_batch``; above 0 a thread samples and scores all the time.
+    With max_staleness 0 everything happens in ``next_batch`` or ``stream``; above 0 a thread samples and scores all the
+    time.
 
     Args:
         flight: an empty one through the run's engines.
@@ -82,6 +84,7 @@ class RolloutSource:
         self._issued: dict[int, _Issued] = {}
         self._buffer: ReplayBuffer[_Ready] = ReplayBuffer(config.rollout.max_staleness)
         self._version = self._formed = 0
+        self._taken = 0  # of the batch that is being formed
         self._dropped = 0
         self._no_engine: NoEngineLeft | None = None
         self._failure: BaseException | None = None
@@ -108,7 +111,22 @@ class RolloutSource:
         """
         groups = self._batch_in_turn(step, clock) if self._thread is None else self._batch_beside(step, clock)
         with clock.phase("reward"):
-            return self._scorer.scored([held.content.rewarded for held in groups], step)
+            return self._scored(groups, step)
+
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        """The groups of training step ``step`` as they become ready, a few at a time.
+
+        Raises:
+            EngineError, RewardError: as ``next_batch``.
+        """
+        parts = self._parts_in_turn(step, clock) if self._thread is None else self._parts_beside(step, clock)
+        for groups in parts:
+            with clock.phase("reward"):
+                trajectories = self._scored(groups, step)
+            yield trajectories
+
+    def _scored(self, groups: Sequence[Held[_Ready]], step: int) -> list[ScoredTrajectory]:
+        return self._scorer.scored([held.content.rewarded for held in groups], step)
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Every update of the step has been made."""
@@ -151,7 +169,7 @@ class RolloutSource:
         with self._changed:
             batches = min(self._version + rollout.max_staleness + 1, self._config.steps) - self._formed
             allowed = math.ceil(batches * rollout.prompts_per_step * rollout.oversample)
-            count = max(0, allowed - len(self._issued) - len(self._buffer))
+            count = max(0, allowed - len(self._issued) - len(self._buffer) - self._taken)
             again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
             new = self._prompts.next(count - len(again))
             for prompt in (*again, *new):
@@ -206,42 +224,67 @@ class RolloutSource:
                 "set rollout.drop_zero_spread=false"
             )
 
-    def _is_ready(self, step: int) -> bool:
-        """Enough groups, and what the batch leaves behind can still be trained in time, oldest first."""
+    def _available(self, step: int) -> int:
+        """How many groups, oldest first, the step may take now: the most that it has room for, as long as what they
+        leave behind can still be trained in time."""
         rollout = self._config.rollout
-        size, ready = rollout.prompts_per_step, sorted(held.version for held in self._buffer)
-        if len(ready) < size:
-            return False
-        left = sorted([*ready[size:], *(issued.version for issued in self._issued.values())])
-        in_time = (
-            step + 1 + place // size <= version + rollout.max_staleness + 1 for place, version in enumerate(left)
-        )
-        return rollout.oversample > 1 or all(in_time)
+        ready = sorted(held.version for held in self._buffer)
+        most = min(rollout.prompts_per_step - self._taken, len(ready))
+        if rollout.oversample > 1:
+            return most
+        on_their_way = [issued.version for issued in self._issued.values()]
 
-    def _take(self, step: int) -> list[Held[_Ready]]:
+        def too_many(count: int) -> bool:
+            left = sorted([*ready[count:], *on_their_way])
+            places = range(self._taken + count, self._taken + count + len(left))
+            steps = (step + place // rollout.prompts_per_step for place in places)
+            return any(own > version + rollout.max_staleness + 1 for own, version in zip(steps, left, strict=True))
+
+        # Whoever may take n groups may take n - 1: what stays behind moves to earlier places, if at all.
+        return bisect_left(range(1, most + 1), True, key=too_many)
+
+    def _take(self, step: int, count: int) -> list[Held[_Ready]]:
         stale = self._buffer.drop_stale(step - 1)
         if stale:
             raise TrainerError(f"step {step}: groups {stale} are older than rollout.max_staleness allows; report this")
-        taken = self._buffer.take(self._config.rollout.prompts_per_step)
-        self._formed = step
-        self._dropped = 0
-        return taken
+        groups = self._buffer.take(count)
+        self._taken += count
+        if self._taken == self._config.rollout.prompts_per_step:
+            self._formed = step
+            self._taken = self._dropped = 0
+        return groups
 
     # ------------------------------------------------------------------------------------------------ sampling in turn
     def _batch_in_turn(self, step: int, clock: PhaseClock) -> list[Held[_Ready]]:
+        size = self._config.rollout.prompts_per_step
         with clock.phase("sync"):
             self._turns.generation()
-        while not self._is_ready(step):
+        while self._available(step) < size:
             with clock.phase("wait"):
                 self._issue()
             with clock.phase("generate"):
                 groups = self._collect_enough()
             with clock.phase("reward"):
                 self._score(groups)
-        taken = self._take(step)
+        return self._last_of_step(self._take(step, size))
+
+    def _parts_in_turn(self, step: int, clock: PhaseClock) -> Iterator[list[Held[_Ready]]]:
+        while self._formed < step:
+            with clock.phase("wait"):
+                self._issue()
+            with clock.phase("generate"):
+                groups = self._collect_some()
+            with clock.phase("reward"):
+                self._score(groups)
+            if count := self._available(step):
+                part = self._take(step, count)
+                yield self._last_of_step(part) if self._formed == step else part
+
+    def _last_of_step(self, groups: list[Held[_Ready]]) -> list[Held[_Ready]]:
+        """``groups``; whatever else was oversampled is aborted."""
         if self._config.rollout.oversample > 1:
             self._abort_rest()
-        return taken
+        return groups
 
     def _collect_enough(self) -> list[GroupedUnscoredTrajectories]:
         """Everything that is on its way; of what was oversampled, as much as is missing."""
@@ -249,12 +292,17 @@ class RolloutSource:
         enough = rollout.prompts_per_step - len(self._buffer) if rollout.oversample > 1 else math.inf
         groups: list[GroupedUnscoredTrajectories] = []
         while len(self._flight) and len(groups) < enough:
-            raise_if_interrupted()
-            try:
-                groups += self._collect(_POLL_S)
-            except NoEngineLeft:
-                self._revive(self._version)
+            groups += self._collect_some()
         return groups
+
+    def _collect_some(self) -> list[GroupedUnscoredTrajectories]:
+        """Whatever comes first; nothing if that takes long."""
+        raise_if_interrupted()
+        try:
+            return self._collect(_POLL_S)
+        except NoEngineLeft:
+            self._revive(self._version)
+            return []
 
     def _abort_rest(self) -> None:
         self._flight.abort(self._asked.keys())
@@ -266,23 +314,34 @@ class RolloutSource:
     # --------------------------------------------------------------------------------------- sampling beside training
     def _batch_beside(self, step: int, clock: PhaseClock) -> list[Held[_Ready]]:
         with clock.phase("wait"):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._has_news(step), _LOOK_EVERY_S)
-                    if self._failure is not None:
-                        raise self._failure
-                    if self._is_ready(step):
-                        return self._take(step)
-                    lost = self._no_engine is not None
-                raise_if_interrupted()
-                if lost:
-                    self._revive(self._version)
-                    with self._changed:
-                        self._no_engine = None
-                        self._changed.notify_all()
+            return self._take_beside(step, self._config.rollout.prompts_per_step)
 
-    def _has_news(self, step: int) -> bool:
-        return self._failure is not None or self._no_engine is not None or self._is_ready(step)
+    def _parts_beside(self, step: int, clock: PhaseClock) -> Iterator[list[Held[_Ready]]]:
+        while self._formed < step:
+            with clock.phase("wait"):
+                part = self._take_beside(step, 1)
+            yield part
+
+    def _take_beside(self, step: int, fewest: int) -> list[Held[_Ready]]:
+        """As many groups as the step may take, as soon as they are ``fewest``."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_news(step, fewest), _LOOK_EVERY_S)
+                if self._failure is not None:
+                    raise self._failure
+                count = self._available(step)
+                if count >= fewest:
+                    return self._take(step, count)
+                lost = self._no_engine is not None
+            raise_if_interrupted()
+            if lost:
+                self._revive(self._version)
+                with self._changed:
+                    self._no_engine = None
+                    self._changed.notify_all()
+
+    def _has_news(self, step: int, fewest: int) -> bool:
+        return self._failure is not None or self._no_engine is not None or self._available(step) >= fewest
 
     def _run(self) -> None:
         """The thread. Every wait in it is short, so that ``close`` is heard."""

@@ -17,6 +17,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
 from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.credit import require_group_scope
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.placement import Placement, bundle_sizes
 from slime_like.orchestration.rollout_manager import RolloutManager
@@ -99,6 +100,8 @@ class Session:
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
+        if config.rollout.stream and not config.supervised:
+            require_group_scope(config)
         self.resumed, changed = prepare_run_dir(config)
         tokenizer = self.tokenizer = load_tokenizer(config.model.path)
         dump = config.debug.load_rollouts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,9 @@ class ExperienceSource(Protocol):
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
 
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        """The same, in whole groups as they become ready; the clock runs in no phase while the caller has them."""
+
 
 class DemonstrationSource:
     """Rows with a response of their own: supervised mode."""
@@ -33,6 +38,9 @@ class DemonstrationSource:
             prompts = self._prompts.next(self._config.rollout.prompts_per_step)
         return [_demonstration(prompt) for prompt in prompts]
 
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        yield self.next_batch(step, clock)
+
 
 class DumpedSource:
     """Rollouts that an earlier run kept: the training side alone, without engines or rewards."""
@@ -43,6 +51,10 @@ class DumpedSource:
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         with clock.phase("wait"):
             return load_trajectories(dump_path(self._directory, step))
+
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        for _, group in itertools.groupby(self.next_batch(step, clock), key=lambda trajectory: trajectory.group_id):
+            yield list(group)
 
 
 def _demonstration(prompt: Prompt) -> ScoredTrajectory:

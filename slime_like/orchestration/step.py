@@ -21,7 +21,9 @@ from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
 from slime_like.orchestration.run_directory import write_summary
 from slime_like.orchestration.session import Session
+from slime_like.orchestration.trainer_rank import StreamedStep
 from slime_like.orchestration.weight_sync import SyncReport
+from slime_like.orchestration.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Asking every rank for its memory costs a round trip; peaks do not change every step.
@@ -47,6 +49,33 @@ class TrainSummary:
     files: dict[str, Path]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One training step, all of its updates made.
+
+    Attributes:
+        trajectories: what it was trained on, in the order of group ids.
+        updates: figures of every optimizer step, in order.
+        reference: the scoring with the reference, if there was any.
+        packed_tokens: tokens computed, padding and fillers included.
+        busy_s: seconds that trainer ranks worked on it; ``None`` where that is the phase "train".
+    """
+
+    trajectories: Sequence[ScoredTrajectory]
+    updates: Sequence[GRPOStats]
+    reference: ReferenceRecord | None
+    packed_tokens: int
+    busy_s: float | None = None
+
+    @classmethod
+    def of_stream(cls, windows: WindowStream, streamed: StreamedStep, with_reference: bool) -> TrainedStep:
+        """The step that ``windows`` were of."""
+        assert streamed.stats is not None  # the group's, not a single rank's
+        trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
+        reference = _reference_record(trajectories, streamed.reference_s) if with_reference else None
+        return cls(trajectories, [streamed.stats], reference, windows.packed_tokens, streamed.busy_s)
+
+
 def score(session: Session, trajectories: Sequence[ScoredTrajectory], step: int) -> ReferenceRecord | None:
     """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
     reference's where a KL term is on, in loss or reward."""
@@ -59,6 +88,10 @@ def score(session: Session, trajectories: Sequence[ScoredTrajectory], step: int)
     seconds = time.perf_counter() - started
     if session.config.algorithm.kl_reward_coef > 0:
         penalise_kl(session.config, session.trainers, trajectories, step)
+    return _reference_record(trajectories, seconds)
+
+
+def _reference_record(trajectories: Sequence[ScoredTrajectory], seconds: float) -> ReferenceRecord:
     return ReferenceRecord(
         total_s=seconds,
         model_running_s=seconds,
@@ -92,14 +125,12 @@ class StepRecorder:
     def record(
         self,
         step: int,
-        trajectories: Sequence[ScoredTrajectory],
-        batch: TrainingBatch,
-        updates: Sequence[GRPOStats],
-        reference: ReferenceRecord | None,
+        trained: TrainedStep,
         sync: SyncReport | None,
         times: PhaseTimes,
     ) -> None:
         """Log one training step."""
+        trajectories = trained.trajectories
         if self._config.debug.save_rollouts:
             save_trajectories(dump_path(self._config.debug.save_rollouts, step), trajectories)
         lengths = [trajectory.response_len for trajectory in trajectories]
@@ -109,14 +140,15 @@ class StepRecorder:
             self._memory = {"peak_rss (GiB)": self._session.trainers.peak_memory_bytes() / 2**30}
         metrics = step_metrics(
             StepRecord(
-                updates=updates,
+                updates=trained.updates,
                 times=times,
                 response_lengths=lengths,
-                packed_tokens=batch.packed_tokens,
-                actual_tokens=batch.actual_tokens,
+                packed_tokens=trained.packed_tokens,
+                actual_tokens=sum(trajectory.total_len for trajectory in trajectories),
+                trainers_busy_s=trained.busy_s,
                 rewards=self._rewards(step, trajectories),
                 rollout=self._rollout(trajectories, step, times),
-                reference=reference,
+                reference=trained.reference,
                 weight_gather_s=sync.gather_s if sync else None,
                 probe_gap=sync.probe_gap if sync else None,
                 sync=sync.record() if sync else None,
@@ -130,7 +162,7 @@ class StepRecorder:
         self._session.progress.update(step, metrics)
         for sentence in sync.restarted if sync else ():
             self._session.progress.note(sentence)
-        self._log_tables(step, trajectories, updates[-1])
+        self._log_tables(step, trajectories, trained.updates[-1])
 
     def _log_tables(self, step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats) -> None:
         debug = self._config.debug

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +15,16 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, ScoredLogprobs
-from slime_like.orchestration.calls import gather
+from slime_like.orchestration.calls import gather, one
 from slime_like.orchestration.placement import Placement
-from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
+from slime_like.orchestration.trainer_rank import FrozenLogprobs, StreamedStep, TrainerRank
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
+
+_ON_A_WINDOW = "training on a window"
+_READY_TIMEOUT_S = 30.0
+"""For a value that is there already."""
 
 
 class TrainerGroup:
@@ -30,6 +35,7 @@ class TrainerGroup:
         self._placement = placement
         self._ranks: list[Any] = []
         self._coordinates: list[RankCoordinates] = []
+        self._under_way: list[list[Any]] = []  # calls of a streamed step, in order, each rank's answer in one list
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
@@ -120,6 +126,45 @@ class TrainerGroup:
         answers = self._call("train_minibatch", index, denominator, phase="training")
         return next(stats for stats in answers if stats is not None)
 
+    def begin_stream(self) -> None:
+        """Start an optimizer step whose windows follow by ``send_window``; returns at once, as that does."""
+        self._under_way = [self._start("begin_stream", [()] * len(self._ranks))]
+
+    def send_window(self, replicas: Sequence[list[PackedTrajectory]], last: bool = False) -> None:
+        """Let every rank accumulate its replica's micro-batches after those it was sent before.
+
+        Args:
+            replicas: [data-parallel replica][micro-batch], the same count for all.
+            last: no window follows in this step.
+
+        Raises:
+            TrainerError: a rank has failed in a window before.
+        """
+        self._raise_failures()
+        stored = [ray.put(packs) for packs in replicas]
+        self._under_way.append(self._start("train_window", [(stored[place.data], last) for place in self._coordinates]))
+
+    def finish_stream(self, denominator: float) -> StreamedStep:
+        """Wait for every window, then update; seconds are means over ranks."""
+        finished = self._start("finish_stream", [(denominator,)] * len(self._ranks))
+        while self._under_way:  # each with a bound of its own, for it starts when the one before has ended
+            self._gather(self._under_way.pop(0), phase=_ON_A_WINDOW)
+        steps: list[StreamedStep] = self._gather(finished, phase="updating")
+        stats = next(step.stats for step in steps if step.stats is not None)
+        return StreamedStep(stats, fmean(step.busy_s for step in steps), fmean(step.reference_s for step in steps))
+
+    def _raise_failures(self) -> None:
+        """Of the calls that are under way; forgets those that every rank has answered. Never waits."""
+        still_running = []
+        for references in self._under_way:
+            ended, running = ray.wait(references, num_returns=len(references), timeout=0)
+            for reference in ended:
+                rank = references.index(reference)
+                one(reference, _name(rank), phase=_ON_A_WINDOW, timeout_s=_READY_TIMEOUT_S, error=TrainerError)
+            if running:
+                still_running.append(references)
+        self._under_way = still_running
+
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
         """Frozen logprobs of the named sequences of the loaded batch, from whichever rank holds them."""
         answers = self._call("response_logprobs", sequence_ids, phase="reporting logprobs")
@@ -197,7 +242,17 @@ class TrainerGroup:
     def _call_each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str, timeout_s: float | None = None
     ) -> list[Any]:
-        references = [getattr(rank, method).remote(*own) for rank, own in zip(self._ranks, arguments, strict=True)]
-        names = [f"trainer rank {rank}" for rank in range(len(self._ranks))]
+        return self._gather(self._start(method, arguments), phase=phase, timeout_s=timeout_s)
+
+    def _start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """References to every rank's answer; a rank works on its calls in the order in which they were started."""
+        return [getattr(rank, method).remote(*own) for rank, own in zip(self._ranks, arguments, strict=True)]
+
+    def _gather(self, references: Sequence[Any], *, phase: str, timeout_s: float | None = None) -> list[Any]:
+        names = [_name(rank) for rank in range(len(references))]
         bound = timeout_s or self._config.trainer.step_timeout_s
         return gather(references, names, phase=phase, timeout_s=bound, error=TrainerError)
+
+
+def _name(rank: int) -> str:
+    return f"trainer rank {rank}"

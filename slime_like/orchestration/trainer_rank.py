@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,21 @@ class FrozenLogprobs:
         return self.reference
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedStep:
+    """One optimizer step whose windows were streamed.
+
+    Attributes:
+        stats: its figures; ``None`` from ranks that do not have them.
+        busy_s: seconds spent on it, waiting for windows not included.
+        reference_s: of these, seconds spent on reference logprobs.
+    """
+
+    stats: GRPOStats | None
+    busy_s: float
+    reference_s: float
+
+
 class TrainerRank:
     """One rank. Plain Python: Ray makes an actor of it."""
 
@@ -64,6 +80,7 @@ class TrainerRank:
         self._backend: TrainerBackend | None = None
         self._coordinates: RankCoordinates | None = None
         self._minibatches: list[Minibatch] = []
+        self._busy_s = self._scoring_s = 0.0
         self._sender: Sender | None = None
         self._buckets: Iterator[WeightBucket] | None = None
         self._in_flight: deque[BucketMetadata] = deque()
@@ -119,7 +136,9 @@ class TrainerRank:
 
     def score_batch(self, weights: Literal["policy", "reference"]) -> None:
         """Fill ``old_logprobs`` (policy) or ``ref_logprobs`` (reference) of the loaded packs, frozen for the step."""
-        packs = [pack for minibatch in self._minibatches for pack in minibatch]
+        self._freeze([pack for minibatch in self._minibatches for pack in minibatch], weights)
+
+    def _freeze(self, packs: list[PackedTrajectory], weights: Literal["policy", "reference"]) -> None:
         scored = self.backend.score(packs, weights)
         if scored is None:
             return
@@ -149,6 +168,44 @@ class TrainerRank:
         self.backend.begin_step(denominator, real_tokens(packs))
         self.backend.accumulate(packs, last=True)
         return self.backend.finish_step(denominator)
+
+    def begin_stream(self) -> None:
+        """Start an optimizer step whose windows are not all known yet."""
+        started = time.perf_counter()
+        self._minibatches = [[]]
+        self._scoring_s = 0.0
+        self.backend.begin_step()
+        self._busy_s = time.perf_counter() - started
+
+    def train_window(self, packs: list[PackedTrajectory], last: bool) -> None:
+        """Score what the loss needs scored, then accumulate; the weights are those of the start of the step.
+
+        Args:
+            packs: this replica's micro-batches of one window.
+            last: no window follows in this step.
+        """
+        started = time.perf_counter()
+        self._minibatches[0] += packs
+        for pack in packs:
+            pack.old_logprobs = None  # as in load_batch
+        if not self._config.supervised:
+            self._score_window(packs)
+        self.backend.accumulate(packs, last=last)
+        self._busy_s += time.perf_counter() - started
+
+    def _score_window(self, packs: list[PackedTrajectory]) -> None:
+        if self._config.algorithm.scores_policy:
+            self._freeze(packs, "policy")
+        if self._config.algorithm.needs_reference:
+            started = time.perf_counter()
+            self._freeze(packs, "reference")
+            self._scoring_s += time.perf_counter() - started
+
+    def finish_stream(self, denominator: float) -> StreamedStep:
+        """The update of everything that ``train_window`` was given since ``begin_stream``."""
+        started = time.perf_counter()
+        stats = self.backend.finish_step(denominator)
+        return StreamedStep(stats, self._busy_s + time.perf_counter() - started, self._scoring_s)
 
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
         """Policy and reference logprobs of those of the named sequences that this rank holds and has seen."""

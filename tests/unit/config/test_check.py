@@ -13,7 +13,7 @@ import torch
 from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.config import ParallelConfig
-from slime_like.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, LOSSES
+from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.check import check
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layers_per_stage, layout_problems
@@ -53,6 +53,7 @@ def test_transformer_engine_in_float32_is_refused(flags: list[str], monkeypatch:
     assert problem.startswith("trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set")
 
 
+STREAM = ["--rollout.stream", "true"]
 AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
 
 # TMP stands for the test's directory.
@@ -133,6 +134,26 @@ FAULTS: list[tuple[list[str], str]] = [
             "reinforce_pp",
         ],
         "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples",
+    ),
+    (
+        [*STREAM, "--cluster.placement", "colocated"],
+        "rollout.stream=true has trainers work while engines do, but cluster.placement=colocated has them take turns",
+    ),
+    (
+        [*STREAM, "--algorithm.minibatches", "2"],
+        "rollout.stream=true goes through a batch once, but algorithm.epochs=1 and algorithm.minibatches=2 make",
+    ),
+    (
+        [*STREAM, "--algorithm.advantage", "reinforce_pp_baseline"],
+        "rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage=reinforce_pp_basel",
+    ),
+    (
+        [*STREAM, "--algorithm.kl_reward_coef", "0.1"],
+        "rollout.stream=true needs advantages before anything is scored, but algorithm.kl_reward_coef=0.1 takes the KL",
+    ),
+    (
+        [*STREAM, "--debug.shuffle_advantages", "true"],
+        "debug.shuffle_advantages=true permutes the advantages of a whole batch, which rollout.stream=true does not",
     ),
     (
         ["--rollout.top_k", "50"],
@@ -484,6 +505,17 @@ def test_dimensions_are_those_of_the_file(tmp_path: Path) -> None:
 def test_known_names_are_those_of_the_registries() -> None:
     assert set(LOSSES) == set(POLICY_LOSSES)
     assert set(ADVANTAGES) == set(ESTIMATORS)
+    assert set(BATCH_ADVANTAGES) == {name for name, estimator in ESTIMATORS.items() if estimator.scope == "batch"}
+
+
+def test_a_balancing_loss_does_not_stream(tmp_path: Path, flags: list[str]) -> None:
+    write_checkpoint(tmp_path / "model", **EXPERTS)
+    flags += ["--algorithm.moe_aux_loss_coef", "0.01"]
+    assert check(load_config(None, flags)) == []
+    [problem] = check(load_config(None, [*flags, *STREAM]))
+    assert problem.startswith(
+        "algorithm.moe_aux_loss_coef=0.01 adds a loss with a denominator of its own, and with roll"
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slime_like.observability.names import evaluation_metrics, step_metrics
+from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, RewardRecord
 from tests.unit.observability.records import reward_record, rl_record, sft_record
@@ -40,6 +40,8 @@ RL_FIGURES = {
     "train_actor_performance/padded_tokens_percentage (%)": 25.0,
     "train_actor_performance/time_waiting_buffer (s)": 0.5,
     "train_actor_performance/pct_time_waiting_buffer (%)": 6.25,
+    "train_actor_performance/time_idle (s)": 5.0,  # wait, generate and reward
+    "train_actor_performance/pct_time_idle (%)": 62.5,
     "train_actor_performance/time_weight_gather (s)": 0.2,
     "train_actor_performance/pct_time_weight_gather (%)": 2.5,
     "train_actor_performance/memory/peak_rss (GiB)": 1.5,
@@ -105,6 +107,11 @@ def test_a_step_of_no_time_divides_by_nothing() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
     assert metrics["rollout/tokens_per_second"] == 0.0
+
+
+def test_trainers_are_idle_but_for_what_is_streamed_to_them() -> None:
+    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0))
+    assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
 
 
 def test_generation_time_can_be_given_where_it_overlaps_training() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.errors import RewardError, TrainerError
-from slime_like.orchestration.credit import penalise_kl, step_advantages, total_rewards
+from slime_like.errors import ConfigError, RewardError, TrainerError
+from slime_like.orchestration.credit import penalise_kl, require_group_scope, step_advantages, total_rewards
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.algorithms.cases import batch
@@ -53,6 +53,19 @@ FAULTY = [
     ("ENDLESS", "gave values that are not finite for 4 samples; it must return one finite advantage for each"),
     ("NO_ESTIMATOR", "failed with ValueError: advantage estimator"),
 ]
+
+
+# The same, where the batch is streamed.
+GROUPWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
+BATCHWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
+
+
+def test_a_users_estimator_says_whether_it_streams() -> None:
+    require_group_scope(config(advantage=f"{__name__}:GROUPWISE"))
+    with pytest.raises(ConfigError, match=r"BATCHWISE declares the scope 'batch'; use one that compares within groups"):
+        require_group_scope(config(advantage=f"{__name__}:BATCHWISE"))
+    with pytest.raises(ConfigError, match="NO_ESTIMATOR failed with ValueError: advantage estimator"):
+        require_group_scope(config(advantage=f"{__name__}:NO_ESTIMATOR"))
 
 
 @pytest.mark.parametrize(("name", "what"), FAULTY)

@@ -122,12 +122,17 @@ def source(run_dir: Path, flight: ShuffledFlight, **rollout: Any) -> tuple[Rollo
     return made, revived
 
 
-def batches(made: RolloutSource, flight: ShuffledFlight, first: int = 1, last: int = STEPS) -> Iterator[list[int]]:
+def batches(
+    made: RolloutSource, flight: ShuffledFlight, first: int = 1, last: int = STEPS, stream: bool = False
+) -> Iterator[list[int]]:
     clock = PhaseClock()
     flight.version = first - 1
     made.synced(first - 1)
     for step in range(first, last + 1):
-        trajectories = made.next_batch(step, clock)
+        if stream:
+            trajectories = [trajectory for part in made.stream(step, clock) for trajectory in part]
+        else:
+            trajectories = made.next_batch(step, clock)
         groups = list(dict.fromkeys(t.group_id for t in trajectories))
         oldest = min(t.policy_version for t in trajectories)
         assert len(trajectories) == PROMPTS * SAMPLES
@@ -140,11 +145,14 @@ def batches(made: RolloutSource, flight: ShuffledFlight, first: int = 1, last: i
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_group_is_trained_once_and_none_is_too_old(run_dir: Path, ahead: int, drop: bool, seed: int) -> None:
+def test_every_group_is_trained_once_and_none_is_too_old(
+    run_dir: Path, ahead: int, drop: bool, stream: bool, seed: int
+) -> None:
     flight = ShuffledFlight(seed, dies_at=(3, 17))
     made, revived = source(run_dir, flight, max_staleness=ahead, drop_zero_spread=drop)
-    trained = [group for batch in batches(made, flight) for group in batch]
+    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
     made.close()
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
     audit = audit_run(run_dir)
@@ -152,18 +160,82 @@ def test_every_group_is_trained_once_and_none_is_too_old(run_dir: Path, ahead: i
     assert (audit.trained, audit.in_flight) == (STEPS * PROMPTS, ())
     assert set(audit.dropped) <= {"zero spread"}
     assert not drop or all(group % 3 != 2 for group in trained)
-    assert drop or trained == sorted(trained) or ahead > 0  # in turn, every step has the next prompts
+    if not drop and ahead == 0:  # in turn, every step has the next prompts, in whatever order they are streamed
+        sizes = range(0, len(trained), PROMPTS)
+        assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
+        assert stream or trained == sorted(trained)
     assert len(revived) >= 1
 
 
-def test_what_is_late_is_aborted(run_dir: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_late_is_aborted(run_dir: Path, stream: bool) -> None:
     flight = ShuffledFlight(0)
     made, _ = source(run_dir, flight, oversample=2.0)
-    trained = [group for batch in batches(made, flight) for group in batch]
+    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
     assert len(trained) == STEPS * PROMPTS and not flight.held
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
+
+
+class ListedFlight(ShuffledFlight):
+    """Answers those groups that a test lets it answer."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.done: list[int] = []
+
+    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+        names = [f"train-{group}" for group in self.done]
+        self.done.clear()
+        answered = [request for request in self.held if request.request_id in names]
+        self.held = [request for request in self.held if request not in answered]
+        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+
+
+def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
+    """In turn: of the four groups of a step, the first come out while the last is still being sampled."""
+    flight = ListedFlight()
+    made, _ = source(run_dir, flight)
+    made.synced(0)
+    flight.done = [2]
+    parts = made.stream(1, PhaseClock())
+    for group, following in ((2, [0, 3]), (0, [1])):
+        assert {t.group_id for t in next(parts)} == {group}
+        assert len(flight.held) == (3 if group == 2 else 1)
+        flight.done = following
+    assert {t.group_id for t in next(parts)} == {1}
+    assert list(parts) == [] and made.queue_sizes() == (0, 0)
+
+
+def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
+    """Ahead by one: what version 0 began must be trained in steps 1 and 2. In step 2 eight groups are on their way,
+    four of version 0 and four of version 1: the latter stream only as far as places are left for the former."""
+    flight = ListedFlight()
+    made, _ = source(run_dir, flight, max_staleness=1)
+    made._issue()
+    assert len(flight.held) == 2 * PROMPTS
+    _answer(made, flight, [0, 1, 2, 5])
+    assert made._available(1) == 4
+    assert [held.group_id for held in made._take(1, 4)] == [0, 1, 2, 5]
+    made._version = 1
+    made._issue()
+    assert len(flight.held) == 2 * PROMPTS
+    _answer(made, flight, [8, 9])
+    assert made._available(2) == 0  # 3, 4, 6 and 7 need all four places of step 2
+    _answer(made, flight, [6])
+    assert made._available(2) == 1
+    assert [held.group_id for held in made._take(2, 1)] == [6]
+    _answer(made, flight, [3, 4, 7, 10])
+    assert made._available(2) == 3
+    assert [held.group_id for held in made._take(2, 3)] == [3, 4, 7]
+    made._version = 2
+    assert made._available(3) == 3
+
+
+def _answer(made: RolloutSource, flight: ListedFlight, groups: list[int]) -> None:
+    flight.version, flight.done = made._version, groups
+    made._score(made._collect(0.0))
 
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:

@@ -1,0 +1,123 @@
+"""A step whose windows arrive one after the other makes the update that the whole batch makes at once.
+
+The batcher forms both, from the same rollouts; what is compared are the weights after an update, under each of three
+layouts. That a layout's update is right is the parity matrix's business (``test_parity.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement
+from slime_like.orchestration.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer_rank import TrainerRank
+from slime_like.orchestration.window_stream import WindowStream
+from slime_like.trajectory import GRPOStats, ScoredTrajectory
+from tests.parallel.parity import parity_config
+from tests.parallel.ranks import run_ranks
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+BUDGET = 48
+GROUPS = 24  # of two sequences each: three windows, where micro-batches go singly; two, where a pipeline takes eight
+FIGURES = ("loss", "kl_loss", "entropy", "grad_norm", "engine_gap_mean", "importance_weight", "num_tokens")
+
+
+@dataclass
+class Trained:
+    """What one rank has after an update."""
+
+    windows: int
+    stats: GRPOStats | None
+    before: list[Tensor]
+    weights: list[Tensor]
+
+
+def _rollouts() -> list[ScoredTrajectory]:
+    lengths = [(3 + i % 5, 1 + (7 * i) % 13) for i in range(2 * GROUPS)]
+    rollouts = scored_sequences(lengths, fully_masked=(5,))
+    for trajectory in rollouts:
+        trajectory.old_logprobs = trajectory.ref_logprobs = None  # the trainer's own business
+    return rollouts
+
+
+def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
+    trainer = MegatronTrainer(config, placement)
+    rank = TrainerRank(config, placement.rank)
+    rank._backend, rank._coordinates = trainer, trainer.setup()
+    batcher = ExperienceBatcher(config, rank._coordinates.data_size, pad_token_id=0)
+    before = _weights(trainer)
+    windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, rank._coordinates.data)
+    trainer.settle_weights()
+    result = Trained(windows, stats, before, _weights(trainer))
+    trainer.shutdown()
+    return result
+
+
+def _weights(trainer: MegatronTrainer) -> list[Tensor]:
+    return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+
+
+def _at_once(
+    rank: TrainerRank, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
+) -> tuple[int, GRPOStats | None]:
+    batch = batcher.batch(rollouts)
+    rank.load_batch(batch.replicas[replica])
+    rank.score_batch("reference")
+    return 1, rank.train_minibatch(0, batch.denominators[0])
+
+
+def _streamed(
+    rank: TrainerRank, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
+) -> tuple[int, GRPOStats | None]:
+    """Groups arrive last first, one at a time."""
+    stream = WindowStream(batcher)
+    rank.begin_stream()
+    early = 0
+    for group in reversed(range(GROUPS)):
+        if window := stream.add([t for t in rollouts if t.group_id == group]):
+            rank.train_window(window[replica], last=False)
+            early += 1
+    window, denominator = stream.finish()
+    rank.train_window(window[replica], last=True)
+    streamed = rank.finish_stream(denominator)
+    assert 0 < streamed.reference_s < streamed.busy_s
+    assert sum(not pack.is_filler for pack in rank._minibatches[0]) >= early  # they are kept for tables
+    return early + 1, streamed.stats
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fewest"), [({}, 3), ({"data": 2, "distributed": True, "overlap": True}, 3), ({"pipeline": 2}, 2)]
+)
+def test_streamed_updates_are_those_of_the_whole_batch(
+    layout: dict[str, Any], fewest: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}
+    config = parity_config(checkpoint, tmp_path, layout, **algorithm)
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})}
+    )
+    world = config.trainer.parallel.world_size
+    whole, parts = (
+        run_ranks(_update, world, tmp_path / f"{streams}", config, _rollouts(), streams) for streams in (False, True)
+    )
+    for expected, found in zip(whole, parts, strict=True):
+        assert found.windows >= fewest and expected.windows == 1
+        for before, ours, theirs in zip(found.before, found.weights, expected.weights, strict=True):
+            apart, change = float((ours - theirs).norm()), float((theirs - before).norm())
+            assert apart <= 1e-6 * float(theirs.norm()) and apart <= 1e-3 * change
+        assert (found.stats is None) == (expected.stats is None)
+        if found.stats is not None and expected.stats is not None:
+            for name in FIGURES:
+                assert float(getattr(found.stats, name)) == pytest.approx(float(getattr(expected.stats, name)), 1e-5)
