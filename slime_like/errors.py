@@ -37,3 +37,7 @@ class WeightSyncError(SlimeLikeError):
 
 class RewardError(SlimeLikeError):
     """Reward workers or the advantage estimator cannot go on (one bad answer costs only its own sample: no error)."""
+
+
+class EnvironmentFailure(SlimeLikeError):
+    """An environment or its workers cannot go on (one failed step costs only its own conversation: no error)."""

@@ -6,7 +6,7 @@ own package can add one. Nothing here knows Ray, Megatron or an engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -125,6 +125,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationTask:
+    """What an environment is told of a prompt's row.
+
+    Attributes:
+        answer: ground truth.
+        fields: the row's own settings, expressible in JSON.
+    """
+
+    answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """Token ids in; ``num_samples`` generations out.
 
@@ -135,6 +148,8 @@ class GenerationRequest:
         num_samples: responses wanted.
         seed: seed of sample i is derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
         prompt_logprobs: also return the teacher-forced logprob (temperature 1) of every prompt token but the first.
+        task: makes a conversation of every sample where ``rollout.environment`` names one. Engines do not look at it:
+            what reaches them is one request per turn.
     """
 
     request_id: str
@@ -143,19 +158,41 @@ class GenerationRequest:
     num_samples: int = 1
     seed: int | None = None
     prompt_logprobs: bool = False
+    task: ConversationTask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """How a response of several turns came about.
+
+    Attributes:
+        turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
+        reward: sum over the environment's steps.
+        success: what its last step said.
+        failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
+        metadata: of every step, in order.
+    """
+
+    turns: tuple[tuple[int, int], ...]
+    reward: float = 0.0
+    success: bool = False
+    failure: Mapping[str, str] | None = None
+    metadata: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
 class Generation:
-    """One response.
+    """One response. In a conversation, ``token_ids`` are all of it after the prompt, observations included.
 
     Attributes:
         token_ids: (n,) int64, the sampled ids themselves, EOS included.
         logprobs: (n,) float32, log-softmax of the temperature-scaled logits over the whole vocabulary at the sampled
-            id; at temperature 0, of the unscaled logits.
-        weight_versions: (n,) int64, the weight version that sampled each token.
-        finish_reason: "stop", "length" or "abort".
+            id; at temperature 0, of the unscaled logits. 0 on observations.
+        weight_versions: (n,) int64, the weight version that sampled each token, on observations that of the turn
+            before.
+        finish_reason: "stop", "length" (in a conversation also: the turns were used up) or "abort".
         prompt_logprobs: (prompt_len - 1,) float32 if asked for.
+        conversation: ``None`` where the response is a single turn of no environment.
     """
 
     token_ids: np.ndarray
@@ -163,6 +200,7 @@ class Generation:
     weight_versions: np.ndarray
     finish_reason: Literal["stop", "length", "abort"]
     prompt_logprobs: np.ndarray | None = None
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True, slots=True)

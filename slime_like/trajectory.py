@@ -8,10 +8,13 @@ is an ordinary token).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime_like.interfaces import Conversation
 
 
 @dataclass(slots=True)
@@ -24,15 +27,18 @@ class UnscoredTrajectory:
         prompt_len: number of prompt tokens, at least 1.
         response_len: number of response tokens, at least 1.
         logprobs: (response_len,) float32, the behaviour policy's log-softmax of the temperature-scaled logits over the
-            whole vocabulary; ``None`` for supervised demonstrations, which no policy sampled.
+            whole vocabulary, 0 where ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy
+            sampled.
         answer: ground truth answer.
         sequence_id: unique over the run.
         policy_version: weight version of the first response token.
         group_id: unique over the run; samples of one prompt share it.
         loss_mask: (response_len,) bool, False on tool output and observations.
-        weight_versions: (response_len,) int64, the version that sampled each token; ``None`` for demonstrations.
+        weight_versions: (response_len,) int64, the version that sampled each token, on observations that of the turn
+            before; ``None`` for demonstrations.
         temperature: sampling temperature, the one every logprob of this sequence is scored with.
         finish_reason: "stop", "length" or "abort".
+        conversation: its turns, where an environment took part.
     """
 
     prompt_tokens: Tensor
@@ -48,10 +54,16 @@ class UnscoredTrajectory:
     weight_versions: Tensor | None = None
     temperature: float = 1.0
     finish_reason: str = "stop"
+    conversation: Conversation | None = None
 
     @property
     def total_len(self) -> int:
         return self.prompt_len + self.response_len
+
+    @property
+    def sampled_len(self) -> int:
+        """Response tokens that the model sampled."""
+        return int(self.loss_mask.sum())
 
 
 @dataclass(slots=True)
@@ -84,7 +96,8 @@ class ScoredTrajectory:
         advantages: scalar float32 of this sequence.
         token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``);
             the sum is divided once per optimizer step by one denominator.
-        reward_metadata: ``{"func_names": [...], ...}``.
+        reward_metadata: ``{"func_names": [...], ...}``; with an environment also ``conversation``: ``turns``, as in
+            ``Conversation``, and what the steps reported.
     """
 
     prompt_tokens: Tensor
@@ -111,6 +124,11 @@ class ScoredTrajectory:
     @property
     def total_len(self) -> int:
         return self.prompt_len + self.response_len
+
+    @property
+    def sampled_len(self) -> int:
+        """Response tokens that the model sampled; all of a demonstration's that carry loss."""
+        return int(self.loss_mask.sum())
 
 
 @dataclass(slots=True)

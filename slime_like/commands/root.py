@@ -87,8 +87,9 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny = commands.add_parser(
         "make-tiny-model",
         help="write a tiny Hugging Face checkpoint and arithmetic data",
-        description="Write a tiny, randomly initialised Hugging Face checkpoint into OUT, and sums of two numbers into "
-        "OUT/data (train.jsonl, sft.jsonl, eval.jsonl). Nothing is downloaded.",
+        description="Write a tiny, randomly initialised Hugging Face checkpoint into OUT, sums of two numbers into "
+        "OUT/data (train.jsonl, sft.jsonl, eval.jsonl), and products for the calculator environment into "
+        "OUT/data/calculator. Nothing is downloaded.",
         allow_abbrev=False,
     )
     tiny.add_argument("out", type=given_path, metavar="OUT", help="directory to write")
@@ -152,9 +153,11 @@ def _make_tiny_model(out: Path, family: str, seed: int, force: bool) -> int:
         raise ConfigError([f"--seed={seed} is out of range; it must be 0 to {MAX_SEED}"])
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError([f"OUT={out} is not empty; give another directory, or --force to write into it"])
+    from slime_like.data.calculator_data import make_calculator_data
     from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
 
     make_tiny_model(out, family=family, seed=seed)
     make_arithmetic_data(out / "data", seed=seed)
+    make_calculator_data(out / "data" / "calculator", seed=seed)
     print(f"model: {out}\ndata:  {out / 'data'}")
     return 0

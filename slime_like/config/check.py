@@ -20,8 +20,11 @@ from slime_like.config.run import RunConfig
 from slime_like.config.weight_files import weight_file_problems
 from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
+from slime_like.environments.observations import PLACE
+from slime_like.environments.registry import REGISTERED as ENVIRONMENTS
+from slime_like.environments.registry import build_environment
 from slime_like.errors import ConfigError
-from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
+from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, check_options, known_names, resolve_reward
 
 
 def check(config: RunConfig) -> list[str]:
@@ -33,7 +36,7 @@ def check(config: RunConfig) -> list[str]:
     problems += [*_steps(config), *_streaming(config)]
     if not config.supervised:
         problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
-        problems += [*_evaluation(config), *_rewards(config)]
+        problems += [*_evaluation(config), *_rewards(config), *_environment(config)]
     if dimensions is not None:
         if config.model.weights is None or not config.supervised:  # engines load model.path in any case
             problems += _weights(config.model.path, "model.path", dimensions)
@@ -312,9 +315,14 @@ def _rewards(config: RunConfig) -> Iterator[str]:
         field = f"reward.functions.{index}.name={function.name}"
         if names.index(function.name) != index:
             yield f"{field} is used twice; keep one"
+        elif function.name == ENVIRONMENT:
+            if config.rollout.environment.name is None:
+                yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
+            if function.options:
+                yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                yield f"{field} is unknown; use {', '.join(REGISTERED)} or `package.module:name`"
+                yield f"{field} is unknown; use {known_names()} or `package.module:name`"
             elif problem := import_path_problem(function.name):
                 yield f"{field} {problem}"
         elif function.name in REGISTERED:
@@ -322,6 +330,30 @@ def _rewards(config: RunConfig) -> Iterator[str]:
                 check_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def _environment(config: RunConfig) -> Iterator[str]:
+    """As with rewards: what comes with the package is tried, a user's own is looked up."""
+    environment, prefix = config.rollout.environment, "rollout.environment"
+    if environment.name is None:
+        unused = sorted(environment.model_fields_set - {"name"})
+        if any(getattr(environment, key) != type(environment).model_fields[key].get_default() for key in unused):
+            yield f"{prefix}.{unused[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
+        return
+    if environment.name in ENVIRONMENTS:
+        try:
+            build_environment(environment.name, environment.options)
+        except ValueError as error:
+            yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
+    elif ":" not in environment.name:
+        yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or `package.module:name`"
+    elif problem := import_path_problem(environment.name):
+        yield f"{prefix}.name={environment.name} {problem}"
+    if environment.template is not None and environment.template.count(PLACE) != 1:
+        yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"
+    limit, most = environment.max_turn_tokens, config.rollout.max_new_tokens
+    if limit is not None and limit > most:
+        yield f"{prefix}.max_turn_tokens={limit} is more than rollout.max_new_tokens={most}, a whole response; lower it"
 
 
 def _experts(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:

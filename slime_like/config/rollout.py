@@ -8,6 +8,36 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slime_like.config.base import Section
+from slime_like.rewards.registry import ENVIRONMENT
+
+
+class EnvironmentConfig(Section):
+    """Conversations: an environment answers the model's turns, and what it says carries no loss. A response is then
+    everything after the prompt, and `rollout.max_new_tokens` bounds all of it."""
+
+    name: str | None = Field(
+        None,
+        description="Environment: calculator, or import path `package.module:name`; none means responses of one turn.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
+    max_turns: int = Field(4, ge=1, description="Turns of the model in one conversation.")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="Length limit of one turn, in tokens; none means what is left of the response."
+    )
+    max_observation_tokens: int = Field(
+        256, ge=1, description="Tokens kept of what the environment says in one step, not counting the template's."
+    )
+    template: str | None = Field(
+        None,
+        description="Text around an observation, from the end of one turn to the beginning of the next, with "
+        "{observation} in it; none takes it from the chat template, as what a tool says.",
+    )
+    workers: int = Field(1, ge=1, description="Worker processes of every engine.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Bound on a worker's start.")
+    timeout_s: float = Field(
+        10.0, gt=0, description="Bound on one step, also on its CPU time; over it the sample gets reward 0."
+    )
+    memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
 
 class RolloutConfig(Section):
@@ -67,6 +97,9 @@ class RolloutConfig(Section):
         description="Engines started anew after they died, over the whole run. Their requests go to other engines, "
         "from the beginning. 0 ends the run with the first death.",
     )
+    environment: EnvironmentConfig = Field(
+        default_factory=lambda: EnvironmentConfig(), description="What answers the model between its turns."
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments passed to the engine as they are, refused if unknown."
     )
@@ -78,7 +111,8 @@ class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
     name: str = Field(
-        description="Registered name (math_verify, format, length, http) or import path `package.module:name`."
+        description="Registered name (math_verify, format, length, http, majority), import path "
+        "`package.module:name`, or environment: the sum of what rollout.environment gave."
     )
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
@@ -94,10 +128,20 @@ class RewardConfig(Section):
     )
     workers: int = Field(1, ge=1, description="Reward worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Bound on a reward worker's start.")
-    timeout_s: float = Field(5.0, gt=0, description="Bound on scoring one response; over it the sample gets reward 0.")
+    timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="Bound on scoring one response, or one group where a function is given whole groups; over it the "
+        "sample, or the group, gets reward 0.",
+    )
     memory_mb: int = Field(
         2048, ge=128, description="Address-space limit of one reward worker, beyond its start-up size."
     )
+
+    @property
+    def computed(self) -> tuple[RewardFunction, ...]:
+        """The functions that reward workers call: all but the environment's own reward."""
+        return tuple(function for function in self.functions if function.name != ENVIRONMENT)
 
 
 class SyncConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from slime_like.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, its ground truth, and the demonstration where the row has one (EOS included)."""
+    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and what the row
+    tells an environment."""
 
     tokens: Sequence[int]
     answer: str
     response_tokens: Sequence[int] | None
+    environment: dict[str, Any] | None = None
 
 
 class RowEncoder:
@@ -33,7 +36,22 @@ class RowEncoder:
         tokens = self._prompt_tokens(row)
         if not tokens:
             raise row.fault("the prompt has no token; a model cannot start from nothing, remove the row")
-        return EncodedRow(tokens, self._answer(row), self._response_tokens(row))
+        return EncodedRow(tokens, self._answer(row), self._response_tokens(row), self._environment(row))
+
+    def _environment(self, row: Row) -> dict[str, Any] | None:
+        key = self._config.environment_key
+        value = row.get(key)
+        if value is None:
+            return None
+        try:
+            if not isinstance(value, dict):
+                raise TypeError(f"is a {type(value).__name__}")
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise row.fault(
+                f"{key!r} is no mapping that JSON can express ({error}); correct it, or set data.environment_key"
+            ) from error
+        return value
 
     def _prompt_tokens(self, row: Row) -> list[int]:
         given = row.get(self._config.token_ids_key)

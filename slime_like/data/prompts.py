@@ -31,6 +31,7 @@ class Prompt:
         epoch: from 0.
         row: index among the rows that are in use, in file order.
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
+        environment: the row's settings for an environment, expressible in JSON; ``None`` where it has none.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class Prompt:
     epoch: int
     row: int
     response_tokens: tuple[int, ...] | None = None
+    environment: dict[str, Any] | None = None
 
 
 class PromptSource:
@@ -70,6 +72,7 @@ class PromptSource:
         self._prompts, self._responses = _Ragged(), _Ragged()
         self._answers: list[str] = []
         self._has_response: list[bool] = []
+        self._environments: dict[int, dict[str, Any]] = {}
         self._read(RowEncoder(tokenizer, config, need_responses))
         self._issued = 0
         self._order_epoch = -1
@@ -120,6 +123,7 @@ class PromptSource:
             epoch=epoch,
             row=row,
             response_tokens=self._responses[row] if self._has_response[row] else None,
+            environment=self._environments.get(row),
         )
         self._issued += 1
         return prompt
@@ -139,6 +143,8 @@ class PromptSource:
                 if len(encoded.tokens) > self._config.max_prompt_tokens:
                     self.dropped_prompts += 1
                     continue
+                if encoded.environment is not None:
+                    self._environments[len(self._answers)] = encoded.environment
                 self._prompts.append(encoded.tokens)
                 self._responses.append(encoded.response_tokens or ())
                 self._has_response.append(encoded.response_tokens is not None)

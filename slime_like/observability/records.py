@@ -24,7 +24,7 @@ class RewardRecord:
         weights: (F,) weight of each function in the total reward.
         rewards, successes: (N, F), unweighted.
         group_ids: (N,) the prompt group of each response.
-        failures: why scoring failed ("timeout", "crash", "memory", "error"), one per response that got 0 for it.
+        failures: why scoring failed ("timeout", "crash", "memory", "cpu", "error"), one per response that got 0 for it.
     """
 
     func_names: Sequence[str]
@@ -113,7 +113,7 @@ class StepRecord:
     Attributes:
         updates: figures of every optimizer step inside the training step, in order.
         times: where the time went.
-        response_lengths: (N,) tokens of every response trained on.
+        response_lengths: (N,) tokens of every response trained on that the model sampled, observations not counted.
         packed_tokens: tokens the trainer computed, padding included.
         actual_tokens: of these, tokens of real sequences.
         rewards, rollout: ``None`` in supervised mode.

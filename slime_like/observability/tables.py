@@ -22,6 +22,9 @@ _TOKEN_COLUMNS = [
     "Abs Diff Pi-Ref", "Abs Diff Pi-Generated", "Step", "Loss Mask", "Weight Version",
 ]  # fmt: skip
 
+_CONVERSATION_COLUMNS = ["Turns", "Conversation"]
+_TURN_COLUMNS = ["Turn"]
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -63,7 +66,8 @@ def per_sample_table(
 
     Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
     of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
-    ``None`` where the sample has no such logprobs, or no token carries loss.
+    ``None`` where the sample has no such logprobs, or no token carries loss. Where an environment took part, two more
+    columns count the model's turns and show who said what, a line each.
 
     Args:
         step: training step.
@@ -77,6 +81,7 @@ def per_sample_table(
         ValueError: a per-token field has another length than the response, or reward functions differ over samples.
     """
     names = list(trajectories[0].reward_metadata["func_names"]) if trajectories else []
+    talks = _have_turns(trajectories)
     figures = [float(getattr(stats, name)) for name in _STATS]
     rows = [
         [
@@ -94,10 +99,11 @@ def per_sample_table(
             sample.group_id,
             None if sample.weight_versions is None else sample.policy_version,
             sample.finish_reason,
+            *(_conversation(sample, decode) if talks else ()),
         ]
         for sample, tokens in _samples(trajectories, pi_logprobs, limit)
     ]
-    return Table(SAMPLE_TABLE, _sample_columns(names), rows)
+    return Table(SAMPLE_TABLE, _sample_columns(names) + (_CONVERSATION_COLUMNS if talks else []), rows)
 
 
 def per_token_table(
@@ -110,14 +116,44 @@ def per_token_table(
     """One row for each response token of the first ``limit`` samples; arguments and errors as ``per_sample_table``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
-    sample has none (no reference in use, a demonstration that no engine sampled).
+    sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
+    environment took part, one more column has the number of the turn, from 1; what answers a turn has its number.
     """
+    talks = _have_turns(trajectories)
     rows = [
-        row
+        [*row, *([turn] if talks else [])]
         for sample, tokens in _samples(trajectories, pi_logprobs, limit)
-        for row in _rows(step, sample, tokens, decode)
+        for row, turn in zip(_rows(step, sample, tokens, decode), _turn_numbers(sample), strict=True)
     ]
-    return Table(TOKEN_TABLE, list(_TOKEN_COLUMNS), rows)
+    return Table(TOKEN_TABLE, _TOKEN_COLUMNS + (_TURN_COLUMNS if talks else []), rows)
+
+
+def _turns(sample: ScoredTrajectory) -> list[tuple[int, int]]:
+    """``[start, end)`` of the model's turns in the response; the whole of it where no environment took part."""
+    conversation = sample.reward_metadata.get("conversation")
+    return [(start, end) for start, end in conversation["turns"]] if conversation else [(0, sample.response_len)]
+
+
+def _have_turns(samples: Sequence[ScoredTrajectory]) -> bool:
+    return any("conversation" in sample.reward_metadata for sample in samples)
+
+
+def _conversation(sample: ScoredTrajectory, decode: Decode) -> tuple[int, str]:
+    """Number of turns, and one line for everything that either side said."""
+    tokens, turns = sample.response_tokens.tolist(), _turns(sample)
+    lines = []
+    for number, (start, end) in enumerate(turns, start=1):
+        lines.append(f"{number} model: {decode(tokens[start:end])}")
+        if number < len(turns):
+            lines.append(f"{number} environment: {decode(tokens[end : turns[number][0]])}")
+    return len(turns), "\n".join(lines)
+
+
+def _turn_numbers(sample: ScoredTrajectory) -> Iterator[int]:
+    turns = _turns(sample)
+    ends = [start for start, _ in turns[1:]] + [sample.response_len]
+    for number, ((start, _), end) in enumerate(zip(turns, ends, strict=True), start=1):
+        yield from [number] * (end - start)
 
 
 def _sample_columns(func_names: Sequence[str]) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from slime_like.config import RunConfig
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
 from slime_like.interfaces import (
     BucketMetadata,
@@ -16,11 +18,17 @@ from slime_like.interfaces import (
     GenerationRequest,
     UpdateReceipt,
 )
+from slime_like.orchestration.conversations import Conversations
 from slime_like.orchestration.plugins import load_engine
 
 
 class EngineActor:
-    """One engine. Plain Python with coroutines: Ray makes an asynchronous actor of it."""
+    """One engine, and the conversations that lead through it. Plain Python with coroutines: Ray makes an asynchronous
+    actor of it.
+
+    Requests that come while weights are updated wait until the update is finished, or has failed: a conversation goes
+    from turn to turn and knows nothing of the driver's syncs.
+    """
 
     def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
         if shared_devices:  # Ray gave a colocated engine no device of its own; CUDA is not initialised yet
@@ -28,6 +36,9 @@ class EngineActor:
         self._config = config
         self._index = index
         self._engine = load_engine(config.rollout.engine)(config, index)
+        self._conversations: Conversations | None = None
+        self._updated = asyncio.Event()
+        self._updated.set()
 
     async def start(self) -> None:
         timeout = self._config.rollout.start_timeout_s
@@ -38,25 +49,56 @@ class EngineActor:
                 f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s; "
                 "raise rollout.start_timeout_s or read its log in the run directory"
             ) from error
+        if self._config.rollout.environment.name is not None:
+            await self._start_conversations()
+
+    async def _start_conversations(self) -> None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
+        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+        await self._conversations.start()
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        return await asyncio.wait_for(self._engine.generate(request), self._config.rollout.request_timeout_s)
+        """A request with a task becomes conversations where the run has an environment."""
+        talks = self._conversations is not None and request.task is not None
+        answer = self._conversations.run(request) if self._conversations and talks else self._sample(request)
+        return await asyncio.wait_for(answer, self._config.rollout.request_timeout_s)
+
+    async def _sample(self, request: GenerationRequest) -> list[Generation]:
+        await self._updated.wait()  # bounded by the request's own time
+        return await self._engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
+        if self._conversations is not None:
+            await self._conversations.abort(request_id)
         await self._engine.abort(request_id)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)
 
     async def begin_update(self, version: int) -> None:
-        await self._engine.begin_update(version)
+        self._updated.clear()
+        async with self._opened_by_failure():
+            await self._engine.begin_update(version)
 
     async def update(self, buckets: Sequence[BucketMetadata]) -> None:
-        for bucket in buckets:
-            await self._engine.update(bucket)
+        async with self._opened_by_failure():
+            for bucket in buckets:
+                await self._engine.update(bucket)
 
     async def finish_update(self, version: int) -> UpdateReceipt:
-        return await self._engine.finish_update(version)
+        async with self._opened_by_failure():
+            receipt = await self._engine.finish_update(version)
+        self._updated.set()
+        return receipt
+
+    @asynccontextmanager
+    async def _opened_by_failure(self) -> AsyncIterator[None]:
+        """After a failed update the engine itself refuses to sample, and says why."""
+        try:
+            yield
+        except BaseException:
+            self._updated.set()
+            raise
 
     async def sleep(self) -> None:
         await self._engine.sleep()
@@ -68,4 +110,6 @@ class EngineActor:
         return await self._engine.health()
 
     async def stop(self) -> None:
+        if self._conversations is not None:
+            await self._conversations.close()
         await self._engine.stop()

@@ -61,7 +61,7 @@ class _Sample:
 
     @classmethod
     def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> _Sample:
-        return cls(outcome.successes[0] > 0, trajectory.response_len, trajectory.finish_reason == "length")
+        return cls(outcome.successes[0] > 0, trajectory.sampled_len, trajectory.finish_reason == "length")
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:

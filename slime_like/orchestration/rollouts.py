@@ -11,7 +11,7 @@ from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
-from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import Conversation, ConversationTask, Generation, GenerationRequest, SamplingParams
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
 
@@ -58,6 +58,7 @@ def build_requests(
             sampling=sampling,
             num_samples=num_samples,
             seed=int(np.random.SeedSequence([seed, prompt.group_id]).generate_state(1)[0]),
+            task=ConversationTask(prompt.answer, prompt.environment or {}),
         )
         for prompt in prompts
     ]
@@ -98,8 +99,19 @@ def _to_trajectory(
         sequence_id=sequence_id,
         policy_version=int(versions[0]),
         group_id=prompt.group_id,
-        loss_mask=torch.ones(length, dtype=torch.bool),
+        loss_mask=_loss_mask(length, generation.conversation),
         weight_versions=versions,
         temperature=temperature,
         finish_reason=generation.finish_reason,
+        conversation=generation.conversation,
     )
+
+
+def _loss_mask(length: int, conversation: Conversation | None) -> torch.Tensor:
+    """(length,) True where the model sampled the token."""
+    if conversation is None:
+        return torch.ones(length, dtype=torch.bool)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in conversation.turns:
+        mask[start:end] = True
+    return mask

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
+from slime_like.interfaces import Conversation
 from slime_like.orchestration.credit import step_advantages, total_rewards
 from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.rewards.registry import ENVIRONMENT
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 
@@ -49,9 +51,9 @@ class Scorer:
         return self._names
 
     def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
-        """What every reward function says of every response, in order."""
+        """What every reward function says of every response, in order; of a conversation they see the last turn."""
         decode = self._tokenizer.batch_decode
-        responses = decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+        responses = decode([_judged_tokens(t) for t in trajectories], skip_special_tokens=True)
         prompts = {t.group_id: t.prompt_tokens for t in trajectories}
         texts = dict(zip(prompts, decode(list(prompts.values()), skip_special_tokens=False), strict=True))
         items = [
@@ -59,7 +61,11 @@ class Scorer:
             for trajectory, response in zip(trajectories, responses, strict=True)
         ]
         with self._turn:
-            return self._pool.score(items)
+            outcomes = self._pool.score(items, [trajectory.group_id for trajectory in trajectories])
+        return [
+            self._with_environment(outcome, trajectory.conversation)
+            for outcome, trajectory in zip(outcomes, trajectories, strict=True)
+        ]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         """Rewards and successes of all samples."""
@@ -84,10 +90,43 @@ class Scorer:
         rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
         totals = total_rewards(self._config, rewards, [t.response_len for t in group.trajectories])
-        return RewardedGroup(group, rewards, successes, totals, [self._metadata(outcome) for outcome in outcomes])
+        metadata = [
+            self._metadata(outcome, trajectory.conversation)
+            for outcome, trajectory in zip(outcomes, group.trajectories, strict=True)
+        ]
+        return RewardedGroup(group, rewards, successes, totals, metadata)
 
-    def _metadata(self, outcome: RewardOutcome) -> dict[str, Any]:
-        return {"func_names": self._names, **outcome.metadata}
+    def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
+        """The environment's rewards among the computed ones; nothing at all where the conversation broke."""
+        if conversation is None:
+            return outcome
+        if conversation.failure is not None:
+            zeros = (0.0,) * len(self._names)
+            return RewardOutcome(zeros, zeros, dict(conversation.failure))
+        if ENVIRONMENT not in self._names:
+            return outcome
+        at = self._names.index(ENVIRONMENT)
+        own = (conversation.reward, float(conversation.success)) if "reason" not in outcome.metadata else (0.0, 0.0)
+        rewards, successes = (
+            (*values[:at], value, *values[at:])
+            for values, value in zip((outcome.rewards, outcome.successes), own, strict=True)
+        )
+        return RewardOutcome(rewards, successes, outcome.metadata)
+
+    def _metadata(self, outcome: RewardOutcome, conversation: Conversation | None) -> dict[str, Any]:
+        metadata = {"func_names": self._names, **outcome.metadata}
+        if conversation is not None:
+            steps = [dict(step) for step in conversation.metadata]
+            metadata["conversation"] = {"turns": [list(turn) for turn in conversation.turns], "steps": steps}
+        return metadata
+
+
+def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
+    """What reward functions see: not the words of the environment, which may hold the answer."""
+    if trajectory.conversation is None:
+        return trajectory.response_tokens
+    start, end = trajectory.conversation.turns[-1]
+    return trajectory.response_tokens[start:end]
 
 
 def _scored(

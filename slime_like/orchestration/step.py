@@ -133,7 +133,7 @@ class StepRecorder:
         trajectories = trained.trajectories
         if self._config.debug.save_rollouts:
             save_trajectories(dump_path(self._config.debug.save_rollouts, step), trajectories)
-        lengths = [trajectory.response_len for trajectory in trajectories]
+        lengths = [trajectory.sampled_len for trajectory in trajectories]
         self._trained_tokens += sum(lengths)
         self._trained_s += times.step_s
         if step % _MEMORY_EVERY == 1:

@@ -1,5 +1,5 @@
 """Reward functions and the worker processes they run in."""
 
-from slime_like.rewards.result import RewardResult
+from slime_like.rewards.result import RewardResult, group_reward
 
-__all__ = ["RewardResult"]
+__all__ = ["RewardResult", "group_reward"]

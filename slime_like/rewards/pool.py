@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.rewards.registry import LOCAL
-from slime_like.rewards.worker_process import WorkerProcess
+from slime_like.workers.process import WorkerProcess
 
+_MODULE = "slime_like.rewards.worker"
 _CLOSE_TIMEOUT_S = 2.0
 _CHUNK_ITEMS = 64
 _SUSPICIOUS_ITEMS = 8
@@ -34,10 +35,10 @@ class RewardOutcome:
     """What the reward functions say of one response.
 
     Attributes:
-        rewards: one per configured function, unweighted; all 0 where scoring failed.
-        successes: one per configured function, 1.0 or 0.0.
-        metadata: per function, what it reported. Where scoring failed, ``reason`` is "timeout", "crash", "memory" or
-            "error", with ``function`` and ``detail`` where they are known.
+        rewards: one per computed function (``RewardConfig.computed``), unweighted; all 0 where scoring failed.
+        successes: one per computed function, 1.0 or 0.0.
+        metadata: per function, what it reported. Where scoring failed, ``reason`` is "timeout", "crash", "memory",
+            "cpu" or "error", with ``function`` and ``detail`` where they are known.
     """
 
     rewards: tuple[float, ...]
@@ -53,12 +54,15 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
+        self._functions = config.computed
         self._workers: list[WorkerProcess] = []
         self._closed = False
         # Functions that may look at the prompt must be asked for every prompt.
-        self._prompt_matters = any(function.name not in LOCAL for function in config.functions)
+        self._prompt_matters = any(function.name not in LOCAL for function in self._functions)
+        self._of_groups: frozenset[str] | None = None  # the workers, which import the functions, know
+        self._failed_groups = 0
         try:
-            for _ in range(config.workers):
+            for _ in range(config.workers if self._functions else 0):
                 self._workers.append(self._start_worker())
         except BaseException:
             self.close()
@@ -76,23 +80,39 @@ class RewardPool:
         """
         _Round(self, []).run(until_ready=True)
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+    def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
         """Score a batch; equal items are scored once, and the order is kept.
+
+        Args:
+            groups: for each item, what it shares with the others of its group, which has one prompt and one answer;
+                none makes every item a group of its own.
 
         Raises:
             RewardError: the workers cannot go on, every one of many items failed in the same function, or so many
                 timed out before any other was scored that the functions must be hanging.
         """
+        if not self._functions:
+            return [RewardOutcome((), ()) for _ in items]
+        if self._of_groups is None:
+            self.start()
+        assert self._of_groups is not None
+        members = _members(groups if groups is not None else range(len(items)), len(items))
         distinct: dict[tuple[str, ...], int] = {}
         which = [distinct.setdefault(self._key(item), len(distinct)) for item in items]
         chosen: dict[int, RewardItem] = {}
         for index, item in zip(which, items, strict=True):
             chosen.setdefault(index, item)
-        distinct_outcomes = _Round(self, list(chosen.values())).run()
-        outcomes = [distinct_outcomes[index] for index in which]
-        if len(chosen) > 1:  # the same response over and over says nothing about others
-            self._refuse_broken_function(outcomes)
-        return outcomes
+        samples = [_sample_message(item) for item in chosen.values()]
+        if len(self._of_groups) == len(self._functions):
+            samples = []
+        wholes = [_group_message([items[i] for i in group]) for group in members] if self._of_groups else []
+        answers = _Round(self, [*samples, *wholes]).run()
+        of_items = [answers[index] for index in which] if samples else [_NOTHING] * len(items)
+        of_groups = answers[len(samples) :]
+        if len(samples) > 1:  # the same response over and over says nothing about others
+            self._refuse_broken_function(of_items)
+        self._refuse_broken_group_function(of_groups)
+        return self._outcomes(of_items, _each_sample(of_groups, members, len(items)))
 
     def close(self) -> None:
         """End every worker, by its process id, within a bound."""
@@ -111,26 +131,98 @@ class RewardPool:
 
     # ----------------------------------------------------------------------------------------- for a round's own use
     def _start_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._config, self._config.start_timeout_s)
+        setup = {
+            "functions": [{"name": function.name, "options": function.options} for function in self._functions],
+            "memory_mb": self._config.memory_mb,
+            "timeout_s": self._config.timeout_s,
+        }
+        return WorkerProcess(_MODULE, setup, self._config.start_timeout_s)
+
+    def _is_ready(self, of_groups: list[str]) -> None:
+        self._of_groups = frozenset(of_groups)
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
         return (item.response, item.answer, *([item.prompt] if self._prompt_matters else []))
 
-    def _refuse_broken_function(self, outcomes: list[RewardOutcome]) -> None:
-        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0."""
-        failed = [outcome.metadata for outcome in outcomes if outcome.metadata.get("reason") == "error"]
-        if len(failed) == len(outcomes) and len(failed) >= _SUSPICIOUS_ITEMS:
-            first = failed[0]
-            raise RewardError(
-                f"reward function {first.get('function')} failed on all {len(failed)} responses of a batch, first with "
-                f"{first.get('detail')}; correct the function or the answers in the data"
+    def _outcomes(self, of_items: list[dict[str, Any]], of_groups: list[dict[str, Any]]) -> list[RewardOutcome]:
+        """Both kinds of functions side by side, in the order of the configuration."""
+        assert self._of_groups is not None
+        kinds = [function.name in self._of_groups for function in self._functions]
+        zeros = (0.0,) * len(kinds)
+        outcomes = []
+        for own, shared in zip(of_items, of_groups, strict=True):
+            failed = next((answer for answer in (own, shared) if "reason" in answer), None)
+            if failed is not None:
+                outcomes.append(RewardOutcome(zeros, zeros, failed))
+                continue
+            rewards = [iter(answer["rewards"]) for answer in (own, shared)]
+            successes = [iter(answer["successes"]) for answer in (own, shared)]
+            outcomes.append(
+                RewardOutcome(
+                    tuple(next(rewards[kind]) for kind in kinds),
+                    tuple(next(successes[kind]) for kind in kinds),
+                    own["metadata"] | shared["metadata"],
+                )
             )
+        return outcomes
+
+    def _refuse_broken_function(self, answers: list[dict[str, Any]]) -> None:
+        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0."""
+        failed = [answer for answer in answers if answer.get("reason") == "error"]
+        if len(failed) == len(answers) and len(failed) >= _SUSPICIOUS_ITEMS:
+            self._refuse(failed[0], f"all {len(failed)} responses of a batch, first")
+
+    def _refuse_broken_group_function(self, answers: list[dict[str, Any]]) -> None:
+        """The same of whole groups, of which a batch may have one only: so they are counted over batches."""
+        for answer in answers:
+            self._failed_groups = self._failed_groups + 1 if answer.get("reason") == "error" else 0
+            if self._failed_groups >= _SUSPICIOUS_ITEMS:
+                self._refuse(answer, f"{self._failed_groups} groups in succession, last")
+
+    def _refuse(self, failed: dict[str, Any], on: str) -> None:
+        raise RewardError(
+            f"reward function {failed.get('function')} failed on {on} with {failed.get('detail')}; correct the "
+            "function or the answers in the data"
+        )
+
+
+_NOTHING: dict[str, Any] = {"rewards": (), "successes": (), "metadata": {}}
+"""What functions that are not there say."""
+
+
+def _members(groups: Sequence[Hashable], count: int) -> list[list[int]]:
+    """Indices of each group's items, in order of appearance."""
+    found: dict[Hashable, list[int]] = {}
+    for index, group in zip(range(count), groups, strict=True):
+        found.setdefault(group, []).append(index)
+    return list(found.values())
+
+
+def _sample_message(item: RewardItem) -> dict[str, Any]:
+    return {"prompt": item.prompt, "response": item.response, "answer": item.answer}
+
+
+def _group_message(items: Sequence[RewardItem]) -> dict[str, Any]:
+    responses = [item.response for item in items]
+    return {"prompt": items[0].prompt, "responses": responses, "answer": items[0].answer}
+
+
+def _each_sample(
+    answers: Sequence[dict[str, Any]], members: Sequence[Sequence[int]], count: int
+) -> list[dict[str, Any]]:
+    """What the group functions say of every item; a failed group's reason, for all of its items."""
+    found = [_NOTHING] * count
+    for answer, group in zip(answers, members, strict=bool(answers)):
+        own = answer["samples"] if "samples" in answer else [answer] * len(group)
+        for index, value in zip(group, own, strict=True):
+            found[index] = value
+    return found
 
 
 class _Round:
     """One batch on its way through the workers of a pool."""
 
-    def __init__(self, pool: RewardPool, items: list[RewardItem]) -> None:
+    def __init__(self, pool: RewardPool, items: list[dict[str, Any]]) -> None:
         if pool._closed:
             raise RewardError("the reward pool is closed; make a new one")
         self._pool = pool
@@ -138,11 +230,11 @@ class _Round:
         self._workers = pool._workers
         self._items = items
         self._waiting = list(range(len(items) - 1, -1, -1))
-        self._outcomes: list[RewardOutcome | None] = [None] * len(items)
+        self._answers: list[dict[str, Any] | None] = [None] * len(items)
         self._left = len(items)
         self._timed_out = 0  # as long as nothing else has happened in this round; far below 0 afterwards
 
-    def run(self, until_ready: bool = False) -> list[RewardOutcome]:
+    def run(self, until_ready: bool = False) -> list[dict[str, Any]]:
         for index, worker in enumerate(self._workers):
             if worker.ready and not worker.alive:  # it died while idle, which is no sample's fault
                 self._replace(index)
@@ -150,7 +242,7 @@ class _Round:
             self._hand_out()
             self._exchange()
             self._enforce_deadlines()
-        return [outcome for outcome in self._outcomes if outcome is not None]
+        return [answer for answer in self._answers if answer is not None]
 
     def _hand_out(self) -> None:
         share = math.ceil(len(self._items) / (2 * len(self._workers)))
@@ -158,10 +250,7 @@ class _Round:
             if worker.ready and not worker.pending and self._waiting:
                 size = min(_CHUNK_ITEMS, share)
                 worker.pending = [self._waiting.pop() for _ in range(min(size, len(self._waiting)))]
-                items = [self._items[i] for i in worker.pending]
-                worker.queue(
-                    {"items": [{"prompt": i.prompt, "response": i.response, "answer": i.answer} for i in items]}
-                )
+                worker.queue({"items": [self._items[i] for i in worker.pending]})
                 worker.deadline = time.monotonic() + self._config.timeout_s
 
     def _exchange(self) -> None:
@@ -185,13 +274,14 @@ class _Round:
         worker = self._workers[index]
         messages = worker.read()
         if messages is None:
-            self._lost(index, "crash")
+            self._lost(index, worker.why_it_ended())
             return
         for message in messages:
             if "error" in message:
                 raise RewardError(f"reward.functions: {message['error']}")
             if "ready" in message:
                 worker.ready = True
+                self._pool._is_ready(message["of_groups"])
             else:
                 self._settle(worker.pending.pop(0), message)
         if messages:
@@ -208,7 +298,7 @@ class _Round:
         worker = self._workers[index]
         if not worker.ready:
             late = f"was not ready within reward.start_timeout_s={self._config.start_timeout_s:g} s"
-            what = "ended" if reason == "crash" else late
+            what = late if reason == "timeout" else "ended"
             raise RewardError(f"reward worker {worker.pid} {what} while starting: {worker.last_words()}")
         if worker.pending:
             self._settle(worker.pending.pop(0), {"reason": reason})
@@ -226,10 +316,5 @@ class _Round:
                 f"reward functions gave no answer within reward.timeout_s={self._config.timeout_s:g} s for each of the "
                 f"first {_SUSPICIOUS_ITEMS} responses of a batch; raise that, or correct the function"
             )
-        if "reason" in message:
-            zeros = (0.0,) * len(self._config.functions)
-            outcome = RewardOutcome(zeros, zeros, message)
-        else:
-            outcome = RewardOutcome(tuple(message["rewards"]), tuple(message["successes"]), message["metadata"])
-        self._outcomes[item] = outcome
+        self._answers[item] = message
         self._left -= 1

@@ -7,21 +7,31 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from slime_like.rewards.result import RewardResult
+from slime_like.rewards.result import GROUP_MARK
 
-RewardCallable = Callable[..., RewardResult]
-"""``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``"""
+RewardCallable = Callable[..., Any]
+"""``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or one of a whole group, which
+``slime_like.rewards.group_reward`` marks."""
 
 REGISTERED: Mapping[str, str] = {
     "math_verify": "slime_like.rewards.math_answer:math_verify",
     "format": "slime_like.rewards.response_format:response_format",
     "length": "slime_like.rewards.response_length:response_length",
     "http": "slime_like.rewards.remote:remote",
+    "majority": "slime_like.rewards.majority:majority",
 }
 """Functions that come with this package."""
 
+ENVIRONMENT = "environment"
+"""Stands for the rewards that ``rollout.environment`` gave on the way: nothing is left to compute."""
+
 LOCAL = frozenset(REGISTERED) - {"http"}
 """Those of them that compute their reward here, from response and answer alone."""
+
+
+def known_names() -> str:
+    """For messages."""
+    return ", ".join((*REGISTERED, ENVIRONMENT))
 
 
 def resolve_reward(name: str) -> RewardCallable:
@@ -31,7 +41,7 @@ def resolve_reward(name: str) -> RewardCallable:
         ValueError: unknown name, an import path that leads nowhere, or something that is no function.
     """
     if name not in REGISTERED and ":" not in name:
-        raise ValueError(f"unknown reward function {name!r}; use {', '.join(REGISTERED)} or `package.module:name`")
+        raise ValueError(f"unknown reward function {name!r}; use {known_names()} or `package.module:name`")
     module_name, _, attribute = REGISTERED.get(name, name).partition(":")
     try:
         function = getattr(import_module(module_name), attribute)
@@ -42,6 +52,11 @@ def resolve_reward(name: str) -> RewardCallable:
     if not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}; give a function")
     return function
+
+
+def is_group_reward(function: RewardCallable) -> bool:
+    """True where it is given all responses of a group at once."""
+    return getattr(function, GROUP_MARK, False) is True
 
 
 def check_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:

@@ -1,9 +1,14 @@
-"""What a reward function returns."""
+"""What a reward function returns, and how one of a whole group is declared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+GROUP_MARK = "__group_reward__"
+
+GroupFunction = TypeVar("GroupFunction", bound="Callable[..., list[RewardResult]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +24,13 @@ class RewardResult:
     reward: float
     success: bool
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def group_reward(function: GroupFunction) -> GroupFunction:
+    """Declares a reward function that is given all responses to one prompt at once.
+
+    ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list[RewardResult]``, one result for each
+    response, in their order. If it raises, or takes longer than ``reward.timeout_s``, the whole group gets reward 0.
+    """
+    setattr(function, GROUP_MARK, True)
+    return function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.rewards.majority import majority
 from slime_like.rewards.math_answer import math_verify
 from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
 from slime_like.rewards.response_format import response_format
@@ -111,3 +112,30 @@ def test_options_a_function_does_not_take_are_refused() -> None:
     for options in ({}, {"limit": 3, "most": 4}, {"response": "x", "limit": 3}):
         with pytest.raises(ValueError, match="it takes limit: 'int', buffer: 'int' = 0"):
             check_options("length", response_length, options)
+
+
+# ------------------------------------------------------------------------------------------------------------ majority
+@pytest.mark.parametrize(
+    ("responses", "rewards"),
+    [
+        (["It is 42", "so \\boxed{42.0}", "42/1", "41"], [1, 1, 1, 0]),
+        (["1", "2"], [0, 0]),  # tied: the order of samples decides nothing
+        (["1", "2", "2", "1", "3"], [0, 0, 0, 0, 0]),
+        (["7", "no idea", "none"], [1, 0, 0]),
+        (["\\boxed{x+1}", "\\boxed{x+1}", "5"], [1, 1, 0]),
+        (["1,000", "1000", "1000.5"], [1, 1, 0]),
+        (["", "", ""], [0, 0, 0]),
+        (["9" * 5000, "9" * 5000, "1/0"], [1, 1, 0]),
+    ],
+)
+def test_the_majority_is_the_answer_most_give(responses: list[str], rewards: list[int]) -> None:
+    results = majority("", responses, "ignored")
+    assert [result.reward for result in results] == rewards
+    assert [result.success for result in results] == [bool(reward) for reward in rewards]
+
+
+def test_a_majority_may_have_to_be_large() -> None:
+    responses = ["1", "1", "2", "3"]
+    assert [r.reward for r in majority("", responses, "", min_share=0.5)] == [1, 1, 0, 0]
+    assert [r.reward for r in majority("", responses, "", min_share=0.6)] == [0, 0, 0, 0]
+    assert [r.reward for r in majority("", ["Yes", " yes ", "no"], "", require_answer=False)] == [1, 1, 0]

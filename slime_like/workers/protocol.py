@@ -1,4 +1,4 @@
-"""Length-prefixed JSON over a pipe, between the reward pool and its workers. Nothing is ever unpickled."""
+"""Length-prefixed JSON over a pipe, between a pool and its workers. Nothing is ever unpickled."""
 
 from __future__ import annotations
 

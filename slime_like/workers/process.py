@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, Literal
 
-from slime_like.config import RewardConfig
-from slime_like.errors import RewardError
-from slime_like.rewards.protocol import encode, take_messages
+from slime_like.errors import SlimeLikeError
+from slime_like.workers.protocol import encode, take_messages
 
 _READ_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 5.0
+_DEATH_TIMEOUT_S = 1.0
 
 
 class WorkerProcess:
     """A started worker. Reading and writing never block; the pool waits for many workers at once.
 
+    Args:
+        module: what it runs as ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
+        setup: its first message.
+        start_timeout_s: until ``deadline`` at first.
+
     Attributes:
-        ready: it has imported its reward functions and waits for items.
+        ready: it has imported what it needs and waits for items.
         pending: items sent and not answered yet, by index; the first is the one in progress.
         deadline: monotonic time by which its next message must have come; ``inf`` while it has nothing to do.
     """
 
-    def __init__(self, config: RewardConfig, start_timeout_s: float) -> None:
+    def __init__(self, module: str, setup: dict[str, Any], start_timeout_s: float) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime_like.rewards.worker", str(os.getpid())],
+            [sys.executable, "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -44,8 +50,7 @@ class WorkerProcess:
         self.ready = False
         self.pending: list[int] = []
         self.deadline = time.monotonic() + start_timeout_s
-        functions = [{"name": function.name, "options": function.options} for function in config.functions]
-        self.queue({"functions": functions, "memory_mb": config.memory_mb})
+        self.queue(setup)
 
     @property
     def pid(self) -> int:
@@ -91,6 +96,13 @@ class WorkerProcess:
         self._incoming += data
         return take_messages(self._incoming)
 
+    def why_it_ended(self) -> Literal["cpu", "crash"]:
+        """After ``read`` has returned ``None``: whether the kernel ended it for the CPU time it took."""
+        try:
+            return "cpu" if self._process.wait(_DEATH_TIMEOUT_S) == -signal.SIGXCPU else "crash"
+        except subprocess.TimeoutExpired:  # it has closed its output and lives
+            return "crash"
+
     def last_words(self) -> str:
         """The end of what it wrote to standard error."""
         self._log.seek(0)
@@ -101,7 +113,7 @@ class WorkerProcess:
         """Close its input, give it ``grace_s`` to leave, then kill it by its process id.
 
         Raises:
-            RewardError: it is still there; the kernel cannot end it.
+            SlimeLikeError: it is still there; the kernel cannot end it.
         """
         self._stdin.close()
         try:
@@ -114,8 +126,8 @@ class WorkerProcess:
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise RewardError(
-                f"reward worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL; end it by hand"
+            raise SlimeLikeError(
+                f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL; end it by hand"
             ) from error
         finally:
             self._stdout.close()

@@ -1,0 +1,143 @@
+"""Exact arithmetic on text that nobody vouches for: a parser of its own, with bounds on everything that can grow."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+MAX_CHARS = 256
+MAX_DEPTH = 32
+MAX_BITS = 2048
+"""Of a number's numerator and denominator: 616 digits."""
+_DIGITS = 12
+"""Significant digits of what is no whole number."""
+
+_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|(\*\*|//|[-+*/%^()\u00d7\u00f7\u2212]))")
+_SPELLINGS = {"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
+
+
+class ArithmeticFault(ValueError):
+    """The expression has no value here; the message is for the model that wrote it."""
+
+
+def evaluate(text: str) -> Fraction:
+    """The exact value of an expression of decimal numbers, ``+ - * / // % **`` (or ``^``) and parentheses.
+
+    Operators bind as in Python. Time and memory are bounded by ``MAX_CHARS``, ``MAX_DEPTH`` and ``MAX_BITS``.
+
+    Raises:
+        ArithmeticFault: no such expression, a division by zero, or a bound is exceeded.
+    """
+    if len(text) > MAX_CHARS:
+        raise ArithmeticFault("too long")
+    parser = _Parser(_tokens(text))
+    value = parser.sum(0)
+    parser.require_end()
+    return value
+
+
+def to_text(value: Fraction) -> str:
+    """A whole number in full, anything else to twelve significant digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    with localcontext(prec=_DIGITS):
+        return f"{(Decimal(value.numerator) / Decimal(value.denominator)).normalize():g}"
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, position = [], 0
+    while position < len(text.rstrip()):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ArithmeticFault(f"unexpected {text[position:].lstrip()[:1]!r}")
+        tokens.append(match[1] or _SPELLINGS.get(match[2], match[2]))
+        position = match.end()
+    return tokens
+
+
+class _Parser:
+    """Recursive descent; ``depth`` counts everything that nests, signs and powers included."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    def require_end(self) -> None:
+        if self._at < len(self._tokens):
+            raise ArithmeticFault(f"unexpected {self._tokens[self._at]!r}")
+
+    def sum(self, depth: int) -> Fraction:
+        value = self._product(depth)
+        while (operator := self._take("+", "-")) is not None:
+            other = self._product(depth)
+            value = _bounded(value + other if operator == "+" else value - other)
+        return value
+
+    def _product(self, depth: int) -> Fraction:
+        value = self._signed(depth)
+        while (operator := self._take("*", "/", "//", "%")) is not None:
+            value = _bounded(_multiply(operator, value, self._signed(depth)))
+        return value
+
+    def _signed(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise ArithmeticFault("nested too deeply")
+        operator = self._take("+", "-")
+        if operator is None:
+            return self._power(depth)
+        value = self._signed(depth + 1)
+        return -value if operator == "-" else value
+
+    def _power(self, depth: int) -> Fraction:
+        base = self._atom(depth)
+        return _power(base, self._signed(depth + 1)) if self._take("**") else base
+
+    def _atom(self, depth: int) -> Fraction:
+        if self._at == len(self._tokens):
+            raise ArithmeticFault("incomplete")
+        token = self._tokens[self._at]
+        self._at += 1
+        if token == "(":
+            value = self.sum(depth + 1)
+            if self._take(")") is None:
+                raise ArithmeticFault("a parenthesis is not closed")
+            return value
+        if not (token[0].isdigit() or token[0] == "."):
+            raise ArithmeticFault(f"unexpected {token!r}")
+        return _bounded(Fraction(token))
+
+    def _take(self, *wanted: str) -> str | None:
+        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
+            self._at += 1
+            return self._tokens[self._at - 1]
+        return None
+
+
+def _multiply(operator: str, left: Fraction, right: Fraction) -> Fraction:
+    if operator == "*":
+        return left * right
+    if right == 0:
+        raise ArithmeticFault("division by zero")
+    if operator == "/":
+        return left / right
+    return Fraction(left // right) if operator == "//" else left % right
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ArithmeticFault("the exponent is no whole number")
+    if base == 0 and exponent < 0:
+        raise ArithmeticFault("division by zero")
+    if abs(base) in (0, 1):
+        return Fraction(1) if exponent == 0 else base if exponent % 2 else abs(base)
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if (bits - 1) * abs(exponent) > MAX_BITS:  # before it is computed
+        raise ArithmeticFault("too large")
+    return _bounded(base**exponent.numerator)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ArithmeticFault("too large")
+    return value

@@ -1,0 +1,61 @@
+"""What an environment is: two functions over a state that JSON can express."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a conversation is about.
+
+    Attributes:
+        prompt: the prompt's text, special tokens included.
+        answer: the row's ground truth.
+        fields: the row's own settings (``data.environment_key``), empty where it has none.
+    """
+
+    prompt: str
+    answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's word on one turn of the model.
+
+    Attributes:
+        state: what the next ``step`` is given; expressible in JSON.
+        observation: text that the model reads before its next turn; not looked at where ``done``.
+        done: the conversation has ended.
+        reward: finite; the sum over a conversation is the reward function ``environment``.
+        success: the conversation counts as solved; that of the last step counts.
+        metadata: whatever explains the step; small, and expressible in JSON.
+    """
+
+    state: Any = None
+    observation: str = ""
+    done: bool = False
+    reward: float = 0.0
+    success: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Made once per worker process, with ``rollout.environment.options`` as keyword arguments.
+
+    It keeps nothing of a conversation between two calls: whatever it needs to remember is in the state, and every step
+    may be taken by another worker. So a worker that hangs or dies costs the one conversation whose step it took, and a
+    group that is sampled again begins anew by itself. What cannot be written down (a running program, a browser) lives
+    in a service, and its address in the state.
+
+    What ``step`` raises ends that one conversation, which then gets reward 0.
+    """
+
+    def reset(self, task: Task) -> Any:
+        """The state in which a conversation begins."""
+
+    def step(self, state: Any, response: str) -> Step:
+        """Answer the text of one whole turn of the model, special tokens left out."""

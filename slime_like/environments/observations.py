@@ -1,0 +1,67 @@
+"""From what an environment says to the token ids that the model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime_like.errors import ConfigError
+
+PLACE = "{observation}"
+_WORD, _SENTINEL = "said-by-the-model", "said-by-the-environment"
+
+
+class ObservationEncoder:
+    """Puts an observation between what opens and what closes it.
+
+    The template may hold special tokens, which open and close turns. Text of the environment never becomes one,
+    whatever it spells: what a tool found must not be able to end a turn or speak in another's name.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        template: text with ``{observation}`` once; ``None`` takes it from the chat template.
+        max_tokens: an observation is cut to so many of its own tokens.
+
+    Raises:
+        ConfigError: there is no chat template, or it has no room for a message of role ``tool``.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        opening, _, closing = (template or tool_template(tokenizer)).partition(PLACE)
+        self._opening: list[int] = tokenizer.encode(opening, add_special_tokens=False)
+        self._closing: list[int] = tokenizer.encode(closing, add_special_tokens=False)
+
+    def encode(self, observation: str) -> tuple[list[int], int]:
+        """Token ids, and how many of the observation's own were cut off."""
+        said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        kept = list(said[: self._max_tokens])
+        return [*self._opening, *kept, *self._closing], len(said) - len(kept)
+
+
+def tool_template(tokenizer: Any) -> str:
+    """What the chat template puts after the end of an assistant's turn where a tool answers and the model goes on."""
+    remedy = f"set rollout.environment.template to text with {PLACE} in it"
+    if tokenizer.chat_template is None:
+        raise ConfigError([f"rollout.environment.template=none: the tokenizer has no chat template; {remedy}"])
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": _WORD},
+        {"role": "tool", "content": _SENTINEL},
+    ]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of the checkpoint and raise what they like
+        raise ConfigError(
+            [f"rollout.environment.template=none: the chat template refuses a message of role tool ({error}); {remedy}"]
+        ) from error
+    after = text.rpartition(_WORD)[2]
+    if _WORD not in text or after.count(_SENTINEL) != 1:
+        raise ConfigError(
+            [f"rollout.environment.template=none: the chat template does not show what a tool says; {remedy}"]
+        )
+    # A turn ends with EOS, which the model has sampled itself.
+    return after.removeprefix(tokenizer.eos_token or "").replace(_SENTINEL, PLACE)

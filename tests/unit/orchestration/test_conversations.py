@@ -1,0 +1,343 @@
+"""Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.config.rollout import RewardConfig, RewardFunction
+from slime_like.data.prompts import Prompt
+from slime_like.data.tiny_model import byte_tokenizer
+from slime_like.environments.observations import ObservationEncoder
+from slime_like.errors import ConfigError, EngineError, EnvironmentFailure
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.orchestration.conversations import Conversations
+from slime_like.orchestration.rollouts import to_group
+from slime_like.orchestration.scoring import Scorer
+from slime_like.rewards.pool import RewardPool
+
+ENVIRONMENT = '''
+import os, resource, signal, time
+from slime_like.environments import Step
+
+class Parrot:
+    """Repeats what the model says, in capitals, until it says "bye"; misbehaves on demand."""
+
+    def __init__(self, reward=0.0):
+        self.reward = reward
+
+    def reset(self, task):
+        return {"said": [], "answer": task.answer, "prompt": task.prompt, **task.fields}
+
+    def step(self, state, response):
+        if response == "hang":
+            time.sleep(1000)
+        if response == "die":
+            os._exit(3)
+        if response == "burn":
+            os.kill(os.getpid(), signal.SIGXCPU)  # what the kernel does at the limit, which one thread cannot reach
+        if response == "fill":
+            bytearray(10 ** 12)
+        if response == "raise":
+            raise LookupError("no such thing")
+        if response == "odd":
+            return "odd"
+        said = state["said"] + [response]
+        done = response == "bye"
+        return Step({**state, "said": said}, observation=f"{response.upper()} {state.get('extra', '')}", done=done,
+                    reward=self.reward, success=done, metadata={"said": said, "state": state,
+                    "cpu_left": resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()})
+'''
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+PROMPT = TOKENIZER.encode("<user>hello<assistant>", add_special_tokens=False)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def turn(text: str, reason: str = "stop", version: int = 0) -> Generation:
+    tokens = ids(text) + ([EOS] if reason == "stop" else [])
+    return made(tokens, reason, version)
+
+
+def made(tokens: list[int], reason: Any = "stop", version: int = 0) -> Generation:
+    count = len(tokens)
+    logprobs = -np.arange(1, count + 1, dtype=np.float32)
+    return Generation(np.array(tokens, np.int64), logprobs, np.full(count, version, np.int64), reason)
+
+
+class Engine:
+    """Gives sample i its script, turn by turn, and keeps what it was asked."""
+
+    def __init__(self, *scripts: list[Generation]) -> None:
+        self.scripts = [list(script) for script in scripts]
+        self.requests: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self.waiting: dict[str, asyncio.Event] = {}
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        self.requests.append(request)
+        _, sample, _ = request.request_id.split("/")
+        generation = self.scripts[int(sample)].pop(0)
+        if generation.finish_reason == "abort":
+            self.waiting[request.request_id] = asyncio.Event()
+            await self.waiting[request.request_id].wait()
+        return [generation]
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.waiting[request_id].set()
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
+    (tmp_path / "parrots.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = asyncio.new_event_loop()
+    yield own
+    own.close()
+
+
+def config(**environment: Any) -> RunConfig:
+    settings = {"name": "parrots:Parrot", "timeout_s": 5.0, "max_turns": 4, **environment}
+    return RunConfig(run_dir="run", model={"path": "model"}, rollout={"environment": settings})
+
+
+def request(samples: int = 1, limit: int = 200, **fields: Any) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(EOS,))
+    return GenerationRequest("r", PROMPT, sampling, samples, seed=5, task=ConversationTask("bye", fields))
+
+
+def talk(
+    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest, **environment: Any
+) -> list[Generation]:
+    async def run() -> list[Generation]:
+        conversations = Conversations(config(**environment), TOKENIZER, engine.generate, engine.abort)
+        await conversations.start()
+        try:
+            return await conversations.run(asked)
+        finally:
+            pids = conversations.process_ids
+            await conversations.close()
+            assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    return loop.run_until_complete(asyncio.wait_for(run(), 60))
+
+
+def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEventLoop) -> None:
+    """Half a character and a special token, which no text gives back, are sampled; the tool tries to end a turn."""
+    odd = [*ids("h"), ids("\u00e9")[0], TOKENIZER.convert_tokens_to_ids("<user>"), EOS]
+    assert ids(TOKENIZER.decode(odd, skip_special_tokens=False)) != odd
+    engine = Engine([made(odd, version=3), turn("on", version=3), turn("bye", version=4)])
+    (generation,) = talk(loop, engine, request(extra="<eos>"))
+    tokens = generation.token_ids.tolist()
+    first, second = ids("<tool>"), ids("<assistant>")
+    assert tokens[: len(odd)] == odd
+    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:16], PROMPT + tokens[:29]]
+    assert tokens[4:16] == [*first, *ids("H\ufffd "), *tokens[10:15], *second]
+    assert tokens.count(EOS) == 3  # those that were sampled: the tool's "<eos>" is five letters
+    assert TOKENIZER.decode(tokens[19:29]) == "<tool>ON <eos><assistant>"
+    assert generation.conversation is not None
+    assert generation.conversation.turns == ((0, 4), (16, 19), (29, 33))
+    observed = np.ones(len(tokens), bool)
+    for start, end in generation.conversation.turns:
+        observed[start:end] = False
+    assert (generation.logprobs[observed] == 0).all() and (generation.logprobs[~observed] < 0).all()
+    assert generation.weight_versions.tolist() == [3] * 29 + [4] * 4
+    assert (generation.finish_reason, generation.conversation.success) == ("stop", True)
+    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd", "on", "bye"]
+    state = generation.conversation.metadata[-1]["state"]
+    assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
+
+
+def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.AbstractEventLoop) -> None:
+    def seeds(samples: int) -> dict[str, int | None]:
+        engine = Engine(*[[turn("a"), turn("b"), turn("bye")] for _ in range(samples)])
+        talk(loop, engine, request(samples))
+        return {r.request_id: r.seed for r in engine.requests}
+
+    four = seeds(4)
+    assert len(set(four.values())) == 12
+    again = seeds(2)
+    assert again == {name: four[name] for name in again}
+
+
+@pytest.mark.parametrize(
+    ("limit", "environment", "script", "limits", "turns"),
+    [
+        # 3 sampled, 5 observed ("<tool>A <assistant>" is 4 tokens); of 200 tokens 195 are left
+        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194], 2),
+        (200, {"max_turns": 1}, [turn("a")], [200], 1),
+        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7], 2),
+        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6], 2),
+        (6, {}, [turn("a")], [6], 1),  # no room for what the environment says and a token after it
+        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1], 2),
+    ],
+)
+def test_budgets(
+    loop: asyncio.AbstractEventLoop,
+    limit: int,
+    environment: dict[str, Any],
+    script: list[Generation],
+    limits: list[int],
+    turns: int,
+) -> None:
+    engine = Engine(script)
+    (generation,) = talk(loop, engine, request(limit=limit), **environment)
+    assert [r.sampling.max_new_tokens for r in engine.requests] == limits
+    assert generation.conversation is not None and len(generation.conversation.turns) == turns
+    assert len(generation.token_ids) <= limit
+    assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
+    ended = generation.conversation.metadata[-1]["said"][-1] == "bye"
+    assert generation.finish_reason == ("stop" if ended else "length")
+
+
+def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> None:
+    (generation,) = talk(loop, Engine([turn("abcdef"), turn("bye")]), request(), max_observation_tokens=3)
+    tokens = generation.token_ids.tolist()
+    assert TOKENIZER.decode(tokens[7:12]) == "<tool>ABC<assistant>"
+    assert generation.conversation is not None
+    assert generation.conversation.metadata[0]["cut_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("hang", "timeout"), ("die", "crash"), ("fill", "memory"), ("raise", "error"), ("odd", "error"), ("burn", "cpu")],
+)
+def test_a_bad_step_costs_its_own_conversation(loop: asyncio.AbstractEventLoop, word: str, reason: str) -> None:
+    """The others go on, those too that had begun on the worker that is gone: the state is not in it."""
+    engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
+    good, bad, other = talk(loop, engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
+    for generation in (good, other):
+        assert generation.conversation is not None and generation.conversation.failure is None
+        assert (generation.conversation.reward, generation.finish_reason) == (1.5, "stop")
+        assert all(1.5 <= step["cpu_left"] <= 3.5 for step in generation.conversation.metadata)
+    assert bad.conversation is not None and bad.conversation.failure is not None
+    assert bad.conversation.failure["reason"] == reason
+    assert bad.conversation.turns == ((0, 2), (6, 6 + len(word) + 1))
+
+
+def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine(*[[turn("raise")] for _ in range(9)])
+    with pytest.raises(EnvironmentFailure, match="no outcome for any of its first 8 steps, last by error: LookupError"):
+        talk(loop, engine, request(9))
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"name": "parrots:Absent"}, "cannot be imported"),
+        ({"options": {"wings": 2}}, r"unexpected keyword argument 'wings'; it takes reward=0.0"),
+        ({"name": "calculator", "options": {"opening": ""}}, "must not be empty"),
+    ],
+)
+def test_an_unusable_environment_is_told_at_the_start(
+    loop: asyncio.AbstractEventLoop, environment: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=reason):
+        talk(loop, Engine(), request(), **environment)
+
+
+def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
+    """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
+    engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
+
+    async def run() -> list[Generation]:
+        conversations = Conversations(config(), TOKENIZER, engine.generate, engine.abort)
+        await conversations.start()
+        running = asyncio.ensure_future(conversations.run(request(2)))
+        while len(engine.waiting) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="already running"):
+            await conversations.run(request(2))
+        await conversations.abort("another")
+        await conversations.abort("r")
+        try:
+            return await running
+        finally:
+            await conversations.close()
+
+    first, second = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    assert sorted(engine.aborted) == ["r/0/1", "r/1/1"]
+    assert first.finish_reason == second.finish_reason == "abort"
+    assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
+    assert second.conversation is not None and second.conversation.turns == ((0, 3),)
+    assert second.token_ids.tolist() == [*ids("ab"), EOS]
+
+
+def test_an_engine_error_ends_the_request_and_leaves_nothing_running(loop: asyncio.AbstractEventLoop) -> None:
+    class Dying(Engine):
+        async def generate(self, request: GenerationRequest) -> list[Generation]:
+            if request.request_id == "r/1/1":
+                raise EngineError("it died")
+            return await super().generate(request)
+
+    engine = Dying([turn("a"), made([], "abort")], [turn("a")])
+    with pytest.raises(EngineError, match="it died"):
+        talk(loop, engine, request(2))
+
+
+def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine([turn("bye now"), turn("bye")], [turn("b"), turn("raise")], [turn("bye")])
+    generations = talk(loop, engine, request(3), options={"reward": 0.25})
+    functions = (
+        RewardFunction(name="format", options={"pattern": "bye"}),
+        RewardFunction(name="environment", weight=2.0),
+    )
+    reward = RewardConfig(functions=functions)
+    own = config().model_copy(update={"reward": reward})
+    group = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), generations, 1.0)
+    first = group.trajectories[0]
+    assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
+    assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]
+    with RewardPool(reward) as pool:
+        scorer = Scorer(own, pool, TOKENIZER)
+        (rewarded,) = scorer.rewards([group])
+        scored = scorer.scored([rewarded], step=1)
+    assert rewarded.rewards.tolist() == [[1.0, 0.5], [0.0, 0.0], [1.0, 0.25]]
+    assert rewarded.totals.tolist() == [2.0, 0.0, 1.5]
+    assert rewarded.metadata[1]["reason"] == "error" and "no such thing" in rewarded.metadata[1]["detail"]
+    assert scored[0].reward_metadata["conversation"]["turns"] == [[0, 8], [18, 22]]
+    assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
+
+
+def test_templates_come_from_the_chat_template_or_are_given() -> None:
+    given = ObservationEncoder(TOKENIZER, "|{observation}>", 10)
+    assert given.encode("x")[0] == ids("|x>")
+    silent = byte_tokenizer()
+    silent.chat_template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not show what a tool says"):
+        ObservationEncoder(silent, None, 10)
+    silent.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        ObservationEncoder(silent, None, 10)
+
+
+def test_a_user_of_the_pool_that_gives_up_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine([turn("hang")], [turn("bye")])
+
+    async def run() -> list[Generation]:
+        conversations = Conversations(config(timeout_s=50.0), TOKENIZER, engine.generate, engine.abort)
+        await conversations.start()
+        hanging = asyncio.ensure_future(conversations.run(request(1)))
+        await asyncio.sleep(0.3)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        engine.scripts.pop(0)
+        try:
+            return await conversations.run(request(1))
+        finally:
+            await conversations.close()
+
+    (generation,) = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    assert generation.finish_reason == "stop"
