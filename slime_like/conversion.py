@@ -81,6 +81,18 @@ class Converter(Protocol):
     conversion has finished is kept beside it and used by the next one of the same kind.
     """
 
+    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        """Prove on shapes alone that every element of the model's tensors has one place under the run's layout.
+
+        Needs ``config.json`` of ``config.model.path`` alone.
+
+        Returns:
+            Shape of every tensor that a Hugging Face directory of the model must hold.
+
+        Raises:
+            CheckpointError: tensors of which some element has no place, or two.
+        """
+
     def to_checkpoint(
         self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:

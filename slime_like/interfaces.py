@@ -20,6 +20,7 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
+    from slime_like.planning.estimate import RankEstimate, RankKind
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -313,6 +314,17 @@ class TrainerBackend(Protocol):
     @staticmethod
     def check(config: RunConfig) -> list[str]:
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
+
+    @staticmethod
+    def rank_kinds(config: RunConfig) -> list[RankKind]:
+        """All ranks of the layout, those that hold and do the same together. Every rank stands in one kind."""
+
+    @staticmethod
+    def estimate(config: RunConfig, rank: int) -> RankEstimate:
+        """Memory, work and traffic of one rank on GPUs, without one: in this process, touching no device.
+
+        Needs ``config.json`` of ``config.model.path`` alone. Parameters, gradients and optimizer state are exact.
+        """
 
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""

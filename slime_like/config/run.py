@@ -10,6 +10,7 @@ from pydantic import Field
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
 from slime_like.config.data import DataConfig, EvaluationConfig
+from slime_like.config.gpus import GpuName
 from slime_like.config.model import ModelConfig, ReferenceConfig
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.trainer import TrainerConfig
@@ -70,6 +71,27 @@ class ClusterConfig(Section):
         "separate",
         description="separate: engines have devices of their own; colocated: they take turns with trainer ranks on "
         "the same devices.",
+    )
+    nodes: int | None = Field(
+        None, ge=1, description="Nodes that `slime-like plan` reckons with; none is as many as the layout needs."
+    )
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of every node, for `slime-like plan`.")
+    gpu: GpuName = Field(
+        "h100-80gb", description="The GPUs' kind, for `slime-like plan`: docs/planning.md has its figures."
+    )
+    gpu_memory_gib: float | None = Field(
+        None, gt=0, description="Memory of a GPU in GiB, for `slime-like plan`; none is that of `gpu`."
+    )
+    host_memory_gib: float | None = Field(
+        None, gt=0, description="Memory of a node in GiB, for `slime-like plan`; none leaves it unchecked."
+    )
+    nvlink_gb_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="GB/s that a GPU sends to others of its node, for `slime-like plan`; none is that of `gpu`.",
+    )
+    network_gb_per_s: float = Field(
+        50.0, gt=0, description="GB/s that a GPU sends to other nodes, for `slime-like plan`; 50 is 400 Gb/s per GPU."
     )
 
 

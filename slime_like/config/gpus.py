@@ -1,0 +1,34 @@
+"""Kinds of GPUs that a plan can reckon with: figures of their data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        memory_gib: what CUDA reports as its total memory, in GiB.
+        tflops: dense bfloat16 products, 1e12 operations per second, by the data sheet.
+        memory_gb_per_s: bandwidth of its own memory.
+        nvlink_gb_per_s: what it sends to the other GPUs of its node (one direction).
+    """
+
+    memory_gib: float
+    tflops: float
+    memory_gb_per_s: float
+    nvlink_gb_per_s: float
+
+
+# SXM modules: NVIDIA's data sheets of A100, H100, H200 and B200 (sparse figures halved, both directions of NVLink too).
+GPUS: dict[GpuName, Gpu] = {
+    "a100-80gb": Gpu(79.1, 312, 2039, 300),
+    "h100-80gb": Gpu(79.1, 989, 3350, 450),
+    "h200-141gb": Gpu(139.8, 989, 4800, 450),
+    "b200": Gpu(178.3, 2250, 7700, 900),
+}
