@@ -48,17 +48,21 @@ class megatron_runtime:  # a context manager, named like a function
 
     Wrap model construction, every step and every checkpoint in it: the function mode that turns literal CUDA devices
     into CPU ones is bound to the thread that entered it.
+
+    Args:
+        on_meta: what would be made on a GPU gets a shape only, on every machine, one with CUDA too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_meta: bool = False) -> None:
         self._stack: list[contextlib.ExitStack] = []
+        self._on_meta = on_meta
 
     def __enter__(self) -> megatron_runtime:
         stack = contextlib.ExitStack()
-        if not torch.cuda.is_available():
-            for patch in _patches():
-                stack.enter_context(_applied(patch))
-            stack.enter_context(CudaToCpu())
+        if self._on_meta or not torch.cuda.is_available():
+            for patch in _patches() + (_meta_patches() if self._on_meta else []):
+                stack.enter_context(applied(patch))
+            stack.enter_context(CudaToMeta() if self._on_meta else CudaToCpu())
         self._stack.append(stack)
         return self
 
@@ -69,7 +73,8 @@ class megatron_runtime:  # a context manager, named like a function
 
 
 @contextlib.contextmanager
-def _applied(patch: Patch) -> Iterator[None]:
+def applied(patch: Patch) -> Iterator[None]:
+    """Inside, the patch is in place."""
     patch.check()
     missing = object()
     original = getattr(patch.owner, patch.name, missing)
@@ -150,8 +155,19 @@ def _device_patches() -> list[Patch]:
     ]
 
 
+def _meta_patches() -> list[Patch]:
+    """Applied after the CPU's: shapes instead of memory where Megatron asks for the current device."""
+    return [Patch(torch.cuda, "current_device", _meta_device)]
+
+
+def _meta_device() -> torch.device:
+    return torch.device("meta")
+
+
 class CudaToCpu(TorchFunctionMode):
     """Turns literal CUDA devices, ``Tensor.cuda()`` and pinned memory into their CPU equivalents."""
+
+    target = torch.device("cpu")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,17 +175,28 @@ class CudaToCpu(TorchFunctionMode):
         if func in _IDENTITY_ON_CPU:
             return args[0]
         if func is torch.Tensor.to:
-            args = tuple(_cpu_device(value) for value in args)
+            args = tuple(self._redirected(value) for value in args)
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor").
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1)
         if kwargs:
             if "device" in kwargs:
-                kwargs["device"] = _cpu_device(kwargs["device"])
+                kwargs["device"] = self._redirected(kwargs["device"])
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
             return func(*args, **kwargs)
         return func(*args)
+
+    def _redirected(self, value: Any) -> Any:
+        if isinstance(value, str | torch.device) and torch.device(value).type == "cuda":
+            return self.target
+        return value
+
+
+class CudaToMeta(CudaToCpu):
+    """Turns literal CUDA devices into torch's meta device, where tensors have shapes only."""
+
+    target = torch.device("meta")
 
 
 def without_redirection() -> contextlib.AbstractContextManager[None]:
@@ -178,12 +205,6 @@ def without_redirection() -> contextlib.AbstractContextManager[None]:
 
 
 _IDENTITY_ON_CPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream})
-
-
-def _cpu_device(value: Any) -> Any:
-    if isinstance(value, str | torch.device) and torch.device(value).type == "cuda":
-        return torch.device("cpu")
-    return value
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers

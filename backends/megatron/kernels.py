@@ -229,7 +229,12 @@ def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, sc
 
 @cache
 def kernel_for(device_type: str) -> AttentionKernel:
-    """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere."""
+    """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere.
+
+    Shapes ("meta") stand for tensors on CUDA.
+    """
+    if device_type == "meta":
+        return CudaFlash()
     if device_type != "cuda":
         return CpuFlash()
     return CudaFlash() if find_spec("flash_attn") is None else FlashAttention()

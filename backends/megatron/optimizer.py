@@ -112,7 +112,7 @@ class Optimizer:
         self.megatron: Any = get_megatron_optimizer(
             megatron_settings(config),
             chunks,
-            use_gloo_process_groups=torch.cuda.is_available(),
+            use_gloo_process_groups=next(chunks[0].parameters()).is_cuda,
         )
         self.scheduler = OptimizerParamScheduler(
             self.megatron,

@@ -40,6 +40,7 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.megatron.conversion.offline.converter import MegatronConverter
+    from slime_like.planning.estimate import RankEstimate, RankKind
 
 
 class MegatronTrainer:
@@ -79,6 +80,20 @@ class MegatronTrainer:
         except ConfigError as error:
             return problems + error.problems
         return problems + layout_problems(config.trainer.parallel, dimensions)
+
+    @staticmethod
+    def rank_kinds(config: RunConfig) -> list[RankKind]:
+        """All ranks of the layout, those that hold and do the same together."""
+        from backends.megatron.planning import estimate
+
+        return estimate.rank_kinds(config)
+
+    @staticmethod
+    def estimate(config: RunConfig, rank: int) -> RankEstimate:
+        """Memory, work and traffic of one rank on GPUs, without one."""
+        from backends.megatron.planning import estimate
+
+        return estimate.estimate(config, rank)
 
     @staticmethod
     def converter() -> MegatronConverter:

@@ -109,7 +109,7 @@ class VocabularyShard:
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype) -> Tensor:
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+    if hidden.device.type != "cpu" and hidden.dtype in (torch.bfloat16, torch.float16):
         # The tensor cores accumulate in float32 anyway; ask for that instead of a rounded result.
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -18,13 +16,11 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.megatron import parallel
+from backends.megatron.alone import alone_as
 from backends.megatron.conversion.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
-from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_meta_chunks
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
@@ -98,7 +94,7 @@ def plan_ranks(config: RunConfig, dimensions: ModelDimensions) -> list[RankPlan]
 def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
     parameters: list[ParameterPlan] = []
     objects: list[ShardedObject] = []
-    with _alone_as(config, rank):
+    with alone_as(config, rank):
         for chunk in build_meta_chunks(config, dimensions):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
@@ -110,19 +106,6 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
                 ParameterPlan(placements[id(parameter)], own[name]) for name, parameter in named.items() if name in own
             ]
     return RankPlan(rank, tuple(parameters), tuple(objects))
-
-
-@contextlib.contextmanager
-def _alone_as(config: RunConfig, rank: int) -> Iterator[None]:
-    """Be ``rank`` of the layout without the others: collectives return at once and do nothing."""
-    world_size = config.trainer.parallel.world_size
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with megatron_runtime():
-            parallel.build_groups(config, with_devices=False)
-            yield
-    finally:
-        parallel.leave()
 
 
 def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:

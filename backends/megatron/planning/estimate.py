@@ -1,0 +1,202 @@
+"""One rank on GPUs, worked out without one: its real shard, DDP and optimizer on shapes, and a step followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from backends.megatron.alone import alone_as
+from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
+from backends.megatron.model import build_meta_chunks
+from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
+from backends.megatron.overlap import Communication
+from backends.megatron.planning.holdings import gradients_of, optimizer_bytes, parameters_of, storage_bytes
+from backends.megatron.planning.in_flight import WindowPeak, window_peak
+from backends.megatron.planning.passes import ChunkPasses, Passes, total
+from backends.megatron.planning.worst_batch import worst_packs
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.planning.estimate import Axis, RankEstimate, RankKind, TrainerMemory, Traffic, Work
+from slime_like.planning.trace import Counted, Trace
+
+
+def rank_kinds(config: RunConfig) -> list[RankKind]:
+    """Ranks of one pipeline stage are alike: stages differ in layers, ends, and micro-batches under way.
+
+    Where keys are gathered the last context rank keeps most of them; it then stands first.
+    """
+    layout = config.trainer.parallel
+    size = layout.tensor * layout.context * layout.data
+    gathers = context_layout_of(planned_attention(config)) == "contiguous"
+    worst = layout.tensor * (layout.context - 1) if gathers else 0
+    kinds = []
+    for stage in range(layout.pipeline):
+        ranks = list(range(stage * size, (stage + 1) * size))
+        ranks.insert(0, ranks.pop(worst))
+        kinds.append(RankKind(f"stage {stage + 1} of {layout.pipeline}", tuple(ranks)))
+    return kinds
+
+
+def planned_attention(config: RunConfig) -> Attention:
+    """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
+    asked = attention_of(config.trainer, on_cuda=False)
+    return "ring" if asked == "transformer_engine" else asked
+
+
+def estimate(config: RunConfig, rank: int) -> RankEstimate:
+    """See ``slime_like.interfaces.TrainerBackend.estimate``."""
+    attention = planned_attention(config)
+    local = config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    with alone_as(local, rank, on_meta=True):
+        return _Rank(local, dimensions, attention).estimate(rank)
+
+
+class _Rank:
+    """This process as one rank, on shapes."""
+
+    def __init__(self, config: RunConfig, dimensions: ModelDimensions, attention: Attention) -> None:
+        self._config, self._dimensions, self._attention = config, dimensions, attention
+        self._chunks = build_meta_chunks(config, dimensions)
+        self._wrapped = wrap_for_data_parallel(config, self._chunks)
+        self._optimizer = Optimizer(config, self._wrapped)
+        self._communication = Communication(self._wrapped)
+        self._communication.attach()
+        self._communication.settle_weights()  # else the first forward pass would do so
+        self._trace = Trace()
+
+    def estimate(self, rank: int) -> RankEstimate:
+        passes = Passes(self._config, self._dimensions, self._attention, self._trace)
+        packs = worst_packs(self._config, context_layout_of(self._attention))
+        per_pack = [self._passes(passes, pack) for pack in packs]
+        peaks = [self._peak(own) for own in per_pack]
+        worst = max(range(len(packs)), key=lambda index: peaks[index].nbytes)
+        own, pack = per_pack[worst], packs[worst]
+        update, update_bytes = self._update()
+        handed_on = self._handed_on(pack.packed_seq_len)
+        return RankEstimate(
+            rank=rank,
+            memory=self._memory(own, peaks[worst], passes.standing, update_bytes),
+            forward=_work(total([part.scoring for part in own]), _axes(), handed_on[:1]),
+            training=_work(total([part.training for part in own]), _axes(), handed_on),
+            update=_work(update, _axes(_replicas()), ()),
+            micro_batch_tokens=pack.packed_seq_len,
+            longest=pack.max_seqlen,
+            layers=self._layers(),
+        )
+
+    def _passes(self, passes: Passes, pack: Any) -> list[ChunkPasses]:
+        return [passes.run(chunk, wrapped, pack) for chunk, wrapped in zip(self._chunks, self._wrapped, strict=True)]
+
+    def _peak(self, passes: Sequence[ChunkPasses]) -> WindowPeak:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return window_peak(stage, self._config.trainer.parallel.pipeline, [own.memory for own in passes])
+
+    def _memory(
+        self, passes: Sequence[ChunkPasses], peak: WindowPeak, standing: int, update_bytes: int
+    ) -> TrainerMemory:
+        weights = parameters_of(self._chunks)
+        weight_bytes = storage_bytes(weights)
+        on_device, on_host = optimizer_bytes(self._optimizer.megatron, self._chunks)
+        return TrainerMemory(
+            parameters=sum(parameter.numel() for parameter in weights),
+            parameter_bytes=weight_bytes,
+            gradient_bytes=storage_bytes(gradients_of(self._wrapped)),
+            optimizer_bytes=on_device,
+            activation_bytes=peak.nbytes - peak.head,
+            head_bytes=peak.head,
+            saved_bytes=sum(own.memory.saved for own in passes),
+            in_flight=peak.in_flight,
+            forward_bytes=max(own.forward_only for own in passes),
+            update_bytes=update_bytes,
+            communication_bytes=standing,
+            host_optimizer_bytes=on_host,
+            host_reference_bytes=weight_bytes if self._config.algorithm.needs_reference else 0,
+            host_activation_bytes=peak.in_flight * max(own.host_bytes for own in passes),
+        )
+
+    def _update(self) -> tuple[Counted, int]:
+        """Sums over replicas, the optimizer's step, and the gathering of sharded weights, each followed once."""
+        trace = self._trace
+        trace.counted = Counted()
+        with trace, torch.no_grad():
+            trace.restart_peak()
+            finalize_model_grads(self._wrapped, None)
+            for chunk in self._wrapped:
+                chunk.zero_grad_buffer()
+            if self._config.trainer.optimizer.offload:
+                # Its arithmetic is the processor's; what it holds is counted from its parameters.
+                for chunk in self._wrapped:
+                    chunk.start_param_sync(force_sync=True)
+                return trace.counted, 0
+            for part in self._optimizer.megatron.chained_optimizers:
+                if not part.is_stub_optimizer:
+                    _as_on_cuda(part.optimizer)
+            self._optimizer.megatron.prepare_grads()
+            self._optimizer.megatron.step_with_ready_grads()
+            self._communication.settle_weights()
+        return trace.counted, trace.peak - trace.live
+
+    def _handed_on(self, tokens: int) -> tuple[Traffic, ...]:
+        """Hidden states to the next stage, their gradients to the previous one; the schedule, which sends them, is not
+        followed."""
+        layout, chunks = self._config.trainer.parallel, len(self._chunks)
+        if layout.pipeline == 1:
+            return ()
+        ranks = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+        rows = -(-tokens // (layout.context * (layout.tensor if layout.sequence else 1)))
+        nbytes = rows * self._dimensions.hidden_size * getattr(torch, self._config.model.dtype).itemsize
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        forwards, backwards = chunks - int(last), chunks - int(first)
+        return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
+
+    def _layers(self) -> str:
+        asked = self._config.trainer.attention
+        return f"local layers, {asked} attention"
+
+
+def _as_on_cuda(optimizer: Any) -> None:
+    """There torch's AdamW updates all parameters at once, with temporaries of all of them."""
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+
+
+def _work(counted: Counted, axes: dict[tuple[int, ...], Axis], handed_on: tuple[Traffic, ...]) -> Work:
+    sent = tuple(
+        Traffic(axes.get(ranks, "world"), ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items()
+    )
+    return Work(counted.matmul_flops, counted.attention_flops, sent + handed_on)
+
+
+def _axes(last: Sequence[tuple[Axis, Any]] = ()) -> dict[tuple[int, ...], Axis]:
+    """Which axis a group of this rank belongs to; of several with the same ranks, the one named last."""
+    state = parallel_state
+    groups: list[tuple[Axis, Any]] = [
+        ("world", torch.distributed.group.WORLD),
+        ("embedding", state.get_embedding_group(check_initialized=False)),
+        *_replicas(),
+        ("pipeline", state.get_pipeline_model_parallel_group()),
+        ("expert", state.get_expert_tensor_and_model_parallel_group()),
+        ("expert", state.get_expert_model_parallel_group()),
+        ("context", state.get_context_parallel_group()),
+        ("tensor", state.get_tensor_model_parallel_group()),
+        *last,
+    ]
+    return {
+        tuple(torch.distributed.get_process_group_ranks(group)): axis for axis, group in groups if group is not None
+    }
+
+
+def _replicas() -> list[tuple[Axis, Any]]:
+    """Groups over which gradients are summed and optimizer state is sharded."""
+    state = parallel_state
+    return [
+        ("data", state.get_data_parallel_group(with_context_parallel=False)),
+        ("data", state.get_data_parallel_group(with_context_parallel=True)),
+        ("data", state.get_expert_data_parallel_group()),
+    ]

@@ -1,0 +1,55 @@
+"""What one rank holds for the length of a run, counted from its own tensors: on shapes, or in a real trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch import Tensor
+
+_HOST_COPIES = 4
+"""Of every parameter that is updated in host memory, float32 each: main weight, gradient, both moments."""
+
+
+def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
+    """Bytes of the tensors' storages, each once, apart from those that ``without`` has a part in."""
+    known = {tensor.untyped_storage()._cdata for tensor in without}
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(nbytes for key, nbytes in found.items() if key not in known)
+
+
+def parameters_of(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """All parameters of a rank's chunks."""
+    return [parameter for chunk in chunks for parameter in chunk.parameters()]
+
+
+def gradients_of(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """The buffers in which DDP adds gradients up."""
+    return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
+def optimizer_bytes(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> tuple[int, int]:
+    """Bytes of main weights and of the optimizer's state (after its first step) on the device and in host memory.
+
+    Args:
+        optimizer: Megatron's, chained.
+    """
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    on_host = [part.optimizer for part in parts if isinstance(part.optimizer, HybridDeviceOptimizer)]
+    on_device = [part.optimizer for part in parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
+    held = [tensor for own in on_device for tensor in (*_parameters(own), *_state(own))]
+    numel = sum(parameter.numel() for own in on_host for parameter in _parameters(own))
+    return storage_bytes(held, without=parameters_of(chunks)), numel * 4 * _HOST_COPIES
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _state(optimizer: Any) -> Iterator[Tensor]:
+    """Moments. The step's number, one scalar in host memory for every parameter, is left out."""
+    for state in optimizer.state.values():
+        yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")

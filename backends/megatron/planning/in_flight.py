@@ -1,0 +1,75 @@
+"""Whose activations a pipeline stage keeps at once, under Megatron's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+WINDOWS_OF_STAGES = 4
+"""Micro-batches in a window, in pipeline sizes: enough for the largest number under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """What one chunk's pass over one micro-batch needs, in bytes above what was there before.
+
+    Attributes:
+        saved: kept from forward to backward.
+        forward, backward: highest during each; during backward, with its own saved activations.
+        head_forward, head_backward: of these, what the head has at that moment.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    head_forward: int = 0
+    head_backward: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPeak:
+    """The highest moment of a window: bytes in all, the head's among them, and micro-batches whose activations lie."""
+
+    nbytes: int
+    head: int
+    in_flight: int
+
+
+def schedule(stage: int, stages: int, chunks: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+    """(pass, chunk) in the order in which ``stage`` runs them: 1F1B, interleaved where a stage has several chunks.
+
+    Source: Megatron-core's ``pipeline_parallel.schedules`` (Narayanan et al., arXiv:2104.04473, section 2.2).
+    """
+    micro_batches = WINDOWS_OF_STAGES * stages
+    total = micro_batches * chunks
+    if chunks == 1:
+        warmup = min(stages - stage - 1, total)
+    else:
+        warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
+    for step in range(total + warmup):
+        if step < total:
+            yield "forward", _chunk(step, stages, chunks)
+        if step >= warmup:
+            yield "backward", chunks - 1 - _chunk(step - warmup, stages, chunks)
+
+
+def _chunk(step: int, stages: int, chunks: int) -> int:
+    """A stage runs a chunk for as many micro-batches as there are stages, then the next one."""
+    return step % (stages * chunks) // stages
+
+
+def window_peak(stage: int, stages: int, passes: Sequence[PassMemory]) -> WindowPeak:
+    """The highest moment of a window of equal micro-batches; ``passes`` has one entry per chunk of the stage."""
+    peak, live, under_way = WindowPeak(0, 0, 0), 0, 0
+    for direction, chunk in schedule(stage, stages, len(passes)):
+        own = passes[chunk]
+        if direction == "forward":
+            under_way += 1
+            moment = WindowPeak(live + own.forward, own.head_forward, under_way)
+            live += own.saved
+        else:
+            moment = WindowPeak(live - own.saved + own.backward, own.head_backward, under_way)
+            live, under_way = live - own.saved, under_way - 1
+        peak = max(peak, moment, key=lambda found: found.nbytes)
+    return peak

@@ -1,0 +1,226 @@
+"""Forward and backward of one rank's chunks over one micro-batch, on shapes: the code that trains, followed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
+
+from backends.megatron import router
+from backends.megatron.activations import SMALLEST_BYTES
+from backends.megatron.attention_choice import Attention
+from backends.megatron.collectives import join_context_parts
+from backends.megatron.cpu_runtime import Patch, applied
+from backends.megatron.head import LogprobModel
+from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.planning.in_flight import PassMemory
+from backends.megatron.rotary import inverse_frequencies
+from slime_like.algorithms import head
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.planning.trace import META, Counted, Trace
+from slime_like.trajectory import PackedTrajectory
+
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPasses:
+    """What one chunk does with one micro-batch.
+
+    Attributes:
+        memory: of training.
+        forward_only: bytes at the highest moment of a pass without gradients.
+        scoring, training: work of a pass without gradients, and of forward, recomputation and backward.
+        host_bytes: activations kept in host memory (``trainer.activation_offload``).
+    """
+
+    memory: PassMemory
+    forward_only: int
+    scoring: Counted
+    training: Counted
+    host_bytes: int
+
+
+class Passes:
+    """Runs passes of one rank's chunks, inside ``alone_as(..., on_meta=True)``.
+
+    Attributes:
+        standing: bytes of buffers that Megatron makes in its first pass and keeps.
+    """
+
+    def __init__(self, config: RunConfig, dimensions: ModelDimensions, attention: Attention, trace: Trace) -> None:
+        self._config, self._trace = config, trace
+        self._dtype = getattr(torch, config.model.dtype)
+        self._hidden_size = dimensions.hidden_size
+        layout = config.trainer.parallel
+        # An interleaved pipeline may still be sending what it has handed on (see model.py): it keeps its outputs.
+        self._frees_output = layout.pipeline > 1 and layout.virtual_pipeline == 1
+        self._sequence_size = layout.tensor if layout.sequence else 1
+        self._interleaved = layout.virtual_pipeline > 1
+        # Boundaries and rows stay real: their values decide which shapes there are.
+        self._builder = BatchBuilder(
+            device=torch.device("cpu"),
+            dtype=self._dtype,
+            inv_freq=inverse_frequencies(dimensions),
+            context_group=parallel_state.get_context_parallel_group(),
+            attention=attention,
+            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
+        )
+        self.standing = 0
+
+    def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
+        """Score ``pack``, then train on it, with one chunk."""
+        with self._followed():
+            before = self._trace.live
+            forward_only, scoring = self._score(chunk, wrapped, pack)
+            self.standing += self._trace.live - before
+            with wrapped.no_sync():
+                memory, training, host = self._train(chunk, wrapped, pack)
+        return ChunkPasses(memory, forward_only - self.standing, scoring, training, host)
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for patch in (*_head_labels(self._trace), *_even_routes()):
+                stack.enter_context(applied(patch))
+            stack.enter_context(self._trace)
+            yield
+
+    @torch.no_grad()
+    def _score(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[int, Counted]:
+        self._trace.counted = Counted()
+        base = self._trace.live
+        self._trace.restart_peak()
+        batch = self._batch(pack)
+        self._forward(chunk, wrapped, batch)
+        return self._trace.peak - base, self._trace.counted
+
+    def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
+        trace = self._trace
+        trace.counted = Counted()
+        base, host = trace.live, _HostShapes(wrapped)
+        trace.restart_peak()
+        batch = self._batch(pack)
+        with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
+            output = self._forward(chunk, wrapped, batch)
+        shape = output.shape
+        if not chunk.post_process:
+            deallocate_output_tensor(output, self._frees_output)
+        saved, forward, head_forward = trace.live - base, trace.peak - base, trace.peak_labelled.get(HEAD, 0)
+        trace.restart_peak()
+        self._backward(chunk, output, shape)
+        memory = PassMemory(saved, forward, trace.peak - base, head_forward, trace.peak_labelled.get(HEAD, 0))
+        return memory, trace.counted, host.nbytes
+
+    def _batch(self, pack: PackedTrajectory) -> MicroBatch:
+        return self._builder.build([pack], same_length=self._interleaved)[0]
+
+    def _forward(self, chunk: LogprobModel, wrapped: Any, batch: MicroBatch) -> Tensor:
+        tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
+        if not chunk.pre_process:
+            rows = tokens.numel() // self._sequence_size
+            shape = (rows, 1, self._hidden_size)
+            chunk.set_input_tensor(torch.empty(shape, dtype=self._dtype, device=META, requires_grad=True))
+        output: Tensor = wrapped(tokens, positions, None, packed_seq_params=batch.layout)
+        if not chunk.post_process:
+            return output
+        values = torch.stack([batch.shard.scatter(output[0]), batch.shard.scatter(output[1])])
+        return join_context_parts(values, self._builder.context_group).sum()
+
+    def _backward(self, chunk: LogprobModel, output: Tensor, shape: torch.Size) -> None:
+        gradient = None if chunk.post_process else torch.empty(shape, dtype=self._dtype, device=META)
+        if self._frees_output and not chunk.post_process:
+            custom_backward(output, gradient)
+        else:
+            torch.autograd.backward(output, gradient)
+        if not chunk.pre_process:
+            chunk.set_input_tensor(None)
+
+
+class _HostShapes:
+    """What ``ActivationOffload`` would do, on shapes: bytes leave the device's count for the host's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        self.nbytes = 0
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self._to_host, _to_device)
+
+    def _to_host(self, tensor: Tensor) -> Any:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < SMALLEST_BYTES or tensor.untyped_storage()._cdata in self._weights or not tensor.is_meta:
+            return tensor
+        self.nbytes += nbytes
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _to_device(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    shape, stride, dtype = saved
+    return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+
+def _head_labels(trace: Trace) -> list[Patch]:
+    """What the head makes is counted as the head's."""
+    function = head._FusedLogprobs
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with trace.label(HEAD):
+            return originals[0](ctx, *arguments)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with trace.label(HEAD):
+            return originals[1](ctx, *grads)
+
+    originals = (function.forward, function.backward)
+    return [Patch(function, "forward", staticmethod(forward)), Patch(function, "backward", staticmethod(backward))]
+
+
+def _even_routes() -> list[Patch]:
+    """Shapes route nowhere: every expert is given the same number of tokens, on every rank the same."""
+    routing, gather = router.BalancedRouter.routing, token_dispatcher.gather_from_sequence_parallel_region
+
+    def even(self: Any, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+        probs, _ = routing(self, logits, padding_mask)
+        return probs, even_routing_map(probs.shape[0], probs.shape[1], self.topk)
+
+    def gather_counts(counts: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Tensor:
+        """Counts of routes, which decide shapes, are real; all else is gathered as ever."""
+        if counts.is_meta:
+            return gather(counts, *arguments, group=group, **options)
+        return counts.repeat(group.size())
+
+    return [
+        Patch(router.BalancedRouter, "routing", even),
+        Patch(token_dispatcher, "gather_from_sequence_parallel_region", gather_counts),
+    ]
+
+
+def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
+    """(tokens, experts) bool: every token has ``top_k`` experts, and experts' loads differ by one at most."""
+    routes = torch.zeros(tokens, experts, dtype=torch.bool)
+    chosen = torch.arange(tokens * top_k).view(tokens, top_k) % experts
+    return routes.scatter_(1, chosen, True)
+
+
+def total(counted: Sequence[Counted]) -> Counted:
+    """The sum over chunks."""
+    whole = Counted()
+    for own in counted:
+        whole.matmul_flops += own.matmul_flops
+        whole.attention_flops += own.attention_flops
+        for ranks, (nbytes, calls) in own.sent.items():
+            before = whole.sent.get(ranks, (0, 0))
+            whole.sent[ranks] = (before[0] + nbytes, before[1] + calls)
+    return whole
