@@ -41,3 +41,7 @@ class RewardError(SlimeLikeError):
 
 class EnvironmentFailure(SlimeLikeError):
     """An environment or its workers cannot go on (one failed step costs only its own conversation: no error)."""
+
+
+class LaunchError(SlimeLikeError):
+    """The nodes of a cluster did not come together, or one of them was lost; the message names it."""

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import load_tokenizer
+from slime_like.orchestration.bundles import bundle_sizes
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.evaluation import EvaluationResult, Evaluator
-from slime_like.orchestration.placement import Placement, bundle_sizes
+from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.session import launch_engines
 

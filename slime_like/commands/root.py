@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slime_like import __version__
 from slime_like.commands import convert as convert_command
+from slime_like.commands import launch as launch_command
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path
@@ -36,6 +37,9 @@ def run(argv: list[str]) -> int:
         has_file = len(argv) > 1 and not argv[1].startswith("--")
         config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
         return _train(config) if argv[0] == "train" else _evaluate(config)
+    if argv[:1] == ["launch"] and not {"-h", "--help"} & set(argv):
+        InterruptHandler().install()
+        return launch_command.run(argv[1:])
     if argv[:1] == ["score"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return score_command.run(argv[1:])
@@ -59,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
     _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
+    launch_command.add_parser(commands)
     score_command.add_parser(commands)
     verify_command.add_parser(commands)
     convert_command.add_parser(commands)

@@ -9,10 +9,11 @@ standard input: a line on it means all is well, its end without a line means the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -67,10 +68,19 @@ def end_orphans(driver_pid: int, ray_directory: Path) -> None:
     Ray names a session's directory after the process that started it, and every process of the session writes its log
     there, whenever it was started and whatever it calls itself. Who only reads there is left alone.
     """
+    _end(lambda: session_processes(driver_pid, ray_directory), _QUIET_S)
+
+
+def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
+    """Kill every other process that writes below ``directories``, until none has shown up for ``quiet_s`` seconds."""
+    _end(lambda: writers_below(directories, but=os.getpid()), quiet_s)
+
+
+def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
     deadline = time.monotonic() + _GIVE_UP_S
     quiet_since = time.monotonic()
-    while time.monotonic() - quiet_since < _QUIET_S and time.monotonic() < deadline:
-        for process in session_processes(driver_pid, ray_directory):
+    while time.monotonic() - quiet_since < quiet_s and time.monotonic() < deadline:
+        for process in living():
             quiet_since = time.monotonic()
             try:
                 process.kill()  # psutil checks the start time, so a reused process id is safe
@@ -81,12 +91,17 @@ def end_orphans(driver_pid: int, ray_directory: Path) -> None:
 
 def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Process]:
     """Living processes of the Ray session that ``driver_pid`` started."""
-    sessions = tuple(f"{directory.resolve()}/" for directory in ray_directory.glob(f"session_*_{driver_pid}"))
+    return writers_below(list(ray_directory.glob(f"session_*_{driver_pid}")), but=driver_pid)
+
+
+def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
+    """Living processes other than ``but`` that have a file below ``directories`` open for writing."""
+    places = tuple(f"{directory.resolve()}/" for directory in directories)
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != driver_pid and any(
-                file.path.startswith(sessions) and file.mode != "r" for file in process.open_files()
+            if process.pid != but and any(
+                file.path.startswith(places) and file.mode != "r" for file in process.open_files()
             ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's

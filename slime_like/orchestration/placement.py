@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
+import ray._private.state
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -17,32 +20,34 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.interrupts import raise_if_interrupted
+from slime_like.orchestration.bundles import (
+    RANK_LABEL,
+    NodeRoom,
+    NoRoomError,
+    assign_nodes,
+    bundle_sizes,
+    tensor_blocks,
+)
 
-
-def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices.
-
-    Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
-    and verification without engines.
-    """
-    trainers = [1] * config.trainer.parallel.world_size if with_trainers else []
-    if not with_engines or config.supervised or config.debug.load_rollouts:
-        return trainers
-    colocated = with_trainers and config.cluster.placement == "colocated"
-    return trainers + ([] if colocated else [config.rollout.tensor] * config.rollout.num_engines)
+_LOOK_EVERY_S = 0.5
+_PIN = 0.001
+"""Of a node's own resource, which Ray calls node:ADDRESS and has 1.0 of: enough to pin a bundle there."""
 
 
 class Placement:
     """Context manager: devices are reserved inside and free outside.
 
-    A device is a GPU where the cluster has any, and a CPU slot elsewhere. Ranks are numbered along nodes, so that
-    neighbours, above all tensor-parallel ones, share a node.
+    A device is a GPU where the cluster has any, and a CPU slot elsewhere. Ranks are numbered along nodes, and inside a
+    node along its devices. A tensor-parallel group never lies on two nodes, nor do the ranks whose devices a colocated
+    engine uses. Nodes come in the order that the cluster's start has given them, else in that of their addresses.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
         self._sizes = bundle_sizes(config, with_trainers, with_engines)
         self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
+        self._blocks = tensor_blocks(config, with_engines) if with_trainers else []
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
@@ -51,18 +56,19 @@ class Placement:
     def __enter__(self) -> Placement:
         self._require_enough()
         device = self.device
-        self._group = placement_group([{device: size} for size in self._sizes], strategy="PACK")
+        deadline = time.monotonic() + self._config.trainer.start_timeout_s
+        wanted = self._await_room(deadline)
+        self._group = placement_group(
+            [{device: size, f"node:{node}": _PIN} for size, node in zip(self._sizes, wanted, strict=True)],
+            strategy="PACK",
+        )
         try:
-            ray.get(self._group.ready(), timeout=self._config.trainer.start_timeout_s)
+            ray.get(self._group.ready(), timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
             remove_placement_group(self._group)
-            raise SlimeLikeError(
-                f"cluster: bundles of {self._sizes} {device} were not free together within trainer.start_timeout_s="
-                f"{self._config.trainer.start_timeout_s:g} s; end what else runs on the cluster, or lower the layout"
-            ) from error
+            raise self._busy_error() from error
+        self._order = self._order_by_device(wanted)
         bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        ranks = sorted(range(self._num_ranks), key=lambda bundle: (bundle_nodes[bundle], bundle))
-        self._order = ranks + list(range(self._num_ranks, len(self._sizes)))
         self._nodes = [bundle_nodes[bundle] for bundle in self._order]
         self._require_whole_nodes()
         return self
@@ -97,12 +103,15 @@ class Placement:
         return range(engine * tensor, (engine + 1) * tensor)
 
     def _options(self, place: int, gpus: int) -> dict[str, Any]:
+        return self._in_bundle(self._order[place], gpus)
+
+    def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
         return {
             # CPU ranks share the cores; the reservation is the bundle itself.
             "num_cpus": 0,
             "num_gpus": gpus if self.device == "GPU" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=self._order[place]
+                placement_group=self._group, placement_group_bundle_index=bundle
             ),
         }
 
@@ -119,6 +128,52 @@ class Placement:
                     else "or lower trainer.parallel"
                 )
             )
+
+    def _await_room(self, deadline: float) -> list[str]:
+        """Address of the node of every bundle, as soon as there is room for all."""
+        while True:
+            nodes = node_rooms(self.device)
+            try:
+                return [
+                    nodes[place].address for place in assign_nodes(self._blocks, self._sizes[self._num_ranks :], nodes)
+                ]
+            except NoRoomError as error:
+                raise_if_interrupted()
+                if time.monotonic() > deadline:
+                    raise self._busy_error() from error
+                self._require_node_of(error.size)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _require_node_of(self, size: int) -> None:
+        largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
+        if size > largest:
+            raise SlimeLikeError(
+                f"cluster: {size} {self.device}s are needed on one node (trainer.parallel.tensor="
+                f"{self._config.trainer.parallel.tensor}, rollout.tensor={self._config.rollout.tensor}), and no node "
+                f"has more than {largest}; use sizes that one node holds"
+            )
+
+    def _busy_error(self) -> SlimeLikeError:
+        rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
+        return SlimeLikeError(
+            f"cluster: bundles of {self._sizes} {self.device} were not free together within trainer.start_timeout_s="
+            f"{self._config.trainer.start_timeout_s:g} s, tensor-parallel groups whole ({self.device}s free on "
+            f"{rooms}); end what else runs on the cluster, or lower the layout"
+        )
+
+    def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
+        """Bundles of trainer ranks along the devices of each node, then those of engines as they are.
+
+        Which device a bundle has reserved is told by a task that runs in it.
+        """
+        ranks = list(range(self._num_ranks))
+        if self.device == "GPU":
+            options = [self._in_bundle(bundle, gpus=1) for bundle in ranks]
+            asked = [ray.remote(_own_device).options(**own).remote() for own in options]
+            devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
+            first = {address: wanted.index(address) for address in wanted}
+            ranks.sort(key=lambda bundle: (first[wanted[bundle]], devices[bundle]))
+        return ranks + list(range(self._num_ranks, len(self._sizes)))
 
     def _require_whole_nodes(self) -> None:
         nodes = self._nodes[: self._num_ranks]
@@ -139,3 +194,21 @@ def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:
                 f"cluster: {field}={size}, but ranks {start} to {start + size - 1} lie on several nodes; use a size "
                 "that divides the devices of every node"
             )
+
+
+def node_rooms(device: str) -> list[NodeRoom]:
+    """Free devices of every living node, in the order of nodes."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
+    return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]
+
+
+def _position(node: dict[str, Any]) -> tuple[int, int, str]:
+    rank = node.get("Labels", {}).get(RANK_LABEL, "")
+    return int(rank or 0), int(ipaddress.ip_address(node["NodeManagerAddress"])), node["NodeID"]
+
+
+def _own_device() -> int:
+    """The device that the calling task was given, in the node's own numbering."""
+    name = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+    return int(name) if name.isdecimal() else 0  # an identifier has no order

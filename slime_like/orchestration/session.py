@@ -15,11 +15,12 @@ from slime_like.data.prompts import PromptSource, load_tokenizer
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
+from slime_like.orchestration.bundles import bundle_sizes
 from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.credit import require_group_scope
 from slime_like.orchestration.evaluation import Evaluator
-from slime_like.orchestration.placement import Placement, bundle_sizes
+from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollout_source import RolloutSource
 from slime_like.orchestration.run_directory import prepare_run_dir

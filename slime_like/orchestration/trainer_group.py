@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +20,8 @@ from slime_like.orchestration.calls import gather, one
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, StreamedStep, TrainerRank
 from slime_like.trajectory import GRPOStats, PackedTrajectory
+
+_SEE_FILE_S = 10.0
 
 ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
 
@@ -69,11 +72,29 @@ class TrainerGroup:
             timeout_s=timeout,
             error=TrainerError,
         )[0]
+        if self._placement.num_nodes > 1:
+            self._require_shared_run_dir(timeout)
         # Ray shows every actor its own device only, so that each is device 0 of its process.
         placements = [RankPlacement(rank, len(self._ranks), 0, host, port) for rank in range(len(self._ranks))]
         self._coordinates = self._call_each(
             method, [(placement, *arguments) for placement in placements], phase="setting up", timeout_s=timeout
         )
+
+    def _require_shared_run_dir(self, timeout_s: float) -> None:
+        """Checkpoints are written by all ranks into one directory: every node must see it."""
+        witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
+        witness.touch()
+        try:
+            arguments = [(witness, _SEE_FILE_S)] * len(self._ranks)
+            answers = self._call_each("sees", arguments, phase="looking for run_dir", timeout_s=timeout_s)
+        finally:
+            witness.unlink(missing_ok=True)
+        blind = sorted({address for seen, address in answers if not seen})
+        if blind:
+            raise TrainerError(
+                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}; put it on a file "
+                "system that all nodes share"
+            )
 
     def _environment(self) -> dict[str, str]:
         """Variables that torch and Megatron read when they are imported."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import ray
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from slime_like.interfaces import (
     TrainerBackend,
     WeightBucket,
 )
+from slime_like.network import interface_of, is_free
 from slime_like.orchestration.plugins import load_backend
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
 from slime_like.weights.transports.base import Sender, TransportSettings
@@ -94,7 +94,7 @@ class TrainerRank:
         """
         host = _node_address()
         port = self._config.trainer.rendezvous_port
-        if port is not None and not _is_free(host, port):
+        if port is not None and not is_free(host, port):
             raise TrainerError(
                 f"trainer.rendezvous_port={port} is taken on {host}; give another one, or none to have a free one "
                 "chosen"
@@ -104,6 +104,13 @@ class TrainerRank:
     def device(self) -> str:
         """The GPU that Ray gave this rank, as ``CUDA_VISIBLE_DEVICES`` names it; "" on a CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+    def sees(self, witness: Path, timeout_s: float) -> tuple[bool, str]:
+        """Is ``witness`` there, at the latest after ``timeout_s`` seconds? And this node's address."""
+        deadline = time.monotonic() + timeout_s
+        while not witness.exists() and time.monotonic() < deadline:  # network file systems show a new file late
+            time.sleep(0.1)
+        return witness.exists(), _node_address()
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
         self._coordinates = self._open_backend(placement).setup()
@@ -115,8 +122,9 @@ class TrainerRank:
 
     def _open_backend(self, placement: RankPlacement) -> TrainerBackend:
         # Collectives, too, go through the cluster's own interface; what the user has set stays.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, _interface(_node_address()))
+        interface = _interface(_node_address())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # NCCL would take every name that begins so
         backend_class = load_backend(self._config.trainer.backend)
         self._backend = backend_class(self._config, placement)
         return self._backend
@@ -328,31 +336,23 @@ def _node_address() -> str:
 
 def _interface(address: str) -> str:
     """Name of the network interface that has ``address``."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in (entry.address for entry in addresses):
-            return str(name)
-    raise TrainerError(f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it")
+    name = interface_of(address)
+    if name is None:
+        raise TrainerError(
+            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it"
+        )
+    return name
 
 
 def _free_port(host: str) -> int:
     """A free port below the range that the kernel hands out by itself, so that nobody is given it before we listen."""
     ports = random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50)
     for port in ports:
-        if _is_free(host, port):
+        if is_free(host, port):
             return port
     raise TrainerError(
         f"no free port among 50 tried between {_RENDEZVOUS_PORTS[0]} and {_RENDEZVOUS_PORTS[-1]} on {host}"
     )
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:

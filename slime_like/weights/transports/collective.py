@@ -31,6 +31,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.network import address_towards
 from slime_like.weights.buckets import Stopwatch, bucket_nbytes, figures_of, read_bucket, write_bucket
 from slime_like.weights.transports.base import TransportSettings
 from slime_like.weights.transports.leftovers import check_session
@@ -209,7 +210,7 @@ class CollectiveReceiver:
                     f"weight sync over {self._backend}: this receiver is not in the sender's group; connect again"
                 )
             rank, size = members.index(self._number) + 1, len(members) + 1
-            own = _address_towards(self._host, self._port)
+            own = address_towards(self._host, self._port)
             self._group = _Group(self._backend, own, self._host, self._port, generation, rank, size, self._timeout_s)
             self._generation = generation
         return self._group
@@ -364,15 +365,6 @@ def _join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             f"weight sync: nobody serves {host}:{port} ({_one_line(error)}): the sender has ended, or the network "
             "between engine and trainer is closed"
         ) from error
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This host's address on the way to ``host``. Nothing is sent: a datagram socket only looks up the route."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Trains a 32B Qwen on several nodes: the same command on each of them. docs/cluster.md goes through it step by step.
+#
+#   MODEL=/shared/Qwen3-32B HEAD_ADDR=10.0.0.1 NODES=8 NODE_RANK=0 bash scripts/run_qwen_32b.sh --run_dir /shared/runs/first
+#   srun --nodes 8 --ntasks-per-node 1 bash scripts/run_qwen_32b.sh --run_dir /shared/runs/first   # all of it from Slurm
+#
+# CONFIG      recipe: configs/qwen3_32b.yaml (default), configs/qwen2_5_32b.yaml, or your own
+# MODEL       Hugging Face directory, the same path on every node; default: the recipe's
+# ENGINE      vllm or sglang; default: the recipe's
+# HEAD_ADDR   address of node 0 in the cluster's network; default: the first node of Slurm's list
+# NODES, NODE_RANK   how many nodes, and which one this is, from 0; default: Slurm's
+# NODE_ADDR   this node's address; default: the one on the way to HEAD_ADDR
+# PORT        where node 0 awaits the others, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
+# GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node
+# NODES_TIMEOUT_S    bound on waiting for all nodes, 600
+# PLAN=0      trains without planning first
+# DRY_RUN=1   prints what would run, and starts nothing
+#
+# Further arguments are flags of `slime-like train`. Started again, a run goes on from its last checkpoint.
+set -euo pipefail
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+SLIME="${SLIME:-$REPO/.venv/bin/slime-like}"
+[ -x "$SLIME" ] || SLIME="$(command -v slime-like)" || {
+    echo "slime-like: no slime-like in $REPO/.venv and none on PATH; install it, or run in its image (docs/cluster.md)" >&2
+    exit 1
+}
+
+options=(--node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}")
+if [ -n "${NODES:-}" ]; then
+    options+=(--nodes "$NODES")
+elif [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    options+=(--slurm_nodes "$SLURM_JOB_NODELIST")
+fi
+[ -z "${HEAD_ADDR:-}" ] || options+=(--head "$HEAD_ADDR")
+[ -z "${NODE_ADDR:-}" ] || options+=(--address "$NODE_ADDR")
+[ -z "${PORT:-}" ] || options+=(--port "$PORT")
+[ -z "${TOKEN_FILE:-}" ] || options+=(--token_file "$TOKEN_FILE")
+[ -z "${GPUS_PER_NODE:-}" ] || options+=(--gpus_per_node "$GPUS_PER_NODE")
+[ -z "${NODES_TIMEOUT_S:-}" ] || options+=(--nodes_timeout_s "$NODES_TIMEOUT_S")
+[ "${PLAN:-1}" = 1 ] || options+=(--no_plan)
+[ "${DRY_RUN:-0}" = 0 ] || options+=(--dry_run)
+
+flags=()
+[ -z "${MODEL:-}" ] || flags+=(--model.path "$MODEL")
+[ -z "${ENGINE:-}" ] || flags+=(--rollout.engine "$ENGINE")
+
+exec "$SLIME" launch "${CONFIG:-$REPO/configs/qwen3_32b.yaml}" "${options[@]}" -- "${flags[@]}" "$@"

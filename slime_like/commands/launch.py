@@ -1,0 +1,155 @@
+"""``slime-like launch``: the same command on every node of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.commands.arguments import has_flag
+from slime_like.config.check import check
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+from slime_like.launch.node_list import expand_node_list
+from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
+
+USAGE = (
+    "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"
+)
+_OWN_FIELDS = ("cluster.address",)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "launch",
+        help="train on several nodes: the same command on each of them",
+        usage=USAGE,
+        description="Take part in a run on several nodes: await all of them, start Ray on each, plan, train, and end\n"
+        "everywhere with the same exit code and cause. What follows -- are flags of `slime-like train`.\n"
+        "scripts/run_qwen_32b.sh calls this with what Slurm or the environment say.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)"
+    )
+    parser.add_argument("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
+    parser.add_argument(
+        "--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)"
+    )
+    parser.add_argument("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
+    parser.add_argument(
+        "--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help="where node 0 awaits the others (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)"
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)"
+    )
+    for name, what in (
+        ("nodes_timeout_s", "bound on waiting for all nodes"),
+        ("ray_timeout_s", "bound on the start of Ray on a node"),
+        ("silence_s", "a node that says nothing for so long is lost"),
+        ("stop_s", "bound on the end of training once it must end"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=float,
+            default=getattr(defaults, name),
+            metavar="S",
+            help=f"{what}, in seconds (default: %(default)g)",
+        )
+    parser.add_argument("--no_plan", action="store_true", help="do not run `slime-like plan` first")
+    parser.add_argument("--dry_run", action="store_true", help="print what every node would do, and start nothing")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Everything behind ``slime-like launch``; the exit code, the same on every node."""
+    own, flags = _split(arguments)
+    parser = argparse.ArgumentParser(prog="slime-like launch", usage=USAGE, add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    given = parser.parse_args(own)
+    for name in _OWN_FIELDS:
+        if has_flag(flags, name):
+            raise ConfigError(
+                [f"{name} is not for you to give: launch starts the cluster; use slime-like train to join one"]
+            )
+    names = _slurm_names(given.slurm_nodes)
+    options = _options(given, names, flags)
+    config = load_config(options.config, list(flags))
+    if given.dry_run:
+        from slime_like.launch.dry_run import print_dry_run
+
+        print_dry_run(options, config, names)
+        return 0
+    _require_checked(config)
+    from slime_like.launch.launcher import launch
+
+    verdict = launch(options, config)
+    if verdict.sentence:
+        print(f"slime-like: {verdict.sentence}", file=sys.stderr)
+    return verdict.code
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """What is ours, and what follows the first ``--``."""
+    everything = list(arguments)
+    if "--" not in everything:
+        return everything, ()
+    border = everything.index("--")
+    return everything[:border], tuple(everything[border + 1 :])
+
+
+def _slurm_names(text: str) -> list[str]:
+    try:
+        return expand_node_list(text) if text else []
+    except ValueError as error:
+        raise ConfigError([f"--slurm_nodes: {error}"]) from error
+
+
+def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
+    if given.nodes is not None and names and given.nodes != len(names):
+        raise ConfigError([f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"])
+    return LaunchOptions(
+        config=given.config,
+        flags=flags,
+        nodes=given.nodes if given.nodes is not None else max(1, len(names)),
+        node_rank=given.node_rank,
+        head=given.head or (names[0] if names else ""),
+        address=given.address,
+        port=given.port,
+        key_file=given.token_file.absolute() if given.token_file else None,
+        gpus_per_node=given.gpus_per_node,
+        nodes_timeout_s=given.nodes_timeout_s,
+        ray_timeout_s=given.ray_timeout_s,
+        silence_s=given.silence_s,
+        stop_s=given.stop_s,
+        plan=not given.no_plan,
+    )
+
+
+def _require_checked(config: RunConfig) -> None:
+    """Every node looks for itself: paths may exist on one and not on another."""
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,44 @@
+"""What a launch would do, in words; nothing is started, resolved or written."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from slime_like.config import RunConfig
+from slime_like.launch.key import key_path
+from slime_like.launch.launcher import devices_per_node, plan_arguments, train_arguments
+from slime_like.launch.options import LaunchOptions
+from slime_like.orchestration.bundles import bundle_sizes, tensor_blocks
+
+
+def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> None:
+    """Args: ``names`` are the nodes' host names, where Slurm has told them."""
+    for line in lines(options, config, names):
+        print(line)
+
+
+def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
+    parallel = config.trainer.parallel
+    devices = devices_per_node(options, config)
+    yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
+    yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
+    yield (
+        f"devices:  {sum(bundle_sizes(config))} needed, {options.nodes} x {devices} there; {parallel.world_size} "
+        f"trainer ranks in {len(tensor_blocks(config))} groups that stay on one node each, placement "
+        f"{config.cluster.placement}"
+    )
+    if options.nodes > 1:
+        head = f"{options.head}:{options.port}"
+        yield f"key:      {options.key_file or key_path(config.run_dir)} (made by node 0; mode 600)"
+        yield f"node 0:   listens on {head} for at most {options.nodes_timeout_s:g} s, then starts Ray's head"
+        yield f"others:   report to {head}, prove that they know the key, then join Ray's head"
+    if options.plan:
+        yield f"plan:     {_shown(plan_arguments(options, devices))}"
+    address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
+    yield f"train:    {_shown(train_arguments(options, address))}"
+    yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
+
+
+def _shown(arguments: Sequence[str]) -> str:
+    return shlex.join(["slime-like", *arguments])

@@ -1,0 +1,316 @@
+"""A run on several nodes: node 0 leads, the others follow. Every node ends with the same exit code and cause.
+
+Node 0: await the others, start Ray's head, have them join, train, tell everybody how it ended. Every other node:
+report, start Ray when told to, stay until told how it ended. Whoever is lost meanwhile ends the run on all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
+from slime_like.launch.child import Child
+from slime_like.launch.devices import local_gpus, slots_per_node
+from slime_like.launch.key import await_key, create_key, key_path
+from slime_like.launch.messages import Hello, Join, Joined, Problem, Verdict
+from slime_like.launch.options import LaunchOptions, Place, find_place
+from slime_like.launch.peers import Event, Lost, Membership, RollCall
+from slime_like.launch.ray_node import RayNode, RayNodeSpec, make_directory, ray_environment
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+_DISTRIBUTIONS = ("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy")
+_LEAVE_S = 60.0
+_SEE_FILE_S = 10.0
+_SETTLE_S = 3.0
+_ENTER_S = 30.0
+
+
+def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
+    """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them."""
+    if options.nodes == 1:
+        return _alone(options)
+    place = find_place(options)
+    key_file = options.key_file or key_path(config.run_dir)
+    return _lead(options, config, place, key_file) if options.leads else _follow(options, config, place, key_file)
+
+
+def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
+    """``slime-like train`` as node 0 runs it."""
+    address = ["--cluster.address", cluster] if cluster else []
+    return ["train", *([str(options.config)] if options.config else []), *options.flags, *address]
+
+
+def plan_arguments(options: LaunchOptions, devices: int) -> list[str]:
+    """``slime-like plan`` for the cluster that is started."""
+    size = ["--cluster.nodes", str(options.nodes), "--cluster.gpus_per_node", str(devices)]
+    return ["plan", *([str(options.config)] if options.config else []), *options.flags, *size]
+
+
+def devices_per_node(options: LaunchOptions, config: RunConfig) -> int:
+    """What a plan counts with: GPUs, or without any the CPU slots that stand for them."""
+    return options.gpus_per_node or local_gpus() or slots_per_node(config, options.nodes)
+
+
+def say(place: Place | None, text: str) -> None:
+    """A line of progress on standard error."""
+    who = f"node {place.rank}" if place else "node 0"
+    print(f"[slime-like] {who}: {text}", file=sys.stderr, flush=True)
+
+
+def installed_versions() -> dict[str, str]:
+    """Of what must be the same on every node."""
+    return {name: _version(name) for name in _DISTRIBUTIONS}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _alone(options: LaunchOptions) -> Verdict:
+    """One node: its Ray is training's own, on loopback."""
+    import os
+
+    steps = [train_arguments(options, None)]
+    if options.plan:
+        steps.insert(0, plan_arguments(options, options.gpus_per_node or local_gpus() or 1))
+    for arguments in steps:
+        with Child(arguments, os.environ, options.stop_s) as child:
+            code = child.wait(lambda: None)
+        if code:
+            return Verdict(code)  # it has said why
+    return Verdict(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- node 0
+def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Verdict:
+    key = create_key(key_file)
+    with RollCall(place.address, options.port, key, options.nodes, options.silence_s) as roll:
+        lead = _Lead(options, config, place, key_file, roll)
+        with ExitStack() as stack:
+            verdict = Verdict(FAILED, f"{place} ended without a word")
+            try:
+                verdict = lead.run(stack)
+            except ConfigError as error:
+                verdict = Verdict(REFUSED, "; ".join(error.problems))
+            except SlimeLikeError as error:
+                verdict = Verdict(FAILED, str(error))
+            except KeyboardInterrupt:
+                verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
+            finally:
+                # The others first: a head that is gone would be the first thing they notice.
+                roll.tell_all(verdict)
+                roll.wait_until_gone(_LEAVE_S)
+    return verdict
+
+
+class _Lead:
+    """Node 0's way through a run."""
+
+    def __init__(self, options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, roll: RollCall) -> None:
+        self._options = options
+        self._config = config
+        self._place = place
+        self._key_file = key_file
+        self._roll = roll
+        self._joined: set[str] = set()
+
+    def run(self, stack: ExitStack) -> Verdict:
+        """Until training has ended."""
+        options, place = self._options, self._place
+        environment = ray_environment(self._key_file)
+        say(place, f"awaiting {options.nodes - 1} more at {place.address}:{self._roll.port} ({place.interface})")
+        if options.plan:
+            verdict = self._run(plan_arguments(options, devices_per_node(options, self._config)), environment)
+            if verdict.code:
+                return verdict
+        self._await_all()
+        self._require_same_versions()
+        spec = ray_spec(options, self._config, place, None)
+        node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
+        ready = node.wait_ready()
+        say(place, f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
+        witness = stack.enter_context(_Witness(self._config.run_dir))
+        self._roll.tell_all(Join(ready.gcs, str(witness.path)))
+        self._await_joined(node)
+        say(place, f"all {options.nodes} nodes have joined; training")
+        return self._run(train_arguments(options, ready.gcs), environment, node)
+
+    def _run(self, arguments: list[str], environment: Mapping[str, str], node: RayNode | None = None) -> Verdict:
+        """Run a command of ours while watching the nodes.
+
+        Raises:
+            LaunchError: a node was lost.
+        """
+        with Child(arguments, environment, self._options.stop_s) as child:
+            code = child.wait(lambda: self._watch(child.command, node))
+            if not code:
+                return Verdict(0)
+            if node is not None:  # perhaps because a node was lost, which says more
+                self._settle(child.command, node)
+            return Verdict(code if code > 0 else FAILED, f"{self._place}, {child.command}: {child.sentence()}")
+
+    def _settle(self, command: str, node: RayNode) -> None:
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline:
+            self._watch(command, node)
+
+    def _watch(self, during: str, node: RayNode | None) -> None:
+        """
+        Raises:
+            LaunchError: a node has a problem or was lost, this one included.
+        """
+        if node is not None and (problem := node.problem()):
+            raise LaunchError(f"{self._place}, during `{during}`: {problem}")
+        happened = self._roll.next_event(timeout_s=0.05)
+        if happened is not None:
+            self._note(*happened, during)
+
+    def _note(self, name: str, event: Event, during: str) -> None:
+        match event:
+            case Hello():
+                say(self._place, f"{name} is here")
+            case Joined():
+                self._joined.add(name)
+            case Problem():
+                raise LaunchError(f"{name}: {event.sentence}")
+            case Lost():
+                raise LaunchError(
+                    f"{name} was lost during `{during}`: {event.how}; started again, the run goes on from its last "
+                    "checkpoint"
+                )
+            case _:
+                raise LaunchError(f"{name} said {type(event).__name__}, which only node 0 says; is it node 0 as well?")
+
+    def _await_all(self) -> None:
+        deadline = time.monotonic() + self._options.nodes_timeout_s
+        while missing := self._roll.missing():
+            self._watch("start", None)
+            if time.monotonic() > deadline:
+                away = f"; {self._roll.turned_away}" if self._roll.turned_away else ""
+                raise LaunchError(
+                    f"of {self._options.nodes} nodes, {_listed(missing)} did not come to {self._place} within "
+                    f"{self._options.nodes_timeout_s:.0f} s{away}; start the same command there with its NODE_RANK"
+                )
+
+    def _require_same_versions(self) -> None:
+        ours = installed_versions()
+        for name, hello in self._roll.hellos().items():
+            for package, own in ours.items():
+                theirs = hello.versions.get(package, "")
+                if theirs != own:
+                    raise LaunchError(
+                        f"{name} has {package} {theirs or '(none)'}, {self._place} has {own or '(none)'}; use one "
+                        "environment, or one image, on all nodes"
+                    )
+
+    def _await_joined(self, node: RayNode) -> None:
+        deadline = time.monotonic() + self._options.ray_timeout_s + _SEE_FILE_S
+        while len(self._joined) < self._options.nodes - 1:
+            self._watch("start of Ray", node)
+            if time.monotonic() > deadline:
+                late = ", ".join(sorted(set(self._roll.hellos()) - self._joined))
+                raise LaunchError(f"{late}: Ray did not start there within {self._options.ray_timeout_s:.0f} s")
+
+
+class _Witness:
+    """A file beside the run directory by which others prove that they see the same file system. Context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = key_path(run_dir).with_name(f"witness-{secrets.token_hex(8)}")
+
+    def __enter__(self) -> _Witness:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.touch()
+        except OSError as error:
+            raise LaunchError(f"{self.path} cannot be written ({error.strerror})") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ("node " if len(ranks) == 1 else "nodes ") + ", ".join(map(str, ranks))
+
+
+# --------------------------------------------------------------------------------------------------------- other nodes
+def _follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Verdict:
+    key = await_key(key_file, options.nodes_timeout_s)
+    with Membership.open(place.head, options.port, key, options.nodes_timeout_s, options.silence_s) as head:
+        head.say(Hello(place.rank, place.host, place.address, installed_versions()))
+        say(place, f"reported to node 0 at {place.head}:{options.port} from {place.address} ({place.interface})")
+        try:
+            return _take_part(options, config, place, key_file, head)
+        except SlimeLikeError as error:
+            head.say(Problem(str(error)))
+            _verdict(head, _ENTER_S)  # so that node 0 has heard it before the connection ends
+            return Verdict(FAILED, f"{place}: {error}")
+        except KeyboardInterrupt:
+            head.say(Problem("interrupted there"))
+            _verdict(head, _ENTER_S)
+            return Verdict(INTERRUPTED, f"interrupted on {place}")
+
+
+def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, head: Membership) -> Verdict:
+    while not isinstance(event := head.next_event(), (Join, Verdict, Lost)):
+        continue
+    if not isinstance(event, Join):
+        return _as_verdict(event, place)
+    _require_seen(Path(event.witness), config.run_dir)
+    spec = ray_spec(options, config, place, event.gcs)
+    with RayNode(spec, ray_environment(key_file), options.ray_timeout_s) as node:
+        ready = node.wait_ready()
+        head.say(Joined())
+        say(place, f"joined Ray's head at {event.gcs}, logs in {ready.logs}")
+        while not isinstance(end := head.next_event(), (Verdict, Lost)):
+            problem = node.problem()
+            if problem:
+                raise LaunchError(problem)
+        return _as_verdict(end, place)
+
+
+def _verdict(head: Membership, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if isinstance(head.next_event(), (Verdict, Lost)):
+            return
+
+
+def _as_verdict(event: Verdict | Lost, place: Place) -> Verdict:
+    if isinstance(event, Verdict):
+        return event
+    return Verdict(
+        FAILED,
+        f"{place} has lost node 0 ({place.head}): {event.how}; started again on all nodes, the run goes on from its "
+        "last checkpoint",
+    )
+
+
+def _require_seen(witness: Path, run_dir: Path) -> None:
+    """Network file systems show a new file after a moment."""
+    deadline = time.monotonic() + _SEE_FILE_S
+    while not witness.exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"run_dir={run_dir} is not the directory that node 0 sees (its {witness.name} is not there); put it on "
+                "a file system that all nodes share"
+            )
+        time.sleep(0.2)
+
+
+def ray_spec(options: LaunchOptions, config: RunConfig, place: Place, gcs: str | None) -> RayNodeSpec:
+    """Ray as this node starts it."""
+    slots = None if local_gpus() else slots_per_node(config, options.nodes)
+    store = config.cluster.object_store_mb
+    return RayNodeSpec(place.rank, place.address, gcs, str(make_directory()), slots, store)

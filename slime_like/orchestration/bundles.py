@@ -1,0 +1,88 @@
+"""How many devices a run takes, in which pieces, and which node each piece goes to. Pure: no Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.config import RunConfig
+
+RANK_LABEL = "slime-like.io/node-rank"
+"""Label of Ray's nodes that says in which order they are filled."""
+
+
+def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
+    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices.
+
+    Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
+    and verification without engines.
+    """
+    trainers = [1] * config.trainer.parallel.world_size if with_trainers else []
+    if not with_engines or config.supervised or config.debug.load_rollouts:
+        return trainers
+    colocated = with_trainers and config.cluster.placement == "colocated"
+    return trainers + ([] if colocated else [config.rollout.tensor] * config.rollout.num_engines)
+
+
+def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:
+    """Trainer ranks in runs of neighbours that must share a node, in rank order.
+
+    A run is a tensor-parallel group, or as many as make up a colocated engine, which must not be divided either.
+    """
+    size, ranks = config.trainer.parallel.tensor, config.trainer.parallel.world_size
+    if with_engines and config.cluster.placement == "colocated" and not config.supervised:
+        size = math.lcm(size, config.rollout.tensor)
+    size = min(size, ranks)
+    return [min(size, ranks - start) for start in range(0, ranks, size)]
+
+
+@dataclass(slots=True)
+class NodeRoom:
+    """Free devices of one node.
+
+    Attributes:
+        address: the node's.
+        free: devices that nobody uses.
+    """
+
+    address: str
+    free: int
+
+
+class NoRoomError(Exception):
+    """A piece that must lie on one node fits on none; says how many devices it takes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        super().__init__(f"{size} devices on one node")
+
+
+def assign_nodes(blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[NodeRoom]) -> list[int]:
+    """Index of the node of every bundle: all ranks of all blocks, then the engines.
+
+    Ranks fill nodes in order and never go back, so that neighbours stay together and a pipeline's stages follow the
+    nodes; engines take the first room that is left.
+
+    Raises:
+        NoRoomError: a block or an engine fits nowhere.
+    """
+    free = [node.free for node in nodes]
+    places: list[int] = []
+    current = 0
+    for block in blocks:
+        current = _first_with_room(free, block, start=current)
+        free[current] -= block
+        places += [current] * block
+    for engine in engines:
+        node = _first_with_room(free, engine, start=0)
+        free[node] -= engine
+        places.append(node)
+    return places
+
+
+def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
+    for node in range(start, len(free)):
+        if free[node] >= size:
+            return node
+    raise NoRoomError(size)

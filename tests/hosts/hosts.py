@@ -1,0 +1,222 @@
+"""Several hosts on one machine: each with a network, a host name, processes, /tmp and /dev/shm of its own.
+
+Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
+directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
+with it: its process 1 is killed, and the kernel kills the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).parents[2]
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def why_not() -> str:
+    """Why hosts cannot be made here; "" where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("unshare", "nsenter", "ip"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (Debian: util-linux, iproute2)"
+    tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"the kernel grants no namespaces: {tried.stderr.strip()}"
+    name = f"slime{os.getpid() % 10_000}t"
+    made = subprocess.run(
+        ["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        return f"the kernel grants no pair of virtual network cards: {made.stderr.strip()}"
+    subprocess.run(["ip", "link", "del", name], check=True)
+    return ""
+
+
+@dataclass
+class Running:
+    """A command on a host, its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        lines = self.output.strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"never said {text!r}:\n{self.output}"
+            time.sleep(0.05)
+
+    def finish(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            self.process.kill()
+            raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.output}") from error
+
+
+@dataclass
+class Host:
+    """One host; ``init`` is the id, out here, of its process 1."""
+
+    name: str
+    address: str
+    init: int
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        return ["nsenter", "-t", str(self.init), "-a", *arguments]
+
+    def run(self, arguments: Sequence[str], timeout_s: float = 30.0) -> str:
+        done = subprocess.run(self.command(arguments), capture_output=True, text=True, check=False, timeout=timeout_s)
+        assert done.returncode == 0, (arguments, done.stderr)
+        return done.stdout
+
+    def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
+        variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                self.command(["env", "-C", str(REPO), *variables, *arguments]),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Running(process, log)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive on it but process 1, by the namespace that the kernel says it is in."""
+        own = _pid_namespace(self.init)
+        return [
+            process
+            for process in psutil.process_iter()
+            if process.pid != self.init and own and _pid_namespace(process.pid) == own and _is_alive(process)
+        ]
+
+    def listening(self) -> list[tuple[str, int, str]]:
+        """Address, port and process name of every TCP listener; "*" is every address."""
+        found = []
+        for line in self.run(["ss", "-ltnpH"]).splitlines():
+            columns = line.split()
+            address, _, port = columns[3].rpartition(":")
+            who = columns[5].split('"')[1] if len(columns) > 5 else ""
+            address = address.strip("[]").removeprefix("::ffff:")
+            found.append(("*" if address in ("0.0.0.0", "::", "*") else address, int(port), who))
+        return found
+
+    def power_off(self) -> None:
+        """Without a word to anybody, network included."""
+        os.kill(self.init, signal.SIGKILL)
+
+
+def _pid_namespace(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass
+class Network:
+    """Two hosts of a cluster, and one that does not belong to it.
+
+    Attributes:
+        nodes: the cluster's, 10.77.0.1 and 10.77.0.2.
+        outsider: reaches node 0 by its other network, as ``outside_address``.
+        shared: directory that both nodes see under the same path.
+    """
+
+    nodes: list[Host]
+    outsider: Host
+    outside_address: str
+    shared: Path
+
+
+@contextmanager
+def two_hosts(shared: Path) -> Iterator[Network]:
+    """Up inside, gone outside."""
+    with ExitStack() as stack:
+        first, second, outsider = (
+            _boot(stack, name, address)
+            for name, address in (("node-a", "10.77.0.1"), ("node-b", "10.77.0.2"), ("outside", "192.168.77.9"))
+        )
+        _wire(first, "eth0", "10.77.0.1", second, "eth0", "10.77.0.2")
+        _wire(first, "eth1", "192.168.77.1", outsider, "eth0", "192.168.77.9")
+        # The other way into the cluster: its own addresses, by way of the node between.
+        outsider.run(["ip", "route", "add", "10.77.0.0/24", "via", "192.168.77.1"])
+        for node in (first, second):
+            _furnish(node, shared)
+        yield Network([first, second], outsider, "192.168.77.1", shared)
+
+
+def _boot(stack: ExitStack, name: str, address: str) -> Host:
+    # Process 1 waits for what its host orphans, as a real one does.
+    init = "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
+    outer = subprocess.Popen([*_UNSHARE, sys.executable, "-c", init], stdin=subprocess.DEVNULL)
+    stack.callback(_shut_down, outer)
+    deadline = time.monotonic() + 10
+    while not (children := psutil.Process(outer.pid).children()) or "python" not in children[0].name():
+        assert outer.poll() is None and time.monotonic() < deadline, "no namespace was made"
+        time.sleep(0.01)
+    host = Host(name, address, children[0].pid)
+    host.run(["hostname", name])
+    host.run(["ip", "link", "set", "lo", "up"])
+    return host
+
+
+def _shut_down(outer: subprocess.Popen[bytes]) -> None:
+    outer.kill()  # --kill-child takes process 1 along, and that the rest
+    outer.wait()
+
+
+def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card: str, right_address: str) -> None:
+    subprocess.run(
+        [
+            *("ip", "link", "add", left_card, "netns", str(left.init), "type", "veth"),
+            *("peer", "name", right_card, "netns", str(right.init)),
+        ],
+        check=True,
+    )
+    for host, card, address in ((left, left_card, left_address), (right, right_card, right_address)):
+        host.run(["ip", "addr", "add", f"{address}/24", "dev", card])
+        host.run(["ip", "link", "set", card, "up"])
+
+
+def _furnish(host: Host, shared: Path) -> None:
+    """Its own /tmp and /dev/shm, and the directory that the cluster shares, wherever that lies."""
+    place = str(shared)
+    host.run(
+        ["sh", "-c",
+         f"mount --bind {place} /mnt && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && "
+         f"mkdir -p {place} && mount --bind /mnt {place}"]
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Slurm's node lists, expected values as ``scontrol show hostnames`` prints them."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.launch.node_list import MOST_NODES, expand_node_list
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node", "node"),
+        ("node1,node2", "node1 node2"),
+        ("node[01-03,07],gpu-a[1-2]b", "node01 node02 node03 node07 gpu-a1b gpu-a2b"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[08-11]", "n08 n09 n10 n11"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("n[3,1,2]", "n3 n1 n2"),
+        ("rack[1-2]node[01-02]", "rack1node01 rack1node02 rack2node01 rack2node02"),
+        ("a-b.c[5]-x,y", "a-b.c5-x y"),
+        (" n1 , n[2-3] ", "n1 n2 n3"),
+    ],
+)
+def test_expanded(text: str, expected: str) -> None:
+    assert expand_node_list(text) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "an empty name"),
+        ("a,,b", "an empty name before position 3"),
+        ("n[1-2", "a bracket is not closed"),
+        ("n1]", "bracket at 3 opens or closes none"),
+        ("n[[1]]", "bracket at 3 opens or closes none"),
+        ("n[3-1]", "'3-1' counts down"),
+        ("n[]", "'' is no number"),
+        ("n[a-b]", "'a-b' is no number"),
+        ("n[1-2-3]", "'1-2-3' is no number"),
+        (f"n[0-{MOST_NODES}]", "counts down, or too far"),
+        ("n[1-1000]m[1-1000]", f"more than {MOST_NODES} nodes"),
+    ],
+)
+def test_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=r"node list") as error:
+        expand_node_list(text)
+    assert problem in str(error.value)

@@ -1,0 +1,108 @@
+"""Which node of which cluster a command makes this one; and what a dry run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.commands import launch as command
+from slime_like.errors import ConfigError
+from slime_like.launch.devices import local_gpus, slots_per_node
+from slime_like.launch.options import LaunchOptions, find_place
+from tests.unit.orchestration.test_placement import config
+
+
+def options(**fields: object) -> LaunchOptions:
+    return LaunchOptions(**{"config": None, "flags": (), "nodes": 2, "node_rank": 0, "head": "127.0.0.1", **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"nodes": 0}, "--nodes=0"),
+        ({"node_rank": 2}, "--node_rank=2 is not 0 to 1"),
+        ({"head": ""}, "--head is needed with --nodes=2"),
+        ({"port": 70_000}, "--port=70000 is no port"),
+        ({"silence_s": 0.0}, "--silence_s=0 must be above 0"),
+    ],
+)
+def test_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        options(**fields)
+
+
+def test_a_node_finds_its_own_address() -> None:
+    """Loopback stands for several nodes of one machine where it is asked for in so many words."""
+    lead, follow = find_place(options()), find_place(options(node_rank=1))
+    assert (lead.address, lead.interface) == ("127.0.0.1", "lo") and str(lead).startswith("node 0 (")
+    assert (follow.head, follow.address, follow.interface) == ("127.0.0.1", "127.0.0.1", "lo")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"head": "192.0.2.1"}, r"HEAD_ADDR=192\.0\.2\.1 is 192\.0\.2\.1, which is no address of "),
+        ({"head": "no-such-host.invalid"}, r"HEAD_ADDR=no-such-host\.invalid cannot be resolved"),
+        ({"head": "localhost"}, r"HEAD_ADDR=localhost is .* here, which no other node can reach"),
+        ({"address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is no address of "),
+    ],
+)
+def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        find_place(options(**fields))
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local_gpus(tmp_path) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,10")
+    assert local_gpus(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local_gpus(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout", "nodes", "expected"),
+    [
+        ({"tensor": 2, "pipeline": 2, "context": 2}, {}, 2, 5),  # 4 + 1 engine, 4
+        ({"tensor": 2, "pipeline": 3}, {}, 2, 4),  # a group of two is not divided: 4, 2 + 1 engine
+        ({"tensor": 4}, {"tensor": 2}, 3, 4),
+        ({"data": 2}, {"tensor": 8}, 4, 8),
+    ],
+)
+def test_slots_without_gpus(
+    tmp_path: Path, parallel: dict[str, int], rollout: dict[str, int], nodes: int, expected: int
+) -> None:
+    sections = {"trainer": {"parallel": parallel}, "rollout": rollout}
+    assert slots_per_node(config(tmp_path, **sections), nodes) == expected
+
+
+def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
+    flags += ["--rollout.engine", "sglang"]
+    own = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
+    assert command.run([*own, "--", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
+    assert "listens on gpu08:6380" in said
+    assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 groups that stay on one node each" in said
+    assert f"slime-like plan {' '.join(flags)} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
+    assert f"slime-like train {' '.join(flags)} --cluster.address" in said
+    assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--slurm_nodes", "gpu[1-"], "--slurm_nodes: node list"),
+        (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "--nodes=3, but --slurm_nodes names 2 nodes"),
+        (["--", "--cluster.address", "10.0.0.1:1"], "cluster.address is not for you to give"),
+    ],
+)
+def test_contradictions_are_refused(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        command.run(arguments)
+    assert problem in str(error.value)

@@ -1,0 +1,51 @@
+"""Which node every rank and engine goes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.orchestration.bundles import NodeRoom, NoRoomError, assign_nodes, tensor_blocks
+from tests.unit.orchestration.test_placement import config
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout", "placement", "expected"),
+    [
+        ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "separate", [4, 4]),
+        ({"tensor": 2, "pipeline": 4}, {"tensor": 4}, "colocated", [4, 4]),  # two groups make up an engine
+        ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "colocated", [4, 4]),
+        ({"tensor": 2, "data": 3}, {"tensor": 4}, "colocated", [4, 2]),
+        ({"data": 3}, {}, "separate", [1, 1, 1]),
+    ],
+)
+def test_ranks_that_must_share_a_node(
+    tmp_path: Path, parallel: dict[str, int], rollout: dict[str, int], placement: str, expected: list[int]
+) -> None:
+    sections: dict[str, Any] = {"trainer": {"parallel": parallel}, "rollout": rollout}
+    assert tensor_blocks(config(tmp_path, **sections, cluster={"placement": placement})) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "engines", "free", "expected"),
+    [
+        ([8] * 4, [], [8] * 4, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
+        ([2] * 4, [1], [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine takes what no group of two could
+        ([4, 4], [2, 2], [8, 3, 2], [0] * 8 + [1, 2]),
+        ([4, 4], [], [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
+        ([1, 1, 1], [4], [2, 8], [0, 0, 1, 1]),
+    ],
+)
+def test_nodes_are_filled_in_order(blocks: list[int], engines: list[int], free: list[int], expected: list[int]) -> None:
+    nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
+    assert assign_nodes(blocks, engines, nodes) == expected
+
+
+@pytest.mark.parametrize(("blocks", "engines", "size"), [([4, 4], [], 4), ([2], [8], 8), ([16], [], 16)])
+def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
+    """Seven devices on two nodes hold one group of four, not two."""
+    with pytest.raises(NoRoomError) as error:
+        assign_nodes(blocks, engines, [NodeRoom("a", 4), NodeRoom("b", 3)])
+    assert error.value.size == size
