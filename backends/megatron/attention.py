@@ -10,26 +10,13 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from backends.megatron.allgather import GatherSegments, allgather_attention
-from backends.megatron.kernels import AttentionKernel, Segments, kernel_for
+from backends.common.allgather import GatherSegments, allgather_attention
+from backends.common.kernels import Segments, kernel_for
+from backends.common.packed_attention import packed_attention
+from backends.common.packs import ResponseRows
+from backends.common.ring_flash_attn import Llama3Segments, llama3_attention
 from backends.megatron.ring import RingSegments, zigzag_ring_attention
-from backends.megatron.ring_flash_attn import Llama3Segments, llama3_attention
 from backends.megatron.rotary import apply_rotary
-
-
-@dataclass
-class ResponseRows:
-    """Which local hidden states predict response tokens, and what to score there.
-
-    Attributes:
-        index: (r,) int64 rows of the local token axis whose hidden state predicts a response token.
-        targets: (r,) int64 token ids.
-        temperatures: (r,) float64.
-    """
-
-    index: Tensor
-    targets: Tensor
-    temperatures: Tensor
 
 
 @dataclass
@@ -52,24 +39,6 @@ class PackedLayout(PackedSeqParams):
     gather: GatherSegments | None = None
     llama3: Llama3Segments | None = None
     responses: ResponseRows | None = None
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernel: AttentionKernel
-    ) -> Tensor:
-        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setting = (segments, scale, kernel)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        segments, scale, kernel = ctx.setting
-        dq, dk, dv = kernel.backward(grads[0].contiguous(), q, k, v, out, lse, segments, segments, True, scale)
-        return dq, dk, dv, None, None, None
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -118,6 +87,8 @@ class PackedCoreAttention(torch.nn.Module):
             out = allgather_attention(query, key, value, layout.gather, self.scale, kernel, self.group)
         elif layout.llama3 is not None:
             out = llama3_attention(query, key, value, layout.llama3, self.scale, self.group)
+        elif layout.segments is not None:
+            out = packed_attention(query, key, value, layout.segments, self.scale, kernel)
         else:
-            out = _PackedAttention.apply(query, key, value, layout.segments, self.scale, kernel)
+            raise ValueError("the micro-batch's PackedLayout has no boundaries of its sequences")
         return out.reshape(out.shape[0], -1)

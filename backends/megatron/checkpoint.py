@@ -17,9 +17,10 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from backends.common.agreement import listed, together
+from backends.common.integrity import Checksums, damaged
 from backends.megatron.checkpoint_writer import CheckpointWriter
-from backends.megatron.conversion.agreement import listed, together
-from backends.megatron.integrity import Checksums, damaged, verified_reading
+from backends.megatron.verified_reading import PLAIN_FILES, verified_reading
 from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
 from slime_like.errors import CheckpointError
 
@@ -165,7 +166,7 @@ def _make_directory(directory: Path) -> None:
 
 def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
     checksums = Checksums.read(directory)
-    checksums.verify_plain_files()
+    checksums.verify_plain_files(PLAIN_FILES)
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except CheckpointingException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -18,15 +17,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.megatron.conversion.agreement import together
-from backends.megatron.integrity import Checksums, ChecksumStream, Piece
+from backends.common.agreement import together
+from backends.common.data_file import refused_by_disk, write_data_file
+from backends.common.integrity import Checksums, Piece
+from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 
 
@@ -113,15 +110,16 @@ class CheckpointWriter:
             return
         with _refused_by_disk(self._directory):
             everyones = {file: own for part in pieces for file, own in part.items()}
-            Checksums.of_directory(self._directory, everyones).write()
+            Checksums.of_directory(self._directory, everyones, PLAIN_FILES).write()
 
 
 @contextlib.contextmanager
 def _refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses."""
+    """One sentence about a disk that refuses, or about what Megatron does not like to write to."""
     try:
-        yield
-    except (CheckpointingException, CheckpointException, OSError) as error:
+        with refused_by_disk(path):
+            yield
+    except CheckpointingException as error:
         raise CheckpointError(f"{path}: could not be written ({error}); free space there") from error
 
 
@@ -165,40 +163,10 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets):
             with _refused_by_disk(path):
-                results[index] = self._write_file(Path(path), key, [*objects, *tensors])
+                pieces, results[index] = write_data_file(Path(path), key, [*objects, *tensors])
+                self.pieces.setdefault(key, []).extend(pieces)
         assert self.writer.results_queue is not None
         self.writer.results_queue.put(results)
-
-    def _write_file(self, path: Path, key: str, entries: list[tuple[Any, Any]]) -> list[WriteResult]:
-        pieces = self.pieces.setdefault(key, [])
-        results = []
-        with path.open("wb") as file:
-            stream = ChecksumStream(file)
-            for item, data in entries:
-                if isinstance(data, Tensor):
-                    _save_tensor(data, stream)
-                else:
-                    stream.write(data.getbuffer())
-                pieces.append(stream.piece(_name(item.index)))
-                results.append(_write_result(item.index, key, pieces[-1]))
-            file.flush()
-            os.fsync(file.fileno())
-        return results
-
-
-def _save_tensor(tensor: Tensor, stream: ChecksumStream) -> None:
-    try:
-        torch.save(tensor.to("cpu"), stream)  # type: ignore[arg-type]  # it calls write and flush alone
-    except RuntimeError as error:  # torch's own words for a disk that refused
-        raise OSError(str(error)) from error
-
-
-def _name(index: MetadataIndex) -> str:
-    return index.fqn if index.offset is None else f"{index.fqn} from {list(index.offset)} on"
-
-
-def _write_result(index: MetadataIndex, key: str, piece: Piece) -> WriteResult:
-    return WriteResult(index, piece.length, _StorageInfo(key, piece.offset, piece.length))
 
 
 @contextlib.contextmanager

@@ -199,11 +199,6 @@ class CudaToMeta(CudaToCpu):
     target = torch.device("meta")
 
 
-def without_redirection() -> contextlib.AbstractContextManager[None]:
-    """Inside, torch runs without ``CudaToCpu``: for hot loops of our own, where every call through it costs."""
-    return torch._C.DisableTorchFunction()
-
-
 _IDENTITY_ON_CPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream})
 
 

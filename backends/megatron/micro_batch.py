@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.allgather import GatherSegments
-from backends.megatron.attention import ResponseRows
+from backends.common.allgather import GatherSegments
+from backends.common.balance import BalanceLoss, RoutedTokens
+from backends.common.kernels import Segments
+from backends.common.packs import ResponseRows, on_device
+from backends.common.ring_flash_attn import Llama3Segments
 from backends.megatron.attention_choice import Attention, context_layout_of
-from backends.megatron.kernels import Segments
 from backends.megatron.ring import RingSegments
-from backends.megatron.ring_flash_attn import Llama3Segments
 from backends.megatron.rotary import rotary_table
-from backends.megatron.router import BalanceLoss, RoutedLayout, RoutedTokens
+from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing import response_tokens
 from slime_like.trajectory import PackedTrajectory
@@ -71,7 +72,7 @@ class BatchBuilder:
             same_length: pad all to the longest.
             balance: the routers' loss of the step that the micro-batches belong to.
         """
-        given, packs = packs, [_on_device(pack, self.device) for pack in packs]
+        given, packs = packs, [on_device(pack, self.device) for pack in packs]
         multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()
         shards = [self._shard(pack, multiple_of) for pack in packs]
         if same_length:
@@ -129,11 +130,3 @@ class BatchBuilder:
         if self.attention == "ring_flash_attn":
             return {"llama3": Llama3Segments.of(boundaries, rank, size)}
         return {"gather": GatherSegments.of(boundaries, shard.cu_seqlens_local, rank * shard.tokens.numel())}
-
-
-def _on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:
-    tensors = {f.name: value for f in fields(pack) if isinstance(value := getattr(pack, f.name), Tensor)}
-    if all(tensor.device == device for tensor in tensors.values()):
-        return pack
-    moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-    return replace(pack, **moved)

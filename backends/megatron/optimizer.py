@@ -11,27 +11,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from backends.common.learning_rate import total_updates
 from backends.megatron.head import LogprobModel
 from slime_like.config import RunConfig
-
-
-def total_updates(config: RunConfig) -> int:
-    """Optimizer steps of the whole run."""
-    return config.steps * config.algorithm.epochs * config.algorithm.minibatches
-
-
-def schedule_problems(config: RunConfig) -> list[str]:
-    """Why the learning-rate schedule cannot be followed, with the remedy."""
-    settings = config.trainer.optimizer
-    problems = []
-    if settings.decay != "constant" and settings.warmup_steps >= total_updates(config):
-        problems.append(
-            f"trainer.optimizer.warmup_steps={settings.warmup_steps} leaves nothing of the run's "
-            f"{total_updates(config)} optimizer steps for the {settings.decay} decay; use a smaller value"
-        )
-    if settings.min_lr > settings.lr:
-        problems.append(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}; lower it")
-    return problems
 
 
 def offload_problems(config: RunConfig) -> list[str]:

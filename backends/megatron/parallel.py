@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from backends.common.rendezvous import join_world
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement
 
 
@@ -25,13 +22,7 @@ def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
     Raises:
         TrainerError: the world's size is not that of the configured layout, or the others did not come in time.
     """
-    parallel = config.trainer.parallel
-    if placement.world_size != parallel.world_size:
-        raise TrainerError(
-            f"rank {placement.rank}, setup: the world has {placement.world_size} ranks, but tensor * pipeline * "
-            f"context * data is {parallel.world_size}; start as many ranks as the layout has"
-        )
-    _join(config, placement)
+    join_world(config, placement)
     build_groups(config)
     return coordinates()
 
@@ -56,50 +47,6 @@ def build_groups(config: RunConfig, with_devices: bool = True) -> None:
     )
     if with_devices:
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
-
-
-def _join(config: RunConfig, placement: RankPlacement) -> None:
-    on_cuda = torch.cuda.is_available()
-    if on_cuda:
-        torch.cuda.set_device(placement.local_rank)
-    start = timedelta(seconds=config.trainer.start_timeout_s)
-    is_master = placement.rank == 0
-    try:
-        listener = _listen(placement.master_address, placement.master_port) if is_master else None
-        store = dist.TCPStore(
-            placement.master_address,
-            placement.master_port,
-            placement.world_size,
-            is_master=is_master,
-            timeout=start,
-            # By itself the store would listen on every interface of the machine.
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise TrainerError(
-            f"rank {placement.rank}, setup: no rendezvous at {placement.master_address}:{placement.master_port} "
-            f"within {start.total_seconds():.0f} s ({error}); check that all ranks start and that the port is free"
-        ) from error
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        store=store,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=config.trainer.step_timeout_s),
-    )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
-    try:
-        listener.bind((address, port))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def coordinates() -> RankCoordinates:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.kernels import AttentionKernel, Segments
+from backends.common.kernels import AttentionKernel, Segments
+from backends.common.partial_results import merged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,29 +172,6 @@ class _ZigzagRing(torch.autograd.Function):
         assert homeward is not None
         dk, dv = homeward.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-def merged_attention(
-    accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted mean of two partial results (out, lse) over the same queries, in the precision of the lse.
-
-    ``part`` covers the queries ``rows`` of ``accumulated`` (none: all of them).
-    """
-    part_out, part_lse = part[0].to(part[1].dtype), part[1]
-    if accumulated is None:
-        return part_out, part_lse
-    out, lse = accumulated
-    old_lse = lse if rows is None else lse.index_select(1, rows)
-    new_lse = torch.logaddexp(old_lse, part_lse)
-    merged = _take(out, rows) * _weight(old_lse, new_lse) + part_out * _weight(part_lse, new_lse)
-    if rows is None:
-        return merged, new_lse
-    return out.index_copy(0, rows, merged), lse.index_copy(1, rows, new_lse)
-
-
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    return (lse - total).exp().transpose(0, 1).unsqueeze(-1)
 
 
 def zigzag_ring_attention(

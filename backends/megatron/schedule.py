@@ -13,10 +13,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from backends.common.balance import BalanceLoss
+from backends.common.collectives import join_context_parts
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.collectives import join_context_parts
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
-from backends.megatron.router import BalanceLoss
 from slime_like.algorithms.packing import zero_weight_pack
 from slime_like.config import ParallelConfig
 from slime_like.trajectory import PackedTrajectory

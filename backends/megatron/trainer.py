@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from backends.common.balance import BalanceLoss
+from backends.common.learning_rate import schedule_problems
+from backends.common.objective import Objective
+from backends.common.rendezvous import set_threads
+from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention_choice import attention_of, machine_problems
@@ -23,14 +28,11 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
 from backends.megatron.model import build_chunks
-from backends.megatron.optimizer import Optimizer, offload_problems, schedule_problems, wrap_for_data_parallel
+from backends.megatron.optimizer import Optimizer, offload_problems, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
 from backends.megatron.rotary import inverse_frequencies
-from backends.megatron.router import BalanceLoss
 from backends.megatron.schedule import Schedule
-from backends.megatron.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from slime_like.algorithms.losses import LossInputs, build_loss
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layout_problems
@@ -64,7 +66,7 @@ class MegatronTrainer:
         self.config = config
         self.placement = placement
         self.runtime = megatron_runtime()
-        self._loss = build_loss(config.algorithm)
+        self._objective = Objective(config)
         self._reference: ReferenceWeights | None = None
         self._step = StepSums()
         self._communication = Communication([])
@@ -141,7 +143,7 @@ class MegatronTrainer:
             problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
         if problems:
             raise ConfigError(problems)
-        self._set_threads()
+        set_threads(self.config, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self.coordinates = parallel.initialize(self.config, self.placement)
         self.chunks = build_chunks(self.config, self.dimensions)
@@ -150,6 +152,11 @@ class MegatronTrainer:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return next(self.chunks[0].parameters()).device
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup:
+        """The data-parallel group, without context ranks."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=False)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -161,13 +168,6 @@ class MegatronTrainer:
             alone = self.placement.world_size == 1
             hint = "" if alone else "; if a collective failed, another rank died or hung: its own message says why"
             raise TrainerError(f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}{hint}") from error
-
-    def _set_threads(self) -> None:
-        threads = self.config.trainer.cpu_threads
-        if threads is None and not torch.cuda.is_available():
-            threads = max(1, len(os.sched_getaffinity(0)) // self.placement.world_size)
-        if threads is not None:
-            torch.set_num_threads(threads)
 
     def _load_reference(self) -> None:
         if not self.config.algorithm.needs_reference:
@@ -203,69 +203,22 @@ class MegatronTrainer:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
-            self._step = StepSums(denominator, self._balance_loss(denominator, tokens))
-
-    def _balance_loss(self, denominator: float | None, tokens: int | None) -> BalanceLoss | None:
-        coefficient = self.config.algorithm.moe_aux_loss_coef
-        if coefficient == 0:
-            return None
-        if denominator is None or tokens is None:
-            raise TrainerError(
-                f"rank {self.placement.rank}, begin_step: algorithm.moe_aux_loss_coef={coefficient:g} has its own "
-                "denominator; give begin_step the step's denominator and this replica's tokens, or set it to 0"
-            )
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
-        return BalanceLoss.of_step(coefficient, denominator, tokens, replicas, self.device)
+            coefficient = self.config.algorithm.moe_aux_loss_coef
+            balance = BalanceLoss.configured(coefficient, denominator, tokens, self._replicas, self.device)
+            self._step = StepSums(denominator, balance)
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Forward and backward of one window through Megatron's schedule."""
-        if self._step.complete:
-            raise TrainerError(
-                f"rank {self.placement.rank}, accumulate: a window follows the one that was the step's last; "
-                "give last=True with the last one only"
-            )
-        if not micro_batches:
-            raise TrainerError(
-                f"rank {self.placement.rank}, accumulate: the window is empty; every rank needs the same number of "
-                "micro-batches (fill up with zero-weight ones)"
-            )
-        self._step.complete = last
+        self._step.open_window(len(micro_batches), last)
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
     def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        pack = batch.pack
-        if pack.old_logprobs is None and not (self.config.supervised or self.config.algorithm.scores_policy):
-            # The only update of its batch starts from the very weights that old logprobs are of.
-            batch.given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
-        output = self._loss(
-            LossInputs(
-                logprobs=logprobs,
-                entropy=entropy,
-                old_logprobs=pack.old_logprobs,
-                behaviour_logprobs=pack.logprobs,
-                ref_logprobs=pack.ref_logprobs,
-                advantages=pack.advantages,
-                loss_mask=pack.loss_mask,
-                token_weights=pack.token_weights,
-                response_lens=pack.response_lens,
-            )
-        )
-        self._step.add(output.loss, output.sums)
-        return output.loss
+        return self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
-        if not denominator > 0:
-            raise TrainerError(
-                f"rank {self.placement.rank}, finish_step: denominator={denominator} is not positive; "
-                "a step needs at least one token that carries loss"
-            )
-        if self._step.denominator not in (None, denominator):
-            raise TrainerError(
-                f"rank {self.placement.rank}, finish_step: denominator={denominator} is not the "
-                f"{self._step.denominator} that begin_step was given; give both the same"
-            )
+        self._step.require_denominator(denominator)
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
             self.finalize_gradients(denominator)
@@ -279,7 +232,9 @@ class MegatronTrainer:
         balanced = None if balance is None else balance.mean(self.dimensions.num_layers, self.device)
         if self._step.sums is None:
             return None
-        stats = reduced_over_data(self._step.sums).to_stats(denominator, norm, self.optimizer.learning_rate)
+        stats = reduced_over_data(self._step.sums, self._replicas).to_stats(
+            denominator, norm, self.optimizer.learning_rate
+        )
         return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
     def finalize_gradients(self, denominator: float) -> None:

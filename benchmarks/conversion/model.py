@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from backends.common.hf_files import INDEX
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.hf_files import INDEX
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.tiny_model import make_tiny_model
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.allgather import GatherSegments
+from backends.common.balance import BalanceLoss, RoutedTokens
+from backends.common.ring_flash_attn import Llama3Segments
 from backends.megatron import micro_batch, schedule
-from backends.megatron.allgather import GatherSegments
-from backends.megatron.ring_flash_attn import Llama3Segments
-from backends.megatron.router import BalanceLoss, RoutedTokens
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.megatron.kernels import Segments
+from backends.common.kernels import Segments
 
 
 def segments_of(lengths: list[int], device: str = "cpu") -> Segments:

@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backends.megatron.kernels import AttentionKernel
-from backends.megatron.ring import RingSegments, RingStep, merged_attention, ring_step
+from backends.common.kernels import AttentionKernel
+from backends.common.partial_results import merged_attention
+from backends.megatron.ring import RingSegments, RingStep, ring_step
 from tests.parallel.dense import boundaries
 
 

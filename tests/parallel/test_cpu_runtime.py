@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
-from backends.megatron.cpu_runtime import Patch, megatron_runtime, without_redirection
+from backends.common.kernels import plain_torch
+from backends.megatron.cpu_runtime import Patch, megatron_runtime
 from slime_like.errors import TrainerError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptation is inactive where CUDA is available")
@@ -39,8 +40,8 @@ def test_an_error_inside_still_puts_everything_back() -> None:
     assert torch.cuda.Stream is stream
 
 
-def test_without_redirection_is_plain_torch() -> None:
-    with megatron_runtime(), without_redirection(), pytest.raises((RuntimeError, AssertionError)):
+def test_kernels_run_without_redirection() -> None:
+    with megatron_runtime(), plain_torch(), pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from backends.megatron.conversion.agreement import listed, together
+from backends.common.agreement import listed, together
+from backends.common.hf_files import HfCheckpoint
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.hf_files import HfCheckpoint
 from backends.megatron.conversion.placement import Placement, place_parameters
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError

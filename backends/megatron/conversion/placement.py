@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.nn import Parameter
 
-from backends.megatron.conversion.agreement import listed
+from backends.common.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.rules import Rule
 from backends.megatron.conversion.transforms import Piece, Shape, TensorRank

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from backends.megatron.conversion.agreement import listed, together
+from backends.common.hf_directory import SHARD_BYTES, write_hf_directory
 from backends.megatron.conversion.export import export_buckets
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.hf_files import INDEX
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.errors import CheckpointError
-
-SHARD_BYTES = 1 << 30
-"""Largest safetensors file; a sender holds one file's tensors at a time."""
-
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-)
 
 
 def save_hf(
@@ -46,130 +23,18 @@ def save_hf(
 ) -> None:
     """Write the weights as sharded safetensors with an index; configuration and tokenizer come from ``source_dir``.
 
-    Collective over the world; ``directory`` must be on a file system that all pipeline stages share. Everything is
-    written to a temporary directory beside it and renamed at the end. An earlier checkpoint there is replaced.
+    Collective over the world; ``directory`` must be on a file system that all pipeline stages share.
 
     Raises:
         CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.
     """
-    directory, source_dir = Path(directory), Path(source_dir)
-    partial = directory.parent / f".{directory.name}.partial"
-    device = next(model_chunks[0].parameters()).device
-    what = f"writing {directory}"
-    first = dist.get_rank() == 0
-    try:
-        together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
-        together(lambda: _write_stage(model_chunks, dimensions, partial, shard_bytes), what, device)
-        dtype = next(model_chunks[0].parameters()).dtype
-        together(lambda: _finish(partial, directory, source_dir, dimensions, dtype) if first else None, what, device)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
-    occupied = directory.exists() and not (directory / "config.json").is_file()
-    if occupied and any(directory.iterdir()):
-        raise CheckpointError(f"{directory}: exists and is no Hugging Face checkpoint; choose another directory")
-    if directory.resolve() == source_dir.resolve():
-        raise CheckpointError(f"{directory}: is the model that training started from; choose another directory")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise _refused(partial, error) from error
-
-
-def _write_stage(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, partial: Path, shard_bytes: int
-) -> None:
-    """Write this stage's tensors; ranks that only hand over shards write nothing.
-
-    A failed write must not leave the others waiting for shards: the export is finished before the error is raised.
-    """
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    problem: CheckpointError | None = None
-    for number, bucket in enumerate(export_buckets(model_chunks, dimensions, shard_bytes)):
-        if not bucket.tensors or problem is not None:
-            continue
-        file = partial / f"stage-{stage:04d}-{number:05d}.safetensors"
-        try:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors}
-            save_file(tensors, file, metadata={"format": "pt"})
-            sync(file)
-        except (OSError, SafetensorError) as error:
-            problem = _refused(file, error)
-    if problem is not None:
-        raise problem
-
-
-def _finish(partial: Path, directory: Path, source_dir: Path, dimensions: ModelDimensions, dtype: torch.dtype) -> None:
-    """Number the files, write the index, copy the rest, check that nothing is missing, and show the directory."""
-    try:
-        weight_map, total = _number_files(partial)
-        missing = sorted(family_of(dimensions).hf_shapes(dimensions).keys() - weight_map.keys())
-        if missing:
-            raise CheckpointError(f"{directory}: tensors that no rank wrote: {listed(missing)}")
-        if len(set(weight_map.values())) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        copy_companions(source_dir, partial, dtype)
-        for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
-        for file in partial.iterdir():
-            sync(file)
-        replace_directory(partial, directory)
-    except OSError as error:
-        raise _refused(partial, error) from error
-
-
-def _number_files(partial: Path) -> tuple[dict[str, str], int]:
-    """Rename the stages' files as transformers does; each tensor's file, and the bytes of all tensors."""
-    files = sorted(partial.glob("stage-*.safetensors"))
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        with safe_open(file, framework="pt") as reader:
-            weight_map |= dict.fromkeys(reader.keys(), name)
-        header = int.from_bytes(file.open("rb").read(8), "little")
-        total += file.stat().st_size - 8 - header
-        file.rename(partial / name)
-    return weight_map, total
-
-
-def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer; the configuration is told the weights' type."""
-    for pattern in _COPIED:
-        for file in source_dir.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, partial / file.name)
-    path = partial / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n", encoding="utf-8")
-
-
-def replace_directory(partial: Path, directory: Path) -> None:
-    """Put ``partial`` in the place of ``directory``; what was there is moved aside first, then removed."""
-    old = directory.parent / f".{directory.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    partial.rename(directory)
-    sync(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or a directory's names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _refused(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: could not be written ({error}); free space or choose another directory")
+    parameter = next(model_chunks[0].parameters())
+    write_hf_directory(
+        export_buckets(model_chunks, dimensions, shard_bytes),
+        family_of(dimensions).hf_shapes(dimensions).keys(),
+        source_dir,
+        directory,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parameter.dtype,
+        parameter.device,
+    )

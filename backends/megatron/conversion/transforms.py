@@ -14,9 +14,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from backends.common.hf_files import Shape as Shape
 from slime_like.config.dimensions import ModelDimensions
 
-Shape = tuple[int, ...]
 View = Callable[[Tensor], Tensor]
 
 

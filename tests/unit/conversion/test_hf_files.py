@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backends.common.hf_files import HfCheckpoint
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.hf_files import HfCheckpoint
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError

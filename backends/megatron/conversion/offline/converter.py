@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.megatron.conversion.offline.sources import HuggingFaceSource, MegatronSource
-from backends.megatron.conversion.offline.to_hugging_face import to_hugging_face
+from backends.common.hf_source import HuggingFaceSource
+from backends.common.hf_writing import to_hugging_face
+from backends.megatron.conversion.offline.sources import MegatronSource
 from backends.megatron.conversion.offline.to_megatron import to_megatron
 from slime_like.config import RunConfig
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
@@ -22,7 +23,7 @@ class MegatronConverter:
     def to_hugging_face(
         self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        return to_hugging_face(config, checkpoint, output, options, report)
+        return to_hugging_face(config, MegatronSource(config, checkpoint), checkpoint, output, options, report)
 
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
         return MegatronSource(config, checkpoint)

@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from backends.common.agreement import listed
+from backends.common.integrity import Checksums, ChecksumStream, Piece, damaged
 from backends.megatron.checkpoint import FORMAT
-from backends.megatron.conversion.agreement import listed
 from backends.megatron.conversion.offline.plan import ParameterPlan
 from backends.megatron.conversion.transforms import Shape
-from backends.megatron.integrity import Checksums, ChecksumStream, Piece, damaged
+from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 
 
@@ -77,7 +78,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile]) -> None:
     FileSystemWriter(directory).finish(Metadata(metadata), [results])
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     torch.save({"format": FORMAT}, directory / "common.pt")
-    Checksums.of_directory(directory, {file.name: file.pieces for file in files}).write()
+    Checksums.of_directory(directory, {file.name: file.pieces for file in files}, PLAIN_FILES).write()
 
 
 def _described(metadata: dict[str, Any], entry: ShardedTensor | ShardedObject) -> MetadataIndex:
@@ -122,7 +123,7 @@ class MegatronCheckpoint:
     def __init__(self, directory: Path, plans: Sequence[ParameterPlan]) -> None:
         self.directory = Path(directory)
         self._checksums = Checksums.read(self.directory)
-        self._checksums.verify_plain_files()
+        self._checksums.verify_plain_files(PLAIN_FILES)
         try:
             metadata = FileSystemReader(self.directory).read_metadata()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:

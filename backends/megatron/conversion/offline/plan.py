@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
+from backends.common.agreement import listed
 from backends.megatron.alone import alone_as
-from backends.megatron.conversion.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
 from backends.megatron.model import build_meta_chunks

@@ -1,4 +1,4 @@
-"""Checkpoints of both formats as tensors under Hugging Face's names, to be compared."""
+"""A Megatron checkpoint as tensors under Hugging Face's names, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from backends.megatron.conversion.hf_files import HfCheckpoint
+from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
-from backends.megatron.conversion.offline.request import DTYPES
-from backends.megatron.conversion.offline.to_hugging_face import hugging_face_tensors, whole_parameters
-from slime_like.config import RunConfig
+from backends.megatron.conversion.offline.plan import ParameterPlan, plan_ranks
+from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.conversion import TensorInfo
 
 
-class HuggingFaceSource:
-    """The safetensors files of a directory, whatever the model is."""
+def whole_parameters(config: RunConfig, dimensions: ModelDimensions) -> list[ParameterPlan]:
+    """Every parameter that is exported, as one rank alone has it."""
+    alone = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": ParallelConfig()})})
+    (plan,) = plan_ranks(alone, dimensions)
+    return [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
 
-    def __init__(self, directory: Path) -> None:
-        self._checkpoint = HfCheckpoint(directory)
-        self.tensors = {
-            name: TensorInfo(_torch_name(self._checkpoint.dtype(name)), shape)
-            for name, shape in self._checkpoint.shapes().items()
-        }
 
-    @property
-    def groups(self) -> list[list[str]]:
-        return [[name] for name in sorted(self.tensors)]
-
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        return {name: self._checkpoint.read_whole(name) for name in names}
+def hugging_face_tensors(plan: ParameterPlan, values: Tensor) -> dict[str, Tensor]:
+    """A whole parameter's tensors under Hugging Face's names; views where nothing has to move."""
+    return dict(zip(plan.placement.source_names(), merge_shards(plan.placement, [values]), strict=True))
 
 
 class MegatronSource:
@@ -54,7 +47,3 @@ class MegatronSource:
         """Names must be one of ``groups``."""
         plan = self._plans[names[0]]
         return hugging_face_tensors(plan, self._checkpoint.read(plan))
-
-
-def _torch_name(name: str) -> str:
-    return str(DTYPES[name]).removeprefix("torch.") if name in DTYPES else name

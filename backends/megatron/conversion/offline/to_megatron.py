@@ -12,13 +12,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from backends.megatron.conversion.agreement import listed
-from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.hf_files import HfCheckpoint, holds_nan
-from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
-from backends.megatron.conversion.offline.output import FinishedFile, PartialOutput, partial_output
-from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
-from backends.megatron.conversion.offline.request import (
+from backends.common.agreement import listed
+from backends.common.conversion import (
     DTYPES,
     common_dtype,
     fingerprint,
@@ -28,8 +23,13 @@ from backends.megatron.conversion.offline.request import (
     write_files,
     written,
 )
-from backends.megatron.conversion.save import copy_companions
-from backends.megatron.integrity import ChecksumStream
+from backends.common.hf_directory import copy_companions
+from backends.common.hf_files import HfCheckpoint, holds_nan
+from backends.common.integrity import ChecksumStream
+from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
+from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report

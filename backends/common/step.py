@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from backends.megatron.router import BalanceLoss
+from backends.common.balance import BalanceLoss
 from slime_like.algorithms.losses import LossSums
 from slime_like.errors import TrainerError
 
@@ -37,6 +36,41 @@ class StepSums:
         """Take in one micro-batch."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
+
+    def open_window(self, count: int, last: bool) -> None:
+        """Take note of a window of ``count`` micro-batches, the step's ``last`` or not.
+
+        Raises:
+            TrainerError: it is empty, or the step's last one has been given already.
+        """
+        if self.complete:
+            raise TrainerError(
+                f"rank {dist.get_rank()}, accumulate: a window follows the one that was the step's last; "
+                "give last=True with the last one only"
+            )
+        if not count:
+            raise TrainerError(
+                f"rank {dist.get_rank()}, accumulate: the window is empty; every rank needs the same number of "
+                "micro-batches (fill up with zero-weight ones)"
+            )
+        self.complete = last
+
+    def require_denominator(self, denominator: float) -> None:
+        """Refuse a denominator that no step can have, or not the one that the step began with.
+
+        Raises:
+            TrainerError: it is.
+        """
+        if not denominator > 0:
+            raise TrainerError(
+                f"rank {dist.get_rank()}, finish_step: denominator={denominator} is not positive; "
+                "a step needs at least one token that carries loss"
+            )
+        if self.denominator not in (None, denominator):
+            raise TrainerError(
+                f"rank {dist.get_rank()}, finish_step: denominator={denominator} is not the {self.denominator} that "
+                "begin_step was given; give both the same"
+            )
 
     def bad_micro_batch(self) -> int | None:
         """Index of the first micro-batch whose loss is not finite."""
@@ -77,12 +111,11 @@ def require_finite_norm(norm: float) -> None:
         )
 
 
-def reduced_over_data(sums: LossSums) -> LossSums:
+def reduced_over_data(sums: LossSums, replicas: dist.ProcessGroup) -> LossSums:
     """Summed over data-parallel replicas; context ranks of one replica hold the same figures and count once."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=False)
-    if group.size() == 1:
+    if replicas.size() == 1:
         return sums
     totals, maxima = sums.to_vectors()
-    dist.all_reduce(totals, group=group)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(totals, group=replicas)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=replicas)
     return LossSums.from_vectors(totals, maxima)

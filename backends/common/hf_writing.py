@@ -1,4 +1,4 @@
-"""From a Megatron checkpoint of any layout to a Hugging Face directory, one parameter at a time."""
+"""Any checkpoint whose tensors can be read under Hugging Face's names, written as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backends.megatron.conversion.export import merge_shards
-from backends.megatron.conversion.hf_files import INDEX, holds_nan
-from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
-from backends.megatron.conversion.offline.output import FinishedFile, PartialOutput, partial_output
-from backends.megatron.conversion.offline.plan import ParameterPlan, plan_ranks
-from backends.megatron.conversion.offline.request import (
+from backends.common.conversion import (
     TYPE_NAMES,
     common_dtype,
     fingerprint,
@@ -26,35 +21,21 @@ from backends.megatron.conversion.offline.request import (
     write_files,
     written,
 )
-from backends.megatron.conversion.save import copy_companions
-from backends.megatron.conversion.transforms import Shape
-from backends.megatron.integrity import ChecksumStream
-from slime_like.config import ParallelConfig, RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.conversion import ConversionOptions, ConversionSummary, Report
+from backends.common.hf_directory import copy_companions
+from backends.common.hf_files import INDEX, Shape, holds_nan
+from backends.common.integrity import ChecksumStream
+from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
+from slime_like.config import RunConfig
+from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.jobs import Tracker
 
 
-def whole_parameters(config: RunConfig, dimensions: ModelDimensions) -> list[ParameterPlan]:
-    """Every parameter that is exported, as one rank alone has it."""
-    alone = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": ParallelConfig()})})
-    (plan,) = plan_ranks(alone, dimensions)
-    return [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
-
-
-def hugging_face_tensors(plan: ParameterPlan, values: Tensor) -> dict[str, Tensor]:
-    """A whole parameter's tensors under Hugging Face's names; views where nothing has to move."""
-    return dict(zip(plan.placement.source_names(), merge_shards(plan.placement, [values]), strict=True))
-
-
 @dataclass(frozen=True, slots=True)
-class _Cast:
-    plan: ParameterPlan
-    dtype: torch.dtype
+class _Group:
+    """Tensors that are read together, and the type that they are written in."""
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        return dict(zip(self.plan.placement.source_names(), self.plan.placement.shapes, strict=True))
+    shapes: dict[str, Shape]
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -64,26 +45,32 @@ class _Cast:
 @dataclass(frozen=True, slots=True)
 class _Job:
     name: str
-    parameters: Sequence[_Cast]
+    groups: Sequence[_Group]
 
     @property
     def nbytes(self) -> int:
-        return sum(own.nbytes for own in self.parameters)
+        return sum(own.nbytes for own in self.groups)
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return {name: shape for own in self.parameters for name, shape in own.shapes.items()}
+        return {name: shape for own in self.groups for name, shape in own.shapes.items()}
 
 
 def to_hugging_face(
-    config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
+    config: RunConfig,
+    source: TensorSource,
+    checkpoint: Path,
+    output: Path,
+    options: ConversionOptions,
+    report: Report,
 ) -> ConversionSummary:
-    """See ``Converter.to_hugging_face``."""
-    plans = whole_parameters(config, ModelDimensions.from_checkpoint(config.model.path))
-    source = MegatronCheckpoint(checkpoint, plans)
+    """See ``Converter.to_hugging_face``; ``source`` has the tensors of ``checkpoint``."""
     wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    casts = [_Cast(plan, wanted or source.dtype(plan)) for plan in plans]
-    jobs = _jobs(casts, options.max_file_bytes)
+    groups = [
+        _Group({name: source.tensors[name].shape for name in names}, wanted or _stored_type(source, names))
+        for names in source.groups
+    ]
+    jobs = _jobs(groups, options.max_file_bytes)
     request = {
         "what": "to-hf",
         "source": str(checkpoint.resolve()),
@@ -92,22 +79,28 @@ def to_hugging_face(
         "max_file_bytes": options.max_file_bytes,
     }
     with partial_output(output, request) as partial:
-        return _convert(config, _Work(source, partial, options), jobs, report)
+        return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
 
 
-def _jobs(casts: Sequence[_Cast], max_bytes: int) -> list[_Job]:
-    files = in_files(casts, lambda cast: cast.nbytes, max_bytes)
+def _stored_type(source: TensorSource, names: Sequence[str]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
+    return dtype
+
+
+def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
+    files = in_files(groups, lambda group: group.nbytes, max_bytes)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
     # Wide types first: every tensor then begins at a multiple of its own type.
-    ordered = [sorted(file, key=lambda cast: -cast.dtype.itemsize) for file in files]
+    ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
     return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    source: MegatronCheckpoint
+    source: TensorSource
+    directory: Path
     partial: PartialOutput
     options: ConversionOptions
 
@@ -118,8 +111,8 @@ class _Work:
             stream = ChecksumStream(file)
             stream.write(_header(job))
             pieces = [stream.piece("header")]
-            for own in job.parameters:
-                for name, tensor in hugging_face_tensors(own.plan, self.source.read(own.plan)).items():
+            for own in job.groups:
+                for name, tensor in self.source.read(list(own.shapes)).items():
                     if holds_nan(tensor):
                         nan.append(name)
                     stream.write(_bytes(tensor.to(own.dtype)))
@@ -134,7 +127,7 @@ def _header(job: _Job) -> bytes:
     """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for own in job.parameters:
+    for own in job.groups:
         for name, shape in own.shapes.items():
             end = offset + torch.Size(shape).numel() * own.dtype.itemsize
             described[name] = {"dtype": TYPE_NAMES[own.dtype], "shape": shape, "data_offsets": [offset, end]}
@@ -151,14 +144,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial = work.partial
     files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
-    require_no_nan(list(files.values()), work.source.directory, work.options)
+    require_no_nan(list(files.values()), work.directory, work.options)
     total = sum(job.nbytes for job in jobs)
     weight_map = {name: job.name for job in jobs for name in job.shapes}
     with refused_by_disk(partial.path):
         if len(jobs) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.parameters])
+        dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.groups])
         copy_companions(config.model.path, partial.path, dtype)
         partial.commit()
     return ConversionSummary(len(weight_map), total, len(jobs), reused)

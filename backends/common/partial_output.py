@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from backends.megatron.conversion.save import replace_directory, sync
-from backends.megatron.integrity import Piece
+from backends.common.hf_directory import replace_directory, sync
+from backends.common.integrity import Piece
 from slime_like.errors import CheckpointError
 
 _JOURNAL = "journal.jsonl"

@@ -7,6 +7,7 @@ lengths of both segments. Kernels are plain forward and backward functions; auto
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backends.megatron.cpu_runtime import without_redirection
+
+def plain_torch() -> contextlib.AbstractContextManager[None]:
+    """Inside, torch runs without any function mode around it: in hot loops every call through one costs."""
+    return torch._C.DisableTorchFunction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class CpuFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        with without_redirection():
+        with plain_torch():
             op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
             precision = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -104,7 +108,7 @@ class CpuFlash:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with without_redirection():
+        with plain_torch():
             op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
             groups, statistics = k.shape[1], lse.t()
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])

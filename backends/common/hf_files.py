@@ -12,9 +12,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.megatron.conversion.agreement import listed
-from backends.megatron.conversion.transforms import Shape
+from backends.common.agreement import listed
 from slime_like.errors import CheckpointError
+
+Shape = tuple[int, ...]
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")

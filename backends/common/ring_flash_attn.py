@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.flash_attn_on_cpu import flash_attn_modules
+from backends.common.flash_attn_on_cpu import flash_attn_modules
 from slime_like.errors import TrainerError
 
 PACKAGE = "ring_flash_attn"

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 
-from backends.megatron.conversion.agreement import listed
-from backends.megatron.conversion.offline.output import FinishedFile, PartialOutput
+from backends.common.agreement import listed
+from backends.common.partial_output import FinishedFile, PartialOutput
 from slime_like.conversion import ConversionOptions, Report
 from slime_like.errors import CheckpointError
 from slime_like.jobs import Tracker, run_jobs

@@ -18,8 +18,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from backends.megatron.kernels import CpuFlash, Segments
-from backends.megatron.ring import merged_attention
+from backends.common.kernels import CpuFlash, Segments
+from backends.common.partial_results import merged_attention
 
 
 def flash_attn_modules() -> dict[str, ModuleType]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.kernels import AttentionKernel, Segments
-from backends.megatron.ring import merged_attention
+from backends.common.kernels import AttentionKernel, Segments
+from backends.common.partial_results import merged_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,19 @@ protects from nobody who forges a checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 
 from slime_like.errors import CheckpointError
 
 CHECKSUMS_FILE = "checksums.json"
 """Written last: a checkpoint without it is not whole."""
-
-PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
-"""What Megatron and torch write beside the data files; every rank reads them as a whole."""
 
 _READ_BYTES = 4 << 20
 
@@ -35,7 +30,7 @@ class Piece:
     """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on.
 
     Attributes:
-        name: Megatron's name of the tensor, for messages.
+        name: the tensor's name in the checkpoint, for messages.
         crc32: of these bytes.
     """
 
@@ -85,9 +80,11 @@ class Checksums:
         self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
 
     @classmethod
-    def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]]) -> Checksums:
-        """With the checksums of the plain files, which are read for it."""
-        return cls(directory, pieces, {name: _whole_file(directory / name) for name in PLAIN_FILES})
+    def of_directory(
+        cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
+    ) -> Checksums:
+        """With the checksums of the plain files beside the data files, which are read for it."""
+        return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
 
     @classmethod
     def read(cls, directory: Path) -> Checksums:
@@ -120,13 +117,13 @@ class Checksums:
         whole = {"crc32": zlib.crc32(_text(content)), "content": content}
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
-    def verify_plain_files(self) -> None:
+    def verify_plain_files(self, names: Sequence[str]) -> None:
         """Compare the files that are read as a whole.
 
         Raises:
             CheckpointError: one is missing or differs.
         """
-        for name in PLAIN_FILES:
+        for name in names:
             try:
                 found = _whole_file(self._directory / name)
             except FileNotFoundError as error:
@@ -165,7 +162,7 @@ def damaged(directory: Path, reason: str) -> CheckpointError:
     )
 
 
-class _VerifyingReader(CachedMetadataFileSystemReader):
+class VerifyingReader(FileSystemReader):
     """torch's reader of a checkpoint, which compares each piece once before it is loaded."""
 
     def __init__(self, path: str | Path, checksums: Checksums) -> None:
@@ -179,21 +176,6 @@ class _VerifyingReader(CachedMetadataFileSystemReader):
             self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
             self._verified.add(place)
         return super()._slice_file(file, sinfo)
-
-
-@contextlib.contextmanager
-def verified_reading(checksums: Checksums) -> Iterator[None]:
-    """Inside, Megatron's distributed checkpointing loads only pieces that are as they were written."""
-
-    def reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> _VerifyingReader:
-        return _VerifyingReader(checkpoint_dir, checksums)
-
-    original = torch_strategy._get_filesystem_reader
-    torch_strategy._get_filesystem_reader = reader
-    try:
-        yield
-    finally:
-        torch_strategy._get_filesystem_reader = original
 
 
 def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:

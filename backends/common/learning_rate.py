@@ -1,0 +1,45 @@
+"""The learning rate of every optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+from slime_like.config import RunConfig
+
+
+def total_updates(config: RunConfig) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def schedule_problems(config: RunConfig) -> list[str]:
+    """Why the learning-rate schedule cannot be followed, with the remedy."""
+    settings = config.trainer.optimizer
+    problems = []
+    if settings.decay != "constant" and settings.warmup_steps >= total_updates(config):
+        problems.append(
+            f"trainer.optimizer.warmup_steps={settings.warmup_steps} leaves nothing of the run's "
+            f"{total_updates(config)} optimizer steps for the {settings.decay} decay; use a smaller value"
+        )
+    if settings.min_lr > settings.lr:
+        problems.append(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}; lower it")
+    return problems
+
+
+def learning_rate(config: RunConfig, update: int) -> float:
+    """Rate of optimizer step ``update`` (from 1): linear warm-up from 0, then the decay to ``min_lr`` at the run's end.
+
+    Step n of the warm-up runs at n / warmup_steps of the peak rate; the cosine is half a period.
+    """
+    settings = config.trainer.optimizer
+    warmup = settings.warmup_steps
+    if warmup and update <= warmup:
+        return settings.lr * update / warmup
+    if settings.decay == "constant":
+        return settings.lr
+    end = max(total_updates(config), warmup + 1)
+    if update > end:
+        return settings.min_lr
+    passed = (update - warmup) / (end - warmup)
+    remaining = 1.0 - passed if settings.decay == "linear" else 0.5 * (math.cos(math.pi * passed) + 1.0)
+    return settings.min_lr + remaining * (settings.lr - settings.min_lr)
