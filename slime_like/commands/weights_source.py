@@ -40,8 +40,9 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
         raise ConfigError([f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}"])
     run_config = checkpoint.resolve().parent.parent / "config.yaml"
     if run_config.is_file():
-        model = load_config(run_config).model
-        return WeightsSource(("--model.path", str(model.path), "--model.dtype", model.dtype), weights.resolve())
+        config = load_config(run_config)
+        model = ("--model.path", str(config.model.path), "--model.dtype", config.model.dtype)
+        return WeightsSource((*model, "--trainer.backend", config.trainer.backend), weights.resolve())
     if not has_flag(flags, "model.path"):
         raise ConfigError(
             [

@@ -14,6 +14,7 @@ from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
+from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.import_path import import_path_problem
 from slime_like.config.layout import layout_problems
 from slime_like.config.run import RunConfig
@@ -32,7 +33,7 @@ def check(config: RunConfig) -> list[str]:
     dimensions, problems = _dimensions(config.model.path, "model.path")
     problems += [*_places(config), *_kept_rollouts(config)]
     problems += _start_weights(config)
-    problems += [*_names(config), *attention_problems(config)]
+    problems += [*_names(config), *attention_problems(config), *fsdp_problems(config)]
     problems += [*_steps(config), *_streaming(config)]
     if not config.supervised:
         problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
@@ -50,7 +51,7 @@ def check_trainer(config: RunConfig) -> list[str]:
     dimensions, problems = _dimensions(config.model.path, "model.path")
     problems += _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
     problems += _start_weights(config)
-    problems += attention_problems(config)
+    problems += [*attention_problems(config), *fsdp_problems(config)]
     if dimensions is not None:
         problems += [*layout_problems(config.trainer.parallel, dimensions), *_experts(config, dimensions)]
     return problems

@@ -40,8 +40,8 @@ class OptimizerConfig(Section):
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     offload: bool = Field(
         False,
-        description="Keep main weights and moments in host memory and update them there, on the processor; needs "
-        "`distributed` and `model.dtype: bfloat16`.",
+        description="Keep main weights and moments in host memory and update them there, on the processor; with "
+        "megatron needs `distributed` and `model.dtype: bfloat16`.",
     )
     overlap: bool = Field(
         False,
@@ -53,12 +53,33 @@ class OptimizerConfig(Section):
     )
 
 
+class FsdpConfig(Section):
+    """What the backend `fsdp` alone knows."""
+
+    reshard_after_forward: bool = Field(
+        True,
+        description="Free a layer's gathered weights after its forward pass and gather them again for backward; false "
+        "keeps them: less communication, but every rank then holds the whole model in `model.dtype`.",
+    )
+    accumulate: Literal["whole", "sharded"] = Field(
+        "whole",
+        description="Gradients between the micro-batches of a window. whole: every rank adds up whole gradients, in "
+        "float32, and ranks sum them once per window. sharded: ranks sum them after every micro-batch, and none holds "
+        "more than its shard.",
+    )
+
+
 class TrainerConfig(Section):
     """Trainer ranks."""
 
-    backend: str = Field("megatron", description="Backend name (entry-point group slime_like.backends).")
+    backend: str = Field(
+        "megatron",
+        description="megatron; fsdp, which runs Hugging Face's own models under FSDP2; or another one's name "
+        "(entry-point group slime_like.backends).",
+    )
     parallel: ParallelConfig = Field(default_factory=lambda: ParallelConfig(), description="Parallel layout.")
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="Optimizer.")
+    fsdp: FsdpConfig = Field(default_factory=lambda: FsdpConfig(), description="Settings of the backend fsdp.")
     target_tokens_per_batch: int = Field(
         8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
     )
@@ -71,9 +92,14 @@ class TrainerConfig(Section):
         "auto",
         description="Attention, and how context ranks share it: Transformer Engine's (CUDA; also its layers), the "
         "llama3 path of the package ring-flash-attn, our zigzag ring, or our all-gather of keys and values; auto is "
-        "Transformer Engine where it is installed and a CUDA device is there, else the ring.",
+        "Transformer Engine where it is installed and a CUDA device is there, else the ring. fsdp: allgather (auto) or "
+        "ring_flash_attn.",
     )
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recompute.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="Activation recompute: of whole layers, or selective, of the core attention (megatron) or the MLP "
+        "(fsdp).",
+    )
     activation_offload: bool = Field(
         False,
         description="Keep what backward needs of the forward pass in host memory meanwhile; goes with any `recompute`.",

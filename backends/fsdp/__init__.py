@@ -1,0 +1,1 @@
+"""A trainer on Hugging Face's own models, sharded by FSDP2."""

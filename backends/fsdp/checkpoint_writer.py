@@ -1,0 +1,156 @@
+"""Writing a distributed checkpoint in torch's format: by the rank itself, at once or behind its back."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backends.common.agreement import together
+from backends.common.data_file import refused_by_disk, write_data_file
+from backends.common.integrity import Checksums, Piece
+from slime_like.errors import CheckpointError
+
+COMMON = "common.json"
+PLAIN_FILES = (".metadata", COMMON)
+"""What is written beside the data files; every rank reads them as a whole."""
+
+
+class CheckpointWriter:
+    """One checkpoint on its way to disk: planned when made, then written, then finished.
+
+    Making and finishing are collective over the world; writing is this rank's own business.
+
+    Args:
+        directory: made here; shared by all ranks.
+        state: tensors by name; sharded ones are written once, each rank its part.
+        common: plain values, the same on every rank.
+        device: where this rank's small collectives run.
+        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        state: dict[str, Tensor],
+        common: dict[str, Any],
+        device: torch.device,
+        snapshot: bool = False,
+    ) -> None:
+        self._directory = directory
+        self._device = device
+        self._common = common
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._pieces: dict[str, list[Piece]] = {}
+        self._results: list[WriteResult] = []
+        self._metadata: Metadata | None = None
+        together(self._make_directory, f"writing {directory}", device)
+        planner, plan = self._plan(state)
+        self._entries = [(item, planner.resolve_data(item)) for item in plan.items]
+        if snapshot:
+            self._entries = [(item, _host_copy(data)) for item, data in self._entries]
+
+    def _make_directory(self) -> None:
+        with refused_by_disk(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+
+    def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
+        """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""
+        planner, first = DefaultSavePlanner(), dist.get_rank() == 0
+        planner.set_up_planner(state, is_coordinator=first)
+        own = planner.create_local_plan()
+        gathered: list[Any] | None = [None] * dist.get_world_size() if first else None
+        dist.gather_object(own, gathered)
+        settled: list[Any] = [None]
+        everyones: list[Any] | None = None
+        if gathered is not None:
+            everyones, self._metadata = planner.create_global_plan(gathered)
+        dist.scatter_object_list(settled, everyones)
+        return planner, planner.finish_plan(settled[0])
+
+    def write(self) -> None:
+        """Write this rank's file now; a failure is kept for ``finish``, where all ranks hear of it."""
+        try:
+            self._write()
+        except Exception as error:
+            self._failure = error
+
+    def _write(self) -> None:
+        if not self._entries:
+            return
+        name = f"__{dist.get_rank()}_0.distcp"
+        with refused_by_disk(self._directory / name):
+            self._pieces[name], self._results = write_data_file(self._directory / name, name, self._entries)
+        self._entries = []
+
+    def write_in_background(self) -> None:
+        """The same in a thread of its own."""
+        # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
+        self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank has written all it has to. Not collective.
+
+        Raises:
+            CheckpointError: it could not.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def finish(self, timeout_s: float = 0.0) -> None:
+        """Wait for every rank's file, then write what makes the checkpoint whole. Collective.
+
+        Args:
+            timeout_s: bound on the wait for files that are written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write, or not in time; on every rank.
+        """
+        what = f"writing {self._directory}"
+        together(lambda: self._join(timeout_s), what, self._device)
+        written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self._pieces, self._results), written)
+        together(lambda: self._complete(written), what, self._device)
+
+    def _join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"{self._directory}: rank {dist.get_rank()} has not written its file within {timeout_s:.0f} s; "
+                    "look whether the file system hangs, or raise trainer.step_timeout_s"
+                )
+        if self._failure is not None:
+            raise self._failure
+
+    def _complete(self, written: list[Any] | None) -> None:
+        """On rank 0: the index, the plain values and, last, the checksums of everything."""
+        if written is None or self._metadata is None:
+            return
+        with refused_by_disk(self._directory):
+            FileSystemWriter(self._directory).finish(self._metadata, [results for _, results in written])
+            with (self._directory / COMMON).open("w", encoding="utf-8") as file:
+                json.dump(self._common, file, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            pieces = {file: own for files, _ in written for file, own in files.items()}
+            Checksums.of_directory(self._directory, pieces, PLAIN_FILES).write()
+
+
+def _host_copy(data: Any) -> Any:
+    return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data

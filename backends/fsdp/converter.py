@@ -1,0 +1,66 @@
+"""This backend's side of ``slime-like convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backends.common.hf_source import HuggingFaceSource
+from backends.common.hf_writing import to_hugging_face
+from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
+from backends.fsdp.names import pieces, stored_shapes
+from slime_like.config import RunConfig
+from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
+from slime_like.errors import ConfigError
+
+
+class FsdpConverter:
+    """See ``slime_like.conversion.Converter``."""
+
+    def to_checkpoint(
+        self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
+    ) -> ConversionSummary:
+        """Raises ConfigError: there is nothing to convert to."""
+        raise ConfigError(
+            ["trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"]
+        )
+
+    def to_hugging_face(
+        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
+    ) -> ConversionSummary:
+        return to_hugging_face(config, FsdpSource(checkpoint), checkpoint, output, options, report)
+
+    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
+        return FsdpSource(checkpoint)
+
+    def open_hugging_face(self, directory: Path) -> TensorSource:
+        return HuggingFaceSource(directory)
+
+
+class FsdpSource:
+    """A training checkpoint of this backend; tensors that make up one parameter are read together.
+
+    Weights are float32 there, whatever they were computed with.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = StoredCheckpoint.open(checkpoint)
+        self._parameters: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.groups: list[list[str]] = []
+        for stored, shape in self._checkpoint.shapes.items():
+            if stored.startswith(MODEL):
+                shapes = stored_shapes(stored.removeprefix(MODEL), shape)
+                dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
+                self.tensors |= {name: TensorInfo(dtype, own) for name, own in shapes.items()}
+                self.groups.append(list(shapes))
+                self._parameters[next(iter(shapes))] = stored
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Names must be one of ``groups``."""
+        stored = self._parameters[names[0]]
+        values = torch.empty(self._checkpoint.shapes[stored], dtype=self._checkpoint.dtypes[stored])
+        self._checkpoint.read({stored: values}, alone=True)
+        return {piece.name: piece.view for piece in pieces(stored.removeprefix(MODEL), values)}

@@ -1,0 +1,129 @@
+"""AdamW on the ranks' shards, the run's schedule, and clipping by the norm of the whole gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from backends.common.learning_rate import learning_rate
+from backends.fsdp.model import LogprobModel
+from backends.fsdp.weights import shard_of
+from slime_like.config import RunConfig
+
+
+class Optimizer:
+    """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
+
+    Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
+
+    Attributes:
+        updates: steps taken so far.
+        moments: by parameter name, this rank's first and second moments.
+    """
+
+    def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._parameters = model.parameters_by_name()
+        # The very memory of the shards, without their distributed type, whose every operation costs.
+        self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
+        settings = config.trainer.optimizer
+        matrices = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p)]
+        others = [self._shards[name] for name, p in self._parameters.items() if not _decays(name, p)]
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            fused=True,
+        )
+        self.updates = 0
+        self._fill_state()
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last step taken; 0 before the first."""
+        return learning_rate(self._config, self.updates) if self.updates else 0.0
+
+    @property
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """``exp_avg`` and ``exp_avg_sq`` of every parameter's shard."""
+        state = self.adamw.state
+        return {
+            name: {kind: state[shard][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            for name, shard in self._shards.items()
+        }
+
+    def _fill_state(self) -> None:
+        """What AdamW otherwise makes in its first step: so that there is something to save, or to load into."""
+        for shard in self._shards.values():
+            self.adamw.state[shard] = {
+                "step": torch.tensor(0.0, device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+
+    def set_updates(self, updates: int) -> None:
+        """Go to where a checkpoint was written."""
+        self.updates = updates
+        for state in self.adamw.state.values():
+            state["step"].fill_(float(updates))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of every gradient, in float32; zeros where no micro-batch reached a parameter."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            found[name] = torch.zeros_like(self._shards[name]) if gradient is None else shard_of(gradient)
+        return found
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient."""
+        torch._foreach_mul_([g for g in self.gradients().values() if g.numel()], factor)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Of the whole gradient: every element lies on exactly one rank. Collective over the world."""
+        own = [gradient for gradient in self.gradients().values() if gradient.numel()]
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        if own:
+            total += torch.stack(torch._foreach_norm(own)).square().sum().to(self._device)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    @torch.no_grad()
+    def update(self, gradient_norm: float) -> None:
+        """Clip by the measured norm and take one AdamW step at the schedule's next rate."""
+        clip = self._config.trainer.optimizer.clip_grad
+        if gradient_norm > clip:
+            self.scale(clip / (gradient_norm + 1e-6))
+        self.updates += 1
+        for group in self.adamw.param_groups:
+            group["lr"] = self.learning_rate
+        for name, gradient in self.gradients().items():
+            self._shards[name].grad = gradient
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def move(self, device: torch.device | str) -> None:
+        """Take the moments to ``device``; weights are followed to wherever they are now."""
+        for name, parameter in self._parameters.items():
+            own = self._shards[name]
+            own.data = shard_of(parameter).detach()
+            own.grad = None
+            self.adamw.state[own] = {kind: value.to(device) for kind, value in self.adamw.state[own].items()}
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and not name.endswith(".bias")

@@ -1,0 +1,67 @@
+"""Process groups of one trainer rank: replicas of the data, and context ranks inside each.
+
+Rank = data * context size + context, as in the other trainer. Weights, gradients and optimizer state are sharded over
+all ranks, whatever the layout is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from backends.common.rendezvous import join_world
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankCoordinates, RankPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of one rank.
+
+    Attributes:
+        mesh: all ranks in one dimension: what everything is sharded over.
+        context: ranks that share every pack.
+        replicas: one rank of every replica, with this rank's place in its context group.
+    """
+
+    mesh: DeviceMesh
+    context: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+
+    @property
+    def coordinates(self) -> RankCoordinates:
+        """This rank's place on every axis."""
+        data, context = self.replicas.rank(), self.context.rank()
+        return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
+
+
+def initialize(config: RunConfig, placement: RankPlacement) -> Groups:
+    """Join the other ranks and build every process group, each with the step's time limit.
+
+    Raises:
+        TrainerError: the world's size is not that of the configured layout, or the others did not come in time.
+    """
+    # gloo beside NCCL: gradients that live in host memory are measured there.
+    join_world(config, placement, cuda_backend="cpu:gloo,cuda:nccl")
+    parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
+    context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
+    own_context, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
+    own_replicas, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (placement.world_size,), mesh_dim_names=("shard",))
+    return Groups(mesh, own_context, own_replicas)
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def leave() -> None:
+    """Dissolve the process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

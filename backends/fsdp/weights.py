@@ -1,0 +1,119 @@
+"""Weights in and out of the ranks' shards, under the names of Hugging Face's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from backends.common.agreement import together
+from backends.common.hf_files import HfCheckpoint, Shape
+from backends.fsdp.model import LogprobModel
+from backends.fsdp.names import pieces, stored_shapes
+from slime_like.interfaces import WeightBucket
+
+_TIED_HEAD = "lm_head.weight"
+
+
+def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
+    """This rank's rows; a view."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"a {type(parameter).__name__} is no sharded tensor")
+    return parameter.to_local()
+
+
+def first_row(parameter: nn.Parameter | Tensor) -> int:
+    """Where this rank's rows begin: FSDP cuts the first axis as ``torch.chunk`` does."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = parameter.shape[0]
+    return min(rank * -(-rows // size), rows)
+
+
+def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
+    """Names and shapes of a whole checkpoint of this model."""
+    shapes: dict[str, Shape] = {}
+    for name, parameter in model.parameters_by_name().items():
+        shapes |= stored_shapes(name, tuple(parameter.shape))
+    return shapes
+
+
+def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
+    """Fill every parameter from a Hugging Face checkpoint. Collective over the world; each rank reads its rows alone.
+
+    Raises:
+        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files or NaN; on every rank, even if only
+            one found it.
+    """
+    what = f"loading {directory}"
+    with together(lambda: _open_checked(model, directory), what, device) as checkpoint:
+        together(lambda: _fill_all(model, checkpoint), what, device)
+
+
+def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
+    checkpoint = HfCheckpoint(directory)
+    expected = checkpoint_shapes(model)
+    # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
+    checkpoint.require(expected, set() if _TIED_HEAD in expected else {_TIED_HEAD})
+    return checkpoint
+
+
+@torch.no_grad()
+def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
+    for name, parameter in model.parameters_by_name().items():
+        for piece in pieces(name, shard_of(parameter), first_row(parameter)):
+            if piece.view.numel():
+                values = checkpoint.read(piece.name, 0, piece.start, len(piece.view))
+                piece.view.copy_(values)
+
+
+@torch.no_grad()
+def export_buckets(
+    model: LogprobModel, dtype: torch.dtype, bucket_bytes: int, device: torch.device
+) -> Iterator[WeightBucket]:
+    """Stream all tensors in ``dtype``, at most ``bucket_bytes`` a bucket; a single larger parameter travels alone.
+
+    Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
+    whole at a time beside the bucket; nobody ever holds the model.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    nbytes = 0
+    for name, parameter in model.parameters_by_name().items():
+        size = parameter.numel() * dtype.itemsize
+        if nbytes and nbytes + size > bucket_bytes:
+            yield WeightBucket(bucket)
+            bucket, nbytes = [], 0
+        whole = gathered(parameter, dtype, device)
+        nbytes += size
+        if dist.get_rank() == 0:
+            bucket += [(piece.name, piece.view) for piece in pieces(name, whole)]
+    yield WeightBucket(bucket)
+
+
+def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The whole tensor in ``dtype``, on every rank. Collective. Rounded before it travels."""
+    size, own = dist.get_world_size(), shard_of(parameter).detach().to(device, dtype)
+    if size == 1:
+        return own
+    rows = -(-parameter.shape[0] // size)
+    padded = own.new_zeros(rows, *parameter.shape[1:])
+    padded[: len(own)] = own
+    whole = own.new_empty(size * rows, *parameter.shape[1:])
+    dist.all_gather_into_tensor(whole, padded)
+    return whole[: parameter.shape[0]]
+
+
+def host_copies(model: LogprobModel) -> list[Tensor]:
+    """This rank's shards, copied to host memory."""
+    return [shard_of(parameter).detach().to("cpu", copy=True) for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def copy_into(model: LogprobModel, values: list[Tensor]) -> None:
+    """Overwrite this rank's shards; gathered copies of the old weights go."""
+    model.reshard()
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        shard_of(parameter).copy_(value)
