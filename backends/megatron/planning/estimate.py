@@ -20,7 +20,7 @@ from backends.megatron.planning.passes import ChunkPasses, Passes, total
 from backends.megatron.planning.worst_batch import worst_packs
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.planning.estimate import Axis, RankEstimate, RankKind, TrainerMemory, Traffic, Work
+from slime_like.planning.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.planning.trace import Counted, Trace
 
 

@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
+from backends.common.collectives import join_context_parts
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
 from backends.megatron.attention_choice import Attention
-from backends.megatron.collectives import join_context_parts
 from backends.megatron.cpu_runtime import Patch, applied
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
