@@ -15,7 +15,7 @@ from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
 _TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
-_CHECKSUM = "crc32"
+_CHECKSUM, _FILES = "crc32", "files"
 _RESCUE_TIMEOUT_S = 5.0
 
 
@@ -31,7 +31,6 @@ class Checkpoint:
     def trainer(self) -> Path:
         return self.path / _TRAINER
 
-    @property
     def data_position(self) -> dict[str, Any]:
         """Where the prompts go on.
 
@@ -45,6 +44,25 @@ class Checkpoint:
             )
         position: dict[str, Any] = self.state["data"]
         return position
+
+    def file(self, name: str) -> Path:
+        """A file that ``CheckpointStore.also_write`` put there.
+
+        Raises:
+            CheckpointError: it is missing, or not as it was written.
+        """
+        path = self.path / name
+        try:
+            intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
+        except (OSError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"resume: {path} is missing ({error}); resume from an older checkpoint in {self.path.parent}"
+            ) from error
+        if not intact:
+            raise CheckpointError(
+                f"resume: {path} is not as it was written; resume from an older checkpoint in {self.path.parent}"
+            )
+        return path
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -171,9 +189,11 @@ class CheckpointStore:
     def _begin(self, final: Path, step: int, state: dict[str, Any]) -> None:
         partial = _partial(final)
         partial.mkdir(parents=True)
-        write_state(partial, step, state)
+        checksums = {}
         for name, write in self._also.items():
             write(partial / name)
+            checksums[name] = zlib.crc32((partial / name).read_bytes())
+        write_state(partial, step, {**state, _FILES: checksums})
 
     def _commit(self, final: Path) -> None:
         shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start

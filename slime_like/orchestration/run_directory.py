@@ -64,7 +64,7 @@ def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _require_resumable(checkpoint: Checkpoint, config: RunConfig, ours: bool) -> None:
     if not config.debug.load_rollouts:
-        checkpoint.data_position  # noqa: B018  raises before anything starts
+        checkpoint.data_position()  # raises before anything starts
     if ours and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
         raise ConfigError(
             [

@@ -144,10 +144,10 @@ class Session:
             self.checkpoints.also_write(self.rollout.ledger.snapshot, LEDGER)
         if self.resumed is not None:
             if self.rollout is not None:
-                self.rollout.source.load_state_dict({**self.resumed.state, "data": self.resumed.data_position})
-                self.rollout.ledger.restore(self.resumed.path / LEDGER)
+                self.rollout.source.load_state_dict({**self.resumed.state, "data": self.resumed.data_position()})
+                self.rollout.ledger.restore(self.resumed.file(LEDGER))
             elif prompts is not None:
-                prompts.load_state_dict(self.resumed.data_position)
+                prompts.load_state_dict(self.resumed.data_position())
             self.trainers.load(self.resumed.trainer)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
             if changed:

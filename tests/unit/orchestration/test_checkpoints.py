@@ -67,7 +67,7 @@ def test_a_started_save_counts_when_every_rank_has_written(tmp_path: Path) -> No
     assert store.commit_written() == tmp_path / "checkpoints" / "step-000003"
     assert _found(tmp_path) == (["step-000003"], "step-000003")
     checkpoint = Checkpoint.read(tmp_path / "checkpoints" / "latest")
-    assert checkpoint.step == 3 and checkpoint.data_position == {"position": 7}
+    assert checkpoint.step == 3 and checkpoint.data_position() == {"position": 7}
     assert (checkpoint.trainer / "weights").read_text() == "whole"
     assert store.commit_written() is None and store.finish() is None
 
@@ -122,3 +122,16 @@ def test_a_killed_save_is_removed_at_the_next_start(tmp_path: Path) -> None:
     assert _found(tmp_path) == (["step-000001"], "step-000001")
     again.save(2, {})
     assert _found(tmp_path) == (["step-000001", "step-000002"], "step-000002")
+
+
+def test_a_file_beside_the_state_is_compared_before_it_is_used(tmp_path: Path) -> None:
+    store = _store(tmp_path, Trainers())
+    store.also_write(lambda path: path.write_bytes(b"events"), "ledger")
+    checkpoint = Checkpoint.read(store.save(1, {}))
+    assert checkpoint.file("ledger").read_bytes() == b"events"
+    (checkpoint.path / "ledger").write_bytes(b"evenTs")
+    with pytest.raises(CheckpointError, match="ledger is not as it was written; resume from an older checkpoint"):
+        checkpoint.file("ledger")
+    (checkpoint.path / "ledger").unlink()
+    with pytest.raises(CheckpointError, match="ledger is missing"):
+        checkpoint.file("ledger")
