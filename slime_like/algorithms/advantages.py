@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.registry import resolve
+from slime_like.algorithms.registry import option_names, resolve
 
 Scope = Literal["group", "batch"]
 
@@ -39,13 +40,20 @@ class AdvantageEstimator:
 class Groups:
     """Statistics of (N,) values per group of samples.
 
+    Args:
+        group_ids: (N,) integers, in any order.
+        device: where the values are; none means where ``group_ids`` are.
+
+    Raises:
+        ValueError: ids that are no integers.
+
     Attributes:
         index: (N,) int64, each sample's group, 0 to G - 1.
         sizes: (G,) samples per group.
     """
 
-    def __init__(self, group_ids: Sequence[int] | Tensor) -> None:
-        ids = torch.as_tensor(group_ids, dtype=torch.int64)
+    def __init__(self, group_ids: Sequence[int] | Tensor, device: torch.device | None = None) -> None:
+        ids = _integer_ids(group_ids).to(device)
         _, self.index, self.sizes = torch.unique(ids, return_inverse=True, return_counts=True)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -53,7 +61,17 @@ class Groups:
         return (self._sum(values) / self.sizes)[self.index]
 
     def std(self, values: Tensor, ddof: int) -> Tensor:
-        """(N,) standard deviation of each sample's group; 0 for groups of at most ``ddof``."""
+        """(N,) standard deviation of each sample's group, 0 for a group of one.
+
+        Args:
+            values: (N,).
+            ddof: 1 divides by n - 1 (of a sample), 0 by n (of a whole population).
+
+        Raises:
+            ValueError: another ``ddof``.
+        """
+        if ddof not in (0, 1):
+            raise ValueError(f"ddof={ddof} is no standard deviation; use 1 (of a sample) or 0 (of a population)")
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 
@@ -67,6 +85,24 @@ class Groups:
 
     def _sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.sizes.numel()).index_add(0, self.index, values)
+
+
+def _one_group(values: Tensor) -> Groups:
+    """The whole batch as one group."""
+    return Groups(torch.zeros_like(values, dtype=torch.int64))
+
+
+def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
+    """(N,) int64; cutting 1.2 and 1.7 down to 1 would merge two groups."""
+    if not isinstance(group_ids, Tensor):
+        group_ids = list(group_ids)
+        for index, group_id in enumerate(group_ids):
+            if not isinstance(group_id, Integral):
+                raise ValueError(f"group id {index} is {group_id!r}; give an integer for every sample")
+        return torch.tensor(group_ids, dtype=torch.int64)
+    if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
+        raise ValueError(f"group_ids are {group_ids.dtype}; give integers")
+    return group_ids.to(torch.int64)
 
 
 def compute_advantages(
@@ -88,23 +124,27 @@ def compute_advantages(
 
     Args:
         rewards: (N,) total reward of every sample.
-        group_ids: (N,) group of every sample; groups may be uneven and in any order, but must be complete.
+        group_ids: (N,) integers, the group of every sample; groups may be uneven and in any order, but must be
+            complete.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
         options: ``eps`` (spread of rewards that counts as none, default 1e-6; without effect where no
-            statistic of the group is taken) and, where a standard deviation is taken,
-            ``ddof`` (default 1, the sample standard deviation).
+            statistic of the group is taken) and, where a standard deviation is taken (grpo, reinforce_pp,
+            reinforce_pp_baseline), ``ddof`` (default 1, the sample standard deviation).
 
     Returns:
-        (N,) in the dtype of ``rewards``, float32 for integers.
+        (N,) in the dtype of ``rewards``, float32 for integers, on their device.
 
     Raises:
-        ValueError: unknown estimator (the known ones are listed), shapes that differ, or a reward that is not finite.
+        ValueError: unknown estimator (the known ones are listed) or option (the same), shapes that differ, group ids
+            that are no integers, a reward that is not finite, or an ``eps`` below 0.
 
     Example:
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    groups = Groups(group_ids)
+    if not isinstance(rewards, Tensor):
+        raise ValueError(f"rewards are a {type(rewards).__name__}; give a tensor (N,)")
+    groups = Groups(group_ids, rewards.device)
     if rewards.ndim != 1 or rewards.shape != groups.index.shape:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(groups.index.shape)}; give (N,) of both"
@@ -112,14 +152,26 @@ def compute_advantages(
     if not bool(torch.isfinite(rewards).all()):
         where = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward {where} is {float(rewards[where])}; every reward must be finite")
-    if rewards.numel() == 0:
-        return rewards
-    advantages = find_estimator(estimator)(rewards.double(), groups, **options)
-    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+    found = find_estimator(estimator)
+    _check_options(estimator, found, options)
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    return found(rewards.double(), groups, **options).to(dtype) if rewards.numel() else rewards.to(dtype)
+
+
+def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:
+    known = option_names(estimator.compute)
+    if known is not None and (unknown := [option for option in options if option not in known]):
+        offer = f"it has {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"advantage estimator {name!r} has no option {unknown[0]!r}; {offer}")
+    if not options.get("eps", 0.0) >= 0:
+        raise ValueError(f"eps={options['eps']} is no spread of rewards; give 0 or more")
 
 
 def find_estimator(name: str) -> AdvantageEstimator:
     """The estimator with this registered name or import path.
+
+    Returns:
+        What computes the advantages; its ``scope`` says on how many samples at once.
 
     Raises:
         ValueError: unknown name, or an object that is no ``AdvantageEstimator`` and so declares no scope.
@@ -151,7 +203,7 @@ def _rloo(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
 
 def _reinforce_pp(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean) / std`` over the batch (REINFORCE++, arXiv:2501.03262, section 3)."""
-    return _grpo(rewards, Groups([0] * rewards.numel()), eps, ddof)
+    return _grpo(rewards, _one_group(rewards), eps, ddof)
 
 
 def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
@@ -160,7 +212,7 @@ def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, d
     if float(centred.max() - centred.min()) <= eps:
         return torch.zeros_like(centred)
     # The batch mean of group-centred rewards is 0; not subtracting its float noise keeps flat groups at exactly 0.
-    return centred / Groups([0] * centred.numel()).std(centred, ddof)
+    return centred / _one_group(centred).std(centred, ddof)
 
 
 def _pass_through(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:

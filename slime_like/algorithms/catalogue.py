@@ -36,6 +36,13 @@ CATALOGUE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def find(kind: str, name: str) -> Any:
     """The object of this kind registered under ``name``, or the one at ``package.module:name``.
 
+    Args:
+        kind: a key of ``CATALOGUE``.
+        name: a key of that kind's registry, or an import path.
+
+    Returns:
+        The function, class or object.
+
     Raises:
         ValueError: unknown kind or name; the known ones are listed.
 
@@ -46,6 +53,19 @@ def find(kind: str, name: str) -> Any:
 
 
 def describe(kind: str, name: str) -> str:
-    """The formula and its source, as the object's own documentation says them."""
+    """The formula and its source, as the object's own documentation says them.
+
+    Args:
+        kind, name: as in ``find``.
+
+    Returns:
+        The text; empty for an object without documentation.
+
+    Raises:
+        ValueError: unknown kind or name; the known ones are listed.
+
+    Example:
+        >>> print(describe("loss", "gspo"))
+    """
     found = find(kind, name)
     return inspect.getdoc(found.compute if isinstance(found, AdvantageEstimator) else found) or ""

@@ -62,7 +62,17 @@ class ContextShard:
         return (self.cu_seqlens_padded - self.cp_rank * length).clamp(0, length)
 
     def scatter(self, local_values: Tensor) -> Tensor:
-        """Put (R_local,) values at their places in (R,) zeros; the sum over all shards is the whole. Differentiable."""
+        """Put local values at their places among zeros; the sum over all shards is the whole. Differentiable.
+
+        Args:
+            local_values: (R_local,) or (R_local, ...), in the order of ``response_index``.
+
+        Returns:
+            (R,) or (R, ...).
+
+        Raises:
+            ValueError: another number of values.
+        """
         _check_count(self, local_values)
         whole = local_values.new_zeros((self.num_responses, *local_values.shape[1:]))
         return whole.index_copy(0, self.response_slot, local_values)
@@ -84,7 +94,7 @@ def split_for_context_parallel(
         The shard; ``merge_from_context_parallel`` over all shards is the exact inverse for per-response values.
 
     Raises:
-        ValueError: unknown layout or a rank outside the group.
+        ValueError: unknown layout, a rank outside the group, or a multiple below 1.
 
     Example:
         >>> shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
@@ -128,20 +138,43 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
         (R,) or (R, ...).
 
     Raises:
-        ValueError: a shard is missing or given twice, or has another number of values than responses.
+        ValueError: a shard is missing, given twice or of another pack or layout, or there are not exactly as many
+            values as responses.
     """
     ranks = sorted(shard.cp_rank for shard in shards)
     if not shards or ranks != list(range(shards[0].cp_size)):
         raise ValueError(f"shards of ranks {ranks} are no whole pack; give one shard of every context-parallel rank")
+    if len(shards) != len(local_values):
+        raise ValueError(f"{len(local_values)} tensors of values for {len(shards)} shards; give one each")
     for shard, values in zip(shards, local_values, strict=True):
         _check_count(shard, values)
     values = torch.cat(list(local_values))
     slots = torch.cat([shard.response_slot for shard in shards])
+    _check_belong_together(shards, slots)
     return values.new_zeros(values.shape).index_copy(0, slots, values)
 
 
 def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:
-    """Tokens that a sequence of ``length`` occupies under a layout; partitioning counts these."""
+    """Tokens that a sequence of ``length`` occupies under a layout; partitioning counts these.
+
+    Args:
+        length: tokens of the sequence itself.
+        cp_size: context-parallel ranks.
+        layout: ``"zigzag"`` pads every sequence, ``"contiguous"`` none.
+
+    Returns:
+        ``length``, or the next multiple of ``2 * cp_size`` above it.
+
+    Raises:
+        ValueError: a negative length, no rank, or an unknown layout.
+
+    Example:
+        >>> padded_length(9, cp_size=2)
+        12
+    """
+    _check_arguments(cp_size, 0, layout, 1)
+    if length < 0:
+        raise ValueError(f"length={length} is negative; give the tokens of a sequence")
     if layout == "contiguous" or cp_size == 1:
         return length
     return -(-length // (2 * cp_size)) * 2 * cp_size
@@ -150,17 +183,34 @@ def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:
 def _check_arguments(cp_size: int, cp_rank: int, layout: str, multiple_of: int) -> None:
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"unknown context-parallel layout {layout!r}; use 'zigzag' or 'contiguous'")
+    if cp_size < 1:
+        raise ValueError(f"cp_size={cp_size} is no group; use 1 or more")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in a group of cp_size={cp_size}; use 0 to {cp_size - 1}")
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} is no length; use 1 or more")
 
 
+def _check_belong_together(shards: Sequence[ContextShard], slots: Tensor) -> None:
+    first = shards[0]
+    for shard in shards:
+        for name in ("layout", "cp_size", "num_responses"):
+            own, others = getattr(shard, name), getattr(first, name)
+            if own != others:
+                raise ValueError(
+                    f"the shard of rank {shard.cp_rank} has {name}={own}, that of rank {first.cp_rank} {others}; give "
+                    "shards of one pack under one layout"
+                )
+    if not torch.equal(slots.sort().values, torch.arange(first.num_responses, device=slots.device)):
+        raise ValueError("the shards do not hold every response token once; give shards of one pack under one layout")
+
+
 def _check_count(shard: ContextShard, values: Tensor) -> None:
     expected = shard.response_slot.numel()
-    if values.shape[0] != expected:
+    given = values.shape[0] if values.ndim else 0
+    if given != expected:
         raise ValueError(
-            f"rank {shard.cp_rank} gave {values.shape[0]} values for {expected} response positions; "
+            f"rank {shard.cp_rank} gave {given} values for {expected} response positions; "
             "give one value per entry of response_index"
         )
 

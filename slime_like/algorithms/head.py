@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.logprobs import compute_dtype, row_sums, softmax_gradient
+from slime_like.algorithms.masks import require_temperatures
 
 Reduce = Callable[[Tensor], object]
 
@@ -46,10 +47,11 @@ def fused_logprobs(
         weight: (V_local, H), this rank's rows of the output projection, possibly with padding rows at the end of the
             vocabulary.
         targets: (N,) int64, global token ids; any valid id where the token is masked.
-        temperatures: (N,), the logits are divided by them.
+        temperatures: (N,) positive, the logits are divided by them.
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
-        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group.
+        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``weight``
+            does not hold the whole vocabulary.
         chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 64 (for less a
             matrix product does not pay) and at most 1,024. Head and gradients then need, besides weight, hidden states
             and their gradients, at most an eighth of what float32 logits of all tokens would take from 1,280 tokens on.
@@ -59,20 +61,23 @@ def fused_logprobs(
         ``hidden`` and ``weight``.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside the vocabulary, a chunk below 1.
+        ValueError: shapes that do not fit, a target outside the vocabulary, a temperature that is not positive, a part
+            of the vocabulary without reductions, a chunk below 1.
     """
-    count = hidden.shape[0]
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give (N, H), (V, H)"
         )
+    count = hidden.shape[0]
     if targets.shape != (count,) or temperatures.shape != (count,):
         raise ValueError(
             f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
         )
     if chunk_tokens is None:
         chunk_tokens = min(max(64, -(-count // 20)), 1024)
+    require_temperatures(temperatures)
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens)
+    shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
 
 
@@ -87,8 +92,10 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: a target outside the vocabulary, a chunk below 1.
+            ValueError: a target outside the vocabulary, a first column below 0, a chunk below 1.
         """
+        if start < 0:
+            raise ValueError(f"vocab_start={start} is no token's id; give that of the first column")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
@@ -97,6 +104,14 @@ class VocabularyShard:
                 f"{vocab_size - 1}; give the token's own id where it is masked"
             )
         return cls(start, max(0, min(vocab_size - start, held_columns)), chunk_tokens)
+
+    def require_reductions(self, vocab_size: int, all_reduce_max: Reduce, all_reduce_sum: Reduce) -> None:
+        """Raises ``ValueError`` for a part of the vocabulary that would be taken for the whole."""
+        if self.columns < vocab_size and no_reduction in (all_reduce_max, all_reduce_sum):
+            raise ValueError(
+                f"{self.columns} columns from {self.start} on are not the whole vocabulary of {vocab_size}; give "
+                "all_reduce_max and all_reduce_sum of the group that holds the others"
+            )
 
     def parts(self, count: int) -> list[slice]:
         return [slice(i, min(i + self.chunk_tokens, count)) for i in range(0, count, self.chunk_tokens)]

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 
@@ -52,15 +53,25 @@ def importance_weights(
         response_lens: (S,), needed for the levels sequence and geometric.
         correction: truncate or mask.
         level: token, sequence or geometric.
-        low, high: bounds of the ratio.
+        low, high: bounds of the ratio; truncate looks at ``high`` alone.
+
+    Returns:
+        The factors, the ratios they were made from, and where the two differ; nothing has a graph.
 
     Raises:
-        ValueError: unknown correction or level (the known ones are listed), or no ``response_lens`` where needed.
+        ValueError: unknown correction or level (the known ones are listed), bounds that leave no room, tensors that
+            would be broadcast, a mask that is not bool, or no ``response_lens`` where needed.
+
+    Example:
+        >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
+    _check_shapes(loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
+    if not 0 <= low <= high:
+        raise ValueError(f"low={low} and high={high} leave no ratio; give 0 <= low <= high")
     correct = resolve("importance correction", correction, CORRECTIONS)
     per_level = resolve("importance level", level, LEVELS)
     if response_lens is None and level != "token":
-        raise ValueError(f"importance correction at level {level!r} needs response_lens")
+        raise ValueError(f"importance correction at level {level!r} needs response_lens; give (S,) response lengths")
     log_ratio = torch.where(loss_mask, old_logprobs - behaviour_logprobs, 0.0).detach()
     ratio = torch.where(loss_mask, per_level(log_ratio, loss_mask, response_lens), 0.0).exp()
     weights, changed = correct(ratio, low, high)
@@ -87,10 +98,26 @@ def off_policy_sequence_mask(
         loss_mask: (R,) bool.
         response_lens: (S,).
         threshold: nats per token.
+
+    Returns:
+        Which tokens stay; those that carry no loss stay or go with their sequence.
+
+    Raises:
+        ValueError: tensors that would be broadcast, or a mask that is not bool.
     """
+    _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
     divergence = masked_segment_mean((sampled_logprobs - logprobs).detach(), loss_mask, response_lens)
     negative = masked_segment_mean(advantages, loss_mask, response_lens) < 0
     return ~spread_over_tokens(negative & (divergence > threshold), response_lens, logprobs.numel())
+
+
+def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
+    require_bool_mask(loss_mask)
+    for name, tensor in tensors.items():
+        if tensor.shape != loss_mask.shape or tensor.ndim != 1:
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} and loss_mask {tuple(loss_mask.shape)} do not fit; give (R,) of both"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------- corrections

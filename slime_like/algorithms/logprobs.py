@@ -7,11 +7,13 @@ temperature-scaled logits over the whole vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.masks import require_temperatures
 from slime_like.algorithms.packing import response_logit_index, response_tokens
 from slime_like.trajectory import PackedTrajectory
 
@@ -30,8 +32,13 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         (...) float32, or float64 for float64 logits.
 
+    Raises:
+        ValueError: shapes that do not fit, logits that are no floats, targets that are no integers, or one that is not
+            below V.
+
     Example:
-        >>> selective_log_softmax(torch.zeros(3, 8), torch.tensor([0, 1, 2]))
+        >>> selective_log_softmax(torch.zeros(2, 8), torch.tensor([0, -100]))
+        tensor([-2.0794,  0.0000])
     """
     return _select(logits, targets, None, with_entropy=False)[0]
 
@@ -42,41 +49,81 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor |
     Args:
         logits: (..., V).
         targets: (...) int64; a negative target gives logprob 0 without gradient (its entropy is still computed).
-        temperatures: (...) float32 that the logits are divided by; none means 1.
+        temperatures: (...) positive, or a shape that expands to it: what the logits are divided by; none means 1.
 
     Returns:
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: shapes that do not fit, logits that are no floats, targets that are no integers, one that is not
+            below V, or a temperature that is not positive.
+
+    Example:
+        >>> logprobs, entropy = logprobs_and_entropy(logits, targets, torch.tensor(0.7))
     """
     return _select(logits, targets, temperatures, with_entropy=True)
 
 
-def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperature: float = 1.0) -> Tensor:
+def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperature: float | None = 1.0) -> Tensor:
     """Logprob of every response token of a pack, masked ones included.
+
+    A logprob belongs to a temperature, the one that sampled. So a number serves only packs that do not say otherwise:
+    whose sequences' temperatures are that number, or 1, which is also what a trajectory says that says nothing.
 
     Args:
         logits: (T, V), the model's output for ``packed.tokens``.
         packed: the pack.
-        temperature: the logits are divided by it. The pack's own ``temperatures`` are not used here.
+        temperature: the logits of all sequences are divided by it; ``None``: those of each sequence by its own,
+            ``packed.temperatures``.
 
     Returns:
         (R,) float32 (float64 for float64 logits): entry i belongs to response token i of the pack.
 
     Raises:
-        ValueError: ``logits`` do not have one row per token of the pack, or the temperature is not positive.
+        ValueError: ``logits`` do not have one row per token of the pack, the temperature is not positive, or a sequence
+            was sampled at another one.
 
     Example:
-        >>> compute_response_logprobs(model(packed.tokens[None], packed.position_ids[None]).logits[0], packed)
+        >>> compute_response_logprobs(logits, packed, temperature=None)
     """
     if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, the pack has {packed.packed_seq_len} tokens; give (T, V)"
         )
-    if not temperature > 0:
+    scale, targets = _scale(packed, temperature), response_tokens(packed)
+    _check_scoring(logits, targets)
+    return _SelectiveLogSoftmax.apply(logits, targets, scale, response_logit_index(packed), False)[0]
+
+
+def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
+    """(R,) float64 divisors of the logits; ``None`` where all are 1."""
+    if temperature is None:
+        require_temperatures(packed.temperatures)
+        own = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
+        return own.to(torch.float64)
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} cannot scale logits; give a positive one (1 for greedy samples)")
-    targets = response_tokens(packed)
-    scale = None if temperature == 1.0 else logits.new_full(targets.shape, temperature, dtype=torch.float64)
-    rows = response_logit_index(packed)
-    return _SelectiveLogSoftmax.apply(logits, targets, scale, rows, False)[0]
+    for sequence_id, sampled in zip(packed.sequence_ids, packed.temperatures.tolist(), strict=True):
+        if sampled not in (1.0, temperature):
+            raise ValueError(
+                f"sequence {sequence_id!r} was sampled at temperature {sampled}, and would be scored at {temperature}; "
+                "give temperature=None for each sequence's own, or a pack with other `temperatures` to mean it"
+            )
+    shape = packed.targets.shape
+    return None if temperature == 1.0 else packed.temperatures.new_full(shape, temperature, dtype=torch.float64)
+
+
+def _check_scoring(logits: Tensor, targets: Tensor) -> None:
+    """What would end as an index error of a kernel, or not at all."""
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets are {targets.dtype}; give integer token ids")
+    if targets.numel() and int(targets.max()) >= logits.shape[-1]:
+        raise ValueError(
+            f"targets reach up to {int(targets.max())}, logits have {logits.shape[-1]} columns; give the whole "
+            "vocabulary's"
+        )
 
 
 def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -84,10 +131,21 @@ def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_e
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
         )
-    scale = None if temperatures is None else temperatures.expand(targets.shape).reshape(-1)
+    _check_scoring(logits, targets)
+    scale = None if temperatures is None else _expanded(temperatures, targets)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _SelectiveLogSoftmax.apply(flat, targets.reshape(-1), scale, None, with_entropy)
     return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+def _expanded(temperatures: Tensor, targets: Tensor) -> Tensor:
+    require_temperatures(temperatures)
+    try:
+        return temperatures.expand(targets.shape).reshape(-1)
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperatures have shape {tuple(temperatures.shape)}, targets {tuple(targets.shape)}; give one per target"
+        ) from error
 
 
 def _chunk_rows(logits: Tensor) -> int:

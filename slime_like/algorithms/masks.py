@@ -1,4 +1,4 @@
-"""What a loss mask must be."""
+"""What a loss mask and temperatures must be."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def require_bool_mask(loss_mask: Tensor) -> None:
     """Raises ``ValueError`` for a mask of numbers, which indexing would take for positions."""
     if loss_mask.dtype != torch.bool:
         raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+
+
+def require_temperatures(temperatures: Tensor) -> None:
+    """Raises ``ValueError`` for one that is not positive, or not finite: logits are divided by them."""
+    fits = (temperatures > 0) & torch.isfinite(temperatures)
+    if not bool(fits.all()):
+        where = int((~fits).flatten().nonzero()[0])
+        raise ValueError(
+            f"temperature {float(temperatures.flatten()[where])} (entry {where}) cannot scale logits; give positive "
+            "ones (1 for greedy samples)"
+        )

@@ -5,17 +5,21 @@ Everything is built on the CPU from index arithmetic, concatenated once and, for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.packing_faults import first_fault
 from slime_like.algorithms.transfer import move_together
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, UnscoredTrajectory
+
+if TYPE_CHECKING:
+    from slime_like.algorithms.pack_layout import PackLengths
 
 Trajectory = UnscoredTrajectory | ScoredTrajectory
 
@@ -33,31 +37,45 @@ def pack_sequences(
     """Lay sequences end to end as ``[P1, R1, P2, R2, ..., PAD...]``.
 
     Args:
-        sequences: all scored or all unscored, on the CPU, in the order they will have in the pack.
+        sequences: all scored or all unscored, on the CPU, in the order they will have in the pack. Token ids and
+            weight versions are integers, loss masks bool; whatever else is a tensor may have any number type.
         device: where the pack's tensors go, in one transfer.
         pad_token_id: token id of trailing padding.
         target_tokens_per_batch: length the pack is padded to; none adds no padding.
-        ignore_index: value of ``targets`` where a token carries no loss.
+        ignore_index: value of ``targets`` where a token carries no loss; negative, as every other id is a token's.
 
     Returns:
         The pack. Padding is a segment of its own: it belongs to no sequence, mask, mean or count.
 
     Raises:
         ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields
-            that only some sequences have, or more tokens than the budget. The message names the sequence.
+            that only some sequences have, a field of another type or shape than its trajectory says, an advantage that
+            is not finite, a temperature that is not positive, or more tokens than the budget. The message names the
+            sequence.
 
     Example:
         >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
     """
-    if not sequences:
-        raise ValueError("cannot pack an empty list of sequences; give at least one")
-    lengths = _Lengths(sequences, target_tokens_per_batch)
-    _check(sequences, lengths)
-    tensors = _layout(lengths)
-    tensors |= _token_tensors(sequences, lengths, pad_token_id, ignore_index)
-    tensors |= _response_tensors(sequences, lengths)
-    if _are_scored(sequences):
-        tensors |= _score_tensors(sequences, lengths)
+    # Needs NumPy, as nothing else here does: importing the package takes torch alone.
+    from slime_like.algorithms.pack_layout import PackLengths, layout
+
+    sequences = _checked_list(sequences)
+    if ignore_index >= 0:
+        raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
+    try:
+        prompts, responses = [s.prompt_len for s in sequences], [s.response_len for s in sequences]
+        lengths = PackLengths(prompts, responses, target_tokens_per_batch)
+        _check(sequences, lengths)
+        tensors = layout(lengths)
+        tensors |= _token_tensors(sequences, lengths, pad_token_id, ignore_index)
+        tensors |= _response_tensors(sequences, lengths)
+        if _are_scored(sequences):
+            tensors |= _score_tensors(sequences, lengths)
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        # What torch says about a thousand tensors at once names none of them; looking at each costs as much as packing.
+        if fault := first_fault(sequences):
+            raise ValueError(fault) from error
+        raise
     return PackedTrajectory(
         **move_together(tensors, torch.device(device)),
         max_seqlen=int(lengths.total.max()),
@@ -165,10 +183,22 @@ def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
-def _check(sequences: Sequence[Trajectory], lengths: _Lengths) -> None:
-    kind = type(sequences[0])
-    if any(type(s) is not kind for s in sequences):
+def _checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
+    """All trajectories, of one kind; whatever can be walked over is welcome."""
+    if isinstance(sequences, Trajectory):
+        raise ValueError(f"sequence {sequences.sequence_id!r} was given alone; give a list of sequences")
+    sequences = list(sequences)
+    if not sequences:
+        raise ValueError("cannot pack an empty list of sequences; give at least one")
+    kinds = set(map(type, sequences))
+    if odd := [kind for kind in kinds if not issubclass(kind, Trajectory)]:
+        raise ValueError(f"a {odd[0].__name__} is no sequence; give UnscoredTrajectory or ScoredTrajectory objects")
+    if len(kinds) > 1:
         raise ValueError("scored and unscored sequences cannot share a pack; pack each kind by itself")
+    return sequences
+
+
+def _check(sequences: Sequence[Trajectory], lengths: PackLengths) -> None:
     for name, own in (("prompt", lengths.prompt_list), ("response", lengths.response_list)):
         if min(own) < 1:
             where = sequences[own.index(min(own))].sequence_id
@@ -184,6 +214,24 @@ def _gathered(sequences: Sequence[Trajectory], name: str, lengths: list[int]) ->
     return tensors
 
 
+def _joined(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The pieces end to end. A conversion that would lose something, and rows instead of vectors, are refused.
+
+    Torch itself refuses pieces that differ in their number of dimensions or lie on different devices.
+    """
+    joined = torch.cat(pieces)
+    if not _keeps(joined.dtype, dtype) or joined.ndim != 1 or joined.device.type != "cpu":
+        raise TypeError(f"joined into {joined.ndim} dimensions of {joined.dtype} on {joined.device}")
+    return joined.to(dtype)
+
+
+def _keeps(given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Bools are not made of numbers, nor integers of fractions; anything real will do for a float."""
+    if dtype == torch.bool or given.is_complex:
+        return given == dtype
+    return dtype.is_floating_point or not (given.is_floating_point or given == torch.bool)
+
+
 def _check_counts(sequences: Sequence[Trajectory], name: str, tensors: list[Tensor], lengths: list[int]) -> None:
     found = list(map(Tensor.numel, tensors))
     if found != lengths:
@@ -194,7 +242,7 @@ def _check_counts(sequences: Sequence[Trajectory], name: str, tensors: list[Tens
         )
 
 
-def _refuse_budget(sequences: Sequence[Trajectory], lengths: _Lengths) -> None:
+def _refuse_budget(sequences: Sequence[Trajectory], lengths: PackLengths) -> None:
     budget = lengths.packed
     for sequence in sequences:
         if sequence.total_len > budget:
@@ -209,90 +257,46 @@ def _refuse_budget(sequences: Sequence[Trajectory], lengths: _Lengths) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ building
-class _Lengths:
-    """Lengths of one pack, as lists and as arrays, padding apart from the sequences."""
-
-    def __init__(self, sequences: Sequence[Trajectory], budget: int | None) -> None:
-        self.prompt_list = [s.prompt_len for s in sequences]
-        self.response_list = [s.response_len for s in sequences]
-        self.prompt = np.array(self.prompt_list, dtype=np.int64)
-        self.response = np.array(self.response_list, dtype=np.int64)
-        self.total = self.prompt + self.response
-        self.ends = self.total.cumsum()
-        self.starts = self.ends - self.total
-        self.actual = int(self.ends[-1])
-        self.packed = self.actual if budget is None else budget
-        self.padding = self.packed - self.actual
-
-    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
-        """Every sequence's value on each of its response tokens. NumPy repeats four times as fast as torch."""
-        return np.repeat(per_sequence, self.response)
-
-
-def _layout(lengths: _Lengths) -> dict[str, Tensor]:
-    """Every tensor that follows from the lengths alone."""
-    layout = {
-        "position_ids": _positions(lengths),
-        "sequence_mask": _sequence_mask(lengths),
-        "response_mask": _response_mask(lengths),
-        "cu_seqlens": np.concatenate([[0], lengths.ends]).astype(np.int32),
-        "sequence_map": np.stack([lengths.starts, lengths.ends], axis=1),
-        "prompt_lens": lengths.prompt,
-        "response_lens": lengths.response,
-    }
-    return {name: torch.from_numpy(values) for name, values in layout.items()}
-
-
-def _positions(lengths: _Lengths) -> np.ndarray:
-    """Every token's own index less that of its segment's first token; padding is a segment too."""
-    positions = np.arange(lengths.packed, dtype=np.int32)
-    firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
-    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))
-    return positions
-
-
-def _sequence_mask(lengths: _Lengths) -> np.ndarray:
-    owners = np.append(np.arange(lengths.total.size), -1).astype(np.int32)
-    return np.repeat(owners, np.append(lengths.total, lengths.padding))
-
-
-def _response_mask(lengths: _Lengths) -> np.ndarray:
-    """False on a prompt, True on its response, False on the padding."""
-    runs = np.append(np.stack([lengths.prompt, lengths.response], axis=1), lengths.padding)
-    return np.repeat(np.arange(runs.size) % 2 == 1, runs)
-
-
 def _token_tensors(
-    sequences: Sequence[Trajectory], lengths: _Lengths, pad_token_id: int, ignore_index: int
+    sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id: int, ignore_index: int
 ) -> dict[str, Tensor]:
+    from slime_like.algorithms.pack_layout import masked_targets, masked_weights
+
     prompts = _gathered(sequences, "prompt_tokens", lengths.prompt_list)
     responses = _gathered(sequences, "response_tokens", lengths.response_list)
     pieces = [piece for pair in zip(prompts, responses, strict=True) for piece in pair]
     if lengths.padding:  # an empty piece would cost torch.cat its fast path
         pieces.append(torch.full((lengths.padding,), pad_token_id, dtype=torch.int64))
-    tokens = torch.cat(pieces).to(torch.int64)
-    loss_mask = torch.cat(_gathered(sequences, "loss_mask", lengths.response_list)).to(torch.bool)
-    carries = loss_mask.numpy().view(np.int8)
-    weights = lengths.per_token(np.array(_weights(sequences), dtype=np.float64))
-    weights *= carries  # half the time of torch's product of a float and a bool
+    tokens = _joined(pieces, torch.int64)
+    loss_mask = _joined(_gathered(sequences, "loss_mask", lengths.response_list), torch.bool)
+    weights = lengths.per_token(_column(sequences, _weights(sequences), "the token_weight", "it must be finite"))
     return {
         "tokens": tokens,
-        "targets": torch.from_numpy(_targets(torch.cat(responses).to(torch.int64).numpy(), carries, ignore_index)),
+        "targets": masked_targets(_joined(responses, torch.int64), loss_mask, ignore_index),
         "loss_mask": loss_mask,
-        "token_weights": torch.from_numpy(weights),
-        "temperatures": torch.from_numpy(np.array([s.temperature for s in sequences], dtype=np.float64)),
+        "token_weights": masked_weights(weights, loss_mask),
+        "temperatures": _temperatures(sequences),
     }
 
 
-def _targets(responses: np.ndarray, carries: np.ndarray, ignore_index: int) -> np.ndarray:
-    """``carries * (id - ignore) + ignore``, in place: half the time of any masked fill of integers."""
-    responses -= ignore_index
-    responses *= carries
-    responses += ignore_index
-    return responses
+def _temperatures(sequences: Sequence[Trajectory]) -> Tensor:
+    remedy = "give the positive one it was sampled at, or 1 if greedily"
+    return _column(sequences, [s.temperature for s in sequences], "temperature", remedy, above=0.0)
 
 
-def _response_tensors(sequences: Sequence[Trajectory], lengths: _Lengths) -> dict[str, Tensor]:
+def _column(
+    sequences: Sequence[Trajectory], values: list[float], name: str, remedy: str, above: float = -math.inf
+) -> Tensor:
+    """(S,) float64, finite and above a bound."""
+    from slime_like.algorithms.pack_layout import column
+
+    found, odd = column(values, above)
+    if odd is not None:
+        raise ValueError(f"sequence {sequences[odd].sequence_id!r} has {name} {values[odd]}; {remedy}")
+    return found
+
+
+def _response_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
     tensors = {}
     for name in (name for name in _PER_RESPONSE if hasattr(sequences[0], name)):
         values = list(map(attrgetter(name), sequences))
@@ -303,44 +307,42 @@ def _response_tensors(sequences: Sequence[Trajectory], lengths: _Lengths) -> dic
             missing = sequences[absent.index(True)].sequence_id
             raise ValueError(f"sequence {missing!r} has no {name} while others of its pack do; all or none may have it")
         _check_counts(sequences, name, values, lengths.response_list)
-        tensors[name] = torch.cat(values).to(_DTYPES.get(name, torch.float32))
+        tensors[name] = _joined(values, _DTYPES.get(name, torch.float32))
     return tensors
 
 
-def _score_tensors(sequences: Sequence[ScoredTrajectory], lengths: _Lengths) -> dict[str, Tensor]:
-    remedy = "every sequence needs one entry per reward function"
+def _score_tensors(sequences: Sequence[ScoredTrajectory], lengths: PackLengths) -> dict[str, Tensor]:
     return {
-        "rewards": _stacked(sequences, "rewards", remedy),
-        "successes": _stacked(sequences, "successes", remedy),
-        "advantages": torch.from_numpy(lengths.per_token(_scalar_advantages(sequences))),
+        "rewards": _rows(sequences, "rewards"),
+        "successes": _rows(sequences, "successes"),
+        "advantages": lengths.per_token(_scalar_advantages(sequences)),
     }
 
 
-def _scalar_advantages(sequences: Sequence[ScoredTrajectory]) -> np.ndarray:
+def _scalar_advantages(sequences: Sequence[ScoredTrajectory]) -> Tensor:
     """(S,) float32. A 0-d tensor's ``tolist`` is a number, any other's a list: one pass reads and checks."""
     values = [s.advantages.tolist() for s in sequences]
     if list in set(map(type, values)):
-        odd = next(s for s in sequences if s.advantages.ndim)
-        raise ValueError(
-            f"sequence {odd.sequence_id!r}: advantages have shape {tuple(odd.advantages.shape)}; every sequence needs "
-            "one scalar advantage"
-        )
-    return np.array(values, dtype=np.float32)
+        raise TypeError("advantages of more than one number")
+    return _column(sequences, values, "the advantage", "it must be finite").to(torch.float32)
 
 
-def _stacked(sequences: Sequence[ScoredTrajectory], name: str, remedy: str) -> Tensor:
-    """One field of every sequence as rows, float32; stacking itself checks that all have the same shape."""
+def _rows(sequences: Sequence[ScoredTrajectory], name: str) -> Tensor:
+    """One field of every sequence as rows, (S, num_funcs) float32; stacking itself checks that all have one shape."""
     values = list(map(attrgetter(name), sequences))
     try:
-        return torch.stack(values).to(torch.float32)
+        rows = torch.stack(values)
     except RuntimeError as error:
         odd = next((i for i, value in enumerate(values) if value.shape != values[0].shape), None)
         if odd is None:
             raise
         raise ValueError(
             f"sequence {sequences[odd].sequence_id!r} has {values[odd].numel()} {name}, the first of its pack has "
-            f"{values[0].numel()}; {remedy}"
+            f"{values[0].numel()}; every sequence needs one entry per reward function"
         ) from error
+    if rows.ndim != 2:
+        raise TypeError(f"stacked into {rows.ndim} dimensions")
+    return rows.to(torch.float32)
 
 
 def _weights(sequences: Sequence[Trajectory]) -> list[float]:

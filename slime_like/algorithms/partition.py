@@ -3,58 +3,77 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import TypeVar
 
-import numpy as np
+from torch import Tensor
 
 Partition = list[list[list[int]]]
 _Part = tuple[float, object]
+_Number = TypeVar("_Number", int, float)
 
 # Karmarkar-Karp merges n partial partitions of num_ranks parts each; beyond this many parts the greedy rule, which is
 # then indistinguishable, takes over.
 _DIFFERENCING_LIMIT = 400_000
 
+# Steps of the exhaustive search for fewer micro-batches, which only a batch of hardly more sequences than micro-batches
+# comes to: some tens of milliseconds.
+_SEARCH_STEPS = 50_000
+
 
 def partition_by_tokens(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     max_tokens: int,
     num_ranks: int,
     *,
-    costs: Sequence[float] | None = None,
-    equal_counts: bool = True,
+    costs: Sequence[float] | Tensor | None = None,
+    equal_counts: bool | None = None,
 ) -> Partition:
     """Choose a rank and a micro-batch for every sequence.
 
     Ranks are balanced by Karmarkar-Karp differencing, then each rank's sequences are laid into as few micro-batches as
-    first-fit-decreasing finds. With ``equal_counts`` ranks with fewer micro-batches than the others split theirs
-    further; a rank with fewer sequences than that keeps fewer (fill up with ``zero_weight_pack``).
+    first-fit-decreasing finds. For equal counts the ranks with fewer micro-batches split theirs; one with too few
+    sequences for that is given the cheapest of the others. Where there are too few sequences altogether, all are laid
+    into micro-batches first, and those are shared out evenly.
 
     Args:
-        lengths: tokens each sequence occupies, layout padding counted (``padded_length``).
+        lengths: (N,) tokens each sequence occupies, layout padding counted (``padded_length``).
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks; each gets at least one sequence.
-        costs: what to balance ranks by, e.g. ``training_flops``; none means tokens.
-        equal_counts: same number of micro-batches on every rank.
+        costs: (N,) what to balance ranks by, e.g. ``training_flops``; none means tokens.
+        equal_counts: True: the same number of micro-batches on every rank, or an error. None: the same number wherever
+            the sequences can be laid out so; if not (three of the budget's size for two ranks), a rank has fewer, to be
+            filled up with ``zero_weight_pack``. False: as few as possible on each rank by itself.
 
     Returns:
         ``[rank][micro_batch]`` lists of indices into ``lengths``, ascending; every index exactly once.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named), a length below 1, or fewer sequences than ranks.
+        ValueError: a sequence over the budget (its index is named), a length that is no whole number or below 1, fewer
+            sequences than ranks, or no equal counts where asked for.
 
     Example:
         >>> partition_by_tokens([5, 3, 4, 2], max_tokens=8, num_ranks=2)
         [[[0, 3]], [[1, 2]]]
     """
+    lengths, costs = _as_list(lengths), None if costs is None else _as_list(costs)
     _check(lengths, max_tokens, num_ranks, costs)
-    shares = balance(lengths if costs is None else costs, num_ranks)
+    costs = lengths if costs is None else costs
+    shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
     partition = [[[share[k] for k in members] for members in own] for share, own in zip(shares, bins, strict=True)]
-    if equal_counts:
-        most = max(len(own) for own in partition)
-        for own in partition:
-            _split_up(own, lengths, most)
+    if equal_counts is not False and not _even_out(partition, lengths, costs):
+        evened = _even_partition(lengths, max_tokens, num_ranks, costs)
+        if evened is None and equal_counts:
+            raise ValueError(
+                f"{len(lengths)} sequences cannot be laid into equally many micro-batches of {max_tokens} tokens on "
+                f"each of {num_ranks} ranks; give more sequences or a larger budget, or leave equal_counts out and "
+                "fill up with zero_weight_pack"
+            )
+        partition = evened or partition
     return [sorted(sorted(members) for members in own) for own in partition]
 
 
@@ -66,7 +85,7 @@ class StreamedPartition:
     spare: list[int]
 
 
-def partition_full_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> StreamedPartition:
+def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> StreamedPartition:
     """What can be sent already while sequences still arrive: whole rounds of micro-batches that no further one fits in.
 
     Micro-batches are filled in order of arrival. One is full when the next sequence no longer fits; full ones are given
@@ -77,10 +96,16 @@ def partition_full_batches(lengths: Sequence[int], max_tokens: int, num_ranks: i
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks.
 
+    Returns:
+        Indices into ``lengths``: the full micro-batches of every rank, and the spare ones.
+
     Raises:
-        ValueError: a sequence over the budget (its index is named) or a length below 1.
+        ValueError: a sequence over the budget (its index is named), a length that is no whole number or below 1, or no
+            rank at all.
     """
+    lengths = _as_list(lengths)
     _check_lengths(lengths, max_tokens)
+    _check_ranks(num_ranks)
     full: list[list[int]] = []
     current: list[int] = []
     used = 0
@@ -99,14 +124,22 @@ def partition_full_batches(lengths: Sequence[int], max_tokens: int, num_ranks: i
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
 
-    Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts. Needs at least ``num_parts`` costs.
+    Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts.
+
+    Args:
+        costs: at least ``num_parts`` of them.
+        num_parts: 1 or more.
+
+    Returns:
+        The indices of every part.
     """
     if num_parts == 1:
         return [list(range(len(costs)))]
     if len(costs) * num_parts > _DIFFERENCING_LIMIT:
         parts = _greedy(costs, num_parts)
     else:
-        parts = _differencing(costs, num_parts)
+        empty: list[_Part] = [(0.0, None)] * (num_parts - 1)
+        parts = _differencing([[(float(cost), index), *empty] for index, cost in enumerate(costs)])
     for part in parts:
         if not part:
             donor = max((p for p in parts if len(p) > 1), key=lambda p: sum(costs[i] for i in p))
@@ -117,30 +150,60 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Lay items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007)."""
+    """Lay items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
+
+    Bins are the leaves of a tree whose nodes know the largest room below them, so that an item finds its bin in
+    logarithmic time; a bin not opened yet has all of its room.
+
+    Args:
+        lengths: 1 to ``capacity`` each.
+        capacity: of every bin.
+
+    Returns:
+        Indices into ``lengths`` of every bin, in the order the bins were opened.
+    """
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [capacity] * (2 * leaves)
     bins: list[list[int]] = []
-    room = np.zeros(len(lengths), dtype=np.int64)
-    for index in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
-        length = lengths[index]
-        fits = room[: len(bins)] >= length
-        chosen = int(fits.argmax()) if bins else 0
-        if not bins or not fits[chosen]:
-            chosen = len(bins)
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < lengths[index])
+        if node - leaves == len(bins):
             bins.append([])
-            room[chosen] = capacity
-        bins[chosen].append(index)
-        room[chosen] -= length
+        bins[node - leaves].append(index)
+        room[node] -= lengths[index]
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 
-def training_flops(lengths: Sequence[int], hidden_size: int, num_parameters: int, num_layers: int) -> list[float]:
+def training_flops(
+    lengths: Sequence[int] | Tensor, hidden_size: int, num_parameters: int, num_layers: int
+) -> list[float]:
     """Forward and backward FLOPs per sequence, for balancing by cost: attention grows with the square of the length.
 
     ``6 * parameters * n`` for the matrix products, ``6 * layers * hidden * n^2`` for causal attention (half of the
     ``12 * layers * hidden * n^2`` of full attention; Kaplan et al., arXiv:2001.08361, table 1, and PaLM,
     arXiv:2204.02311, appendix B).
+
+    Args:
+        lengths: (N,) tokens of each sequence.
+        hidden_size: width of the attention, heads times head dimension.
+        num_parameters: that take part in a token's products (of a mixture of experts the active ones).
+        num_layers: with attention.
+
+    Returns:
+        (N,) FLOPs.
+
+    Raises:
+        ValueError: a negative size.
     """
-    return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in lengths]
+    if min(hidden_size, num_parameters, num_layers) < 0:
+        raise ValueError(
+            f"hidden_size={hidden_size}, num_parameters={num_parameters}, num_layers={num_layers}: none can be negative"
+        )
+    return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in _as_list(lengths)]
 
 
 # ------------------------------------------------------------------------------------------------------------ balancing
@@ -155,17 +218,15 @@ def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _differencing(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
     """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
 
-    A part is ``(load, members)``; members are nested pairs, flattened once at the end, so that a merge costs no copy.
+    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``; members are nested pairs,
+    flattened once at the end, so that a merge costs no copy.
     """
-    empty: list[_Part] = [(0.0, None)] * (num_parts - 1)
-    heap: list[tuple[float, int, list[_Part]]] = [
-        (-float(cost), index, [(float(cost), index), *empty]) for index, cost in enumerate(costs)
-    ]
+    heap = [(parts[-1][0] - parts[0][0], serial, parts) for serial, parts in enumerate(partials)]
     heapq.heapify(heap)
-    serial = len(costs)
+    serial = len(partials)
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heap[0]
@@ -194,6 +255,32 @@ def _flatten(members: object) -> list[int]:
     return found
 
 
+# -------------------------------------------------------------------------------------------------------- equal counts
+def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[float]) -> bool:
+    """Bring every rank to the largest count of any, with as little change as possible; whether all got there."""
+    most = max(len(own) for own in partition)
+    for own in partition:
+        _split_up(own, lengths, most)
+    for own in partition:
+        while len(own) < most:
+            moved = _take_cheapest(partition, costs)
+            if moved is None:
+                return False
+            own.append([moved])
+    return True
+
+
+def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
+    """Take a sequence out of a micro-batch that holds others too: the cheapest of the rank that bears most."""
+    donors = [own for own in partition if any(len(members) > 1 for members in own)]
+    if not donors:
+        return None
+    donor = max(donors, key=lambda own: sum(costs[i] for members in own for i in members))
+    _, slot, index = min((costs[i], k, i) for k, members in enumerate(donor) if len(members) > 1 for i in members)
+    donor[slot].remove(index)
+    return index
+
+
 def _split_up(bins: list[list[int]], lengths: Sequence[int], count: int) -> None:
     """Split the bin with most tokens in two, until there are ``count`` bins or none holds two sequences."""
     while len(bins) < count:
@@ -206,19 +293,102 @@ def _split_up(bins: list[list[int]], lengths: Sequence[int], count: int) -> None
         bins.extend([fullest[k] for k in half] for half in halves)
 
 
+def _even_partition(
+    lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Sequence[float]
+) -> Partition | None:
+    """The same number of micro-batches on every rank, as few as can be found; ``None`` if that needs more sequences."""
+    bins = first_fit_decreasing(lengths, max_tokens)
+    rounds = -(-len(bins) // num_ranks)
+    if rounds * num_ranks > len(lengths):
+        rounds = len(lengths) // num_ranks
+        fewer = pack_into(lengths, max_tokens, rounds * num_ranks)
+        if fewer is None:
+            return None
+        bins = fewer
+    _split_up(bins, lengths, rounds * num_ranks)
+    return _shared_out(bins, num_ranks, costs)
+
+
+def _shared_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> Partition:
+    """Equally many bins for every rank: differencing that starts from one bin each (balanced largest-first
+    differencing: Michiels, Korst, Aarts and van Leeuwen 2003)."""
+    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
+    rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
+    return [[bins[k] for k in own] for own in _differencing(rounds)]
+
+
+def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
+    """Lay items into at most ``count`` bins by exhaustive search, longest first, or find that there is no way.
+
+    Worth it where first-fit-decreasing misses by a few bins. Bins with equal room are tried once. Packing is NP-hard:
+    after a bounded number of steps the search ends as if there were no way.
+
+    Args:
+        lengths: 1 to ``capacity`` each.
+        capacity: of every bin.
+        count: of bins that may be used.
+
+    Returns:
+        Indices into ``lengths`` of every bin, none empty; ``None`` if no way was found.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    room, bins = [capacity] * count, [list[int]() for _ in range(count)]
+    tried: list[set[int]] = [set()]
+    chosen: list[int] = []
+    for _ in range(_SEARCH_STEPS):
+        depth = len(chosen)
+        if depth == len(order):
+            return [members for members in bins if members]
+        length = lengths[order[depth]]
+        slot = next((k for k, free in enumerate(room) if free >= length and free not in tried[-1]), None)
+        if slot is None:
+            if not chosen:
+                return None
+            tried.pop()
+            last = chosen.pop()
+            room[last] += lengths[bins[last].pop()]
+            continue
+        tried[-1].add(room[slot])
+        tried.append(set())
+        chosen.append(slot)
+        bins[slot].append(order[depth])
+        room[slot] -= length
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
+    """A tensor's entries as numbers: 0-d tensors would be compared and added a hundred times slower."""
+    found = values.tolist() if isinstance(values, Tensor) else list(values)
+    return found if isinstance(found, list) else [found]
+
+
 def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Sequence[float] | None) -> None:
     _check_lengths(lengths, max_tokens)
-    if num_ranks < 1 or len(lengths) < num_ranks:
+    _check_ranks(num_ranks)
+    if len(lengths) < num_ranks:
         raise ValueError(
             f"{len(lengths)} sequences cannot give each of {num_ranks} ranks at least one; collect more, or use fewer "
             "ranks"
         )
-    if costs is not None and len(costs) != len(lengths):
+    if costs is None:
+        return
+    if len(costs) != len(lengths):
         raise ValueError(f"{len(costs)} costs for {len(lengths)} sequences; give one each")
+    for index, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"sequence {index} has cost {cost}; give a finite one, 0 or more")
+
+
+def _check_ranks(num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
 
 
 def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     for index, length in enumerate(lengths):
+        if not isinstance(length, Integral):
+            raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")
         if length > max_tokens:
             raise ValueError(
                 f"sequence {index} occupies {length} tokens, over the budget of {max_tokens}; raise max_tokens"

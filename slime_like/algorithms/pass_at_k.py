@@ -14,6 +14,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         num_correct: c, how many of them succeeded.
         k: at most n.
 
+    Returns:
+        0 to 1.
+
     Raises:
         ValueError: k or c outside 1 to n or 0 to n.
 
@@ -27,7 +30,20 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean of ``pass_at_k`` over prompts; ``successes`` has one row per prompt, one entry per sample."""
+    """Mean of ``pass_at_k`` over prompts.
+
+    Args:
+        successes: one row per prompt, one entry per sample; rows may differ in length.
+        k: at most the samples of every row.
+
+    Returns:
+        0 to 1.
+
+    Raises:
+        ValueError: no prompt at all, or as in ``pass_at_k``.
+    """
+    if not successes:
+        raise ValueError("no prompt has samples, so that there is no mean; give at least one row")
     return sum(pass_at_k(len(row), sum(row), k) for row in successes) / len(successes)
 
 

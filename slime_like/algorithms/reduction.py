@@ -101,7 +101,11 @@ def token_weights(
         One weight per sample; 0 for a sample without loss-carrying tokens.
 
     Raises:
-        ValueError: unknown reduction, lists of different lengths, or ``constant`` without its length.
+        ValueError: unknown reduction, lists of different lengths, a negative count, or ``constant`` without its length.
+
+    Example:
+        >>> token_weights("samples", [4, 0, 2], group_ids=[1, 1, 2])
+        [0.25, 0.0, 0.5]
     """
     divisors = _find(reduction, loss_token_counts, group_ids).divisors(loss_token_counts, group_ids, constant_length)
     return [1.0 / d if count else 0.0 for d, count in zip(divisors, loss_token_counts, strict=True)]
@@ -119,6 +123,10 @@ def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids
 
     Raises:
         ValueError: nothing in the step carries loss, so that no mean exists; or as in ``token_weights``.
+
+    Example:
+        >>> step_denominator("samples", [4, 0, 2], group_ids=[1, 1, 2])
+        2.0
     """
     found = _find(reduction, loss_token_counts, group_ids)
     if not any(loss_token_counts):
@@ -128,7 +136,7 @@ def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids
     return found.denominator(loss_token_counts, group_ids)
 
 
-def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
+def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss_masks: Sequence[Tensor]) -> Tensor:
     """Sum over samples of each sample's masked mean; a fully masked sample adds 0.
 
     Args:
@@ -141,9 +149,15 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         tokens, inf and nan too, has no effect.
 
     Raises:
-        ValueError: lengths that do not add up to R, or masks of another length.
+        ValueError: values that are not (R,), lengths that do not add up to R, or masks of another length.
+
+    Example:
+        >>> sum_of_sample_mean(torch.tensor([1.0, 3.0, 5.0]), [2, 1], [torch.ones(2), torch.ones(1)])
+        tensor(7.)
     """
-    lengths = list(response_lengths)
+    if x.ndim != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
+    lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)
     if sum(lengths) != x.numel() or [mask.numel() for mask in loss_masks] != lengths:
         raise ValueError(
             f"x has {x.numel()} values, response_lengths add up to {sum(lengths)}; every mask needs its sample's length"
@@ -161,6 +175,8 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def _find(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> Reduction:
     if len(counts) != len(group_ids):
         raise ValueError(f"{len(counts)} token counts but {len(group_ids)} group ids; give one of each per sample")
+    if odd := [index for index, count in enumerate(counts) if count < 0]:
+        raise ValueError(f"sample {odd[0]} has {counts[odd[0]]} loss-carrying tokens; a count is 0 or more")
     found: Reduction = resolve("reduction", reduction, REDUCTIONS)
     return found
 

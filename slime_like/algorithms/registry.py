@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,9 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         kind: what is looked for, for the message ("loss", "advantage estimator").
         name: registered name or import path.
         known: the registry.
+
+    Returns:
+        Whatever is there; that it is of the right kind is for the caller to see.
 
     Raises:
         ValueError: unknown name (the known ones are listed), or an import path that leads nowhere.
@@ -31,3 +35,23 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{kind} {name!r}: importing {module_name} fails with {type(error).__name__} ({error}); correct that module"
         ) from error
+
+
+def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+    """As ``resolve``, and something that can be called.
+
+    Raises:
+        ValueError: it cannot; or as in ``resolve``.
+    """
+    found = resolve(kind, name, known)
+    if not callable(found):
+        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; name a function")
+    return found
+
+
+def option_names(function: Callable[..., Any], positional: int = 2) -> list[str] | None:
+    """Names of what ``function`` takes besides its first ``positional`` arguments; ``None`` where it takes anything."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters[positional:]]

@@ -6,6 +6,15 @@ import torch
 from torch import Tensor
 
 
+def require_lengths(lengths: Tensor, total: int) -> None:
+    """Raises ``ValueError`` for segments that do not cover ``total`` tokens."""
+    if lengths.ndim != 1 or lengths.is_floating_point() or int(lengths.sum()) != total:
+        raise ValueError(
+            f"response_lens {tuple(lengths.shape)} of {lengths.dtype} add up to {lengths.sum().item()}, but there are "
+            f"{total} response tokens; give the (S,) integer lengths of the sequences they belong to"
+        )
+
+
 def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
     """Sum of (R,) ``x`` over consecutive segments of ``lengths`` (S,): (S,), differentiable."""
     return torch.segment_reduce(x, "sum", lengths=lengths)
@@ -14,7 +23,12 @@ def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
 # What is per sequence is float64, forwards and backwards: the exponential of a float32 sum over hundreds of tokens,
 # or a gradient added up over them, would be off by more than 1e-6.
 def masked_segment_sum(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of ``x`` over the True entries of ``mask`` in every segment: (S,) float64."""
+    """Sum of ``x`` over the True entries of ``mask`` in every segment: (S,) float64.
+
+    Raises:
+        ValueError: segments that do not cover ``x``.
+    """
+    require_lengths(lengths, x.numel())
     return segment_sum(torch.where(mask, x, 0.0).double(), lengths)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.kl import kl_estimate
-from slime_like.algorithms.segments import segment_sum
+from slime_like.algorithms.masks import require_bool_mask
+from slime_like.algorithms.segments import require_lengths, segment_sum
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -24,12 +27,18 @@ def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: f
         (N,) float32, at most 0.
 
     Raises:
-        ValueError: a buffer that is not between 1 and ``max_len``.
+        ValueError: a buffer that is not between 1 and ``max_len``, or a factor below 0.
+
+    Example:
+        >>> overlong_penalty(torch.tensor([15, 18, 20, 25]), max_len=20, buffer=4)
+        tensor([ 0.0000, -0.5000, -1.0000, -1.0000])
     """
     if not 1 <= buffer <= max_len:
         raise ValueError(f"overlong buffer={buffer} must lie between 1 and the response limit {max_len}")
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"overlong factor={factor} would be no penalty; give a finite one, 0 or more")
     excess = response_lens.to(torch.float32) - (max_len - buffer)
-    return -factor * (excess / buffer).clamp(0.0, 1.0)
+    return factor * (-excess / buffer).clamp(-1.0, 0.0)
 
 
 def kl_penalty(
@@ -54,8 +63,15 @@ def kl_penalty(
         and float32 at least.
 
     Raises:
-        ValueError: an unknown estimator.
+        ValueError: an unknown estimator, shapes that do not fit together, or a mask that is not bool.
     """
+    require_bool_mask(loss_mask)
+    if loss_mask.shape != logprobs.shape:
+        raise ValueError(
+            f"loss_mask {tuple(loss_mask.shape)} and logprobs {tuple(logprobs.shape)} differ; give one of each per "
+            "token"
+        )
+    require_lengths(response_lens, logprobs.numel())
     estimate = kl_estimate(logprobs.detach(), ref_logprobs, estimator)
     per_token = torch.where(loss_mask, -coefficient * estimate, 0.0)
     precision = torch.promote_types(per_token.dtype, torch.float32)

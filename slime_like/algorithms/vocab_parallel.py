@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slime_like.algorithms.head import Reduce, VocabularyShard, combine_shards, local_sums, no_reduction
 from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
+from slime_like.algorithms.masks import require_temperatures
 
 
 def vocab_parallel_logprobs(
@@ -31,25 +32,28 @@ def vocab_parallel_logprobs(
     Args:
         logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
         targets: (N,) int64, global token ids; any valid id where the token is masked.
-        temperatures: (N,), the logits are divided by them.
+        temperatures: (N,) positive, the logits are divided by them.
         vocab_start: global id of the first column.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
-        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group.
+        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``logits``
+            do not have the whole vocabulary's columns.
         chunk_tokens: tokens whose softmax exists at once.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside the vocabulary, a chunk below 1.
+        ValueError: shapes that do not fit, a target outside the vocabulary, a temperature that is not positive, a part
+            of the vocabulary without reductions, a chunk below 1.
     """
-    count = logits.shape[0]
-    if logits.ndim != 2 or targets.shape != (count,) or temperatures.shape != (count,):
+    if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
         raise ValueError(
             f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
             f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
         )
+    require_temperatures(temperatures)
     shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens)
+    shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
     return _VocabParallelLogprobs.apply(logits, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs, LossOutput
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.config.algorithm import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
 
 
 class GRPOLoss:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.registry import resolve
+from slime_like.algorithms.registry import resolve_callable
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -40,10 +40,23 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
     """Per-token estimate, differentiable with respect to ``logprobs``.
 
     Args:
-        logprobs, ref_logprobs: (R,) of the same tokens, sampled from the policy.
+        logprobs, ref_logprobs: (R,) of the same tokens, drawn by the policy of ``logprobs``: off-policy, every estimate
+            has to be weighted by pi / pi_sampled.
         estimator: k1, k2, k3, or the import path of a function of ``logprobs - ref_logprobs``.
 
+    Returns:
+        (R,) nats.
+
     Raises:
-        ValueError: unknown estimator; the known ones are listed.
+        ValueError: unknown estimator (the known ones are listed), or tensors that would be broadcast.
+
+    Example:
+        >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
+        tensor([0.1250])
     """
-    return resolve("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ; give one of each "
+            "per token"
+        )
+    return resolve_callable("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,21 +12,44 @@ from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
-from slime_like.algorithms.registry import resolve
-from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.algorithms.registry import resolve_callable
+
+if TYPE_CHECKING:
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
     """The loss that the configuration names.
 
+    Args:
+        config: the objective; any object with the attributes of ``AlgorithmConfig`` will do.
+
+    Returns:
+        The loss, to be called with the ``LossInputs`` of a micro-batch.
+
     Raises:
-        ValueError: unknown name (the known ones are listed) or an import path that leads nowhere.
+        ValueError: unknown name (the known ones are listed), an import path that leads nowhere, or an object there that
+            is no ``PolicyLoss``.
+
+    Example:
+        >>> build_loss(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)).needs_old
+        True
     """
-    return Loss(config, resolve("loss", config.loss, POLICY_LOSSES)(config))
+    found = resolve_callable("loss", config.loss, POLICY_LOSSES)
+    missing = [name for name in ("name", "needs_old", "needs_advantages") if not hasattr(found, name)]
+    if missing:
+        raise ValueError(
+            f"loss {config.loss!r} has no {' and no '.join(missing)}; a loss is a class as `PolicyLoss` describes it"
+        )
+    return Loss(config, found(config))
 
 
 class Loss:
     """``policy + kl_coef * KL - entropy_coef * H`` per token, weighted and summed.
+
+    Args:
+        config: coefficients and corrections.
+        policy: the policy term.
 
     Attributes:
         name: of the policy term.
@@ -46,8 +71,14 @@ class Loss:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss and figures of one micro-batch.
 
+        Args:
+            inputs: of whole sequences; what stands on tokens that carry no loss has no effect.
+
+        Returns:
+            The weighted sum, undivided, with graph, and the figures.
+
         Raises:
-            ValueError: an input that this loss needs is missing.
+            ValueError: an input that this loss needs is missing, or has another shape or type than it says.
         """
         self._check(inputs)
         inputs = inputs.cut_masked()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import masked_segment_mean, spread_over_tokens
-from slime_like.config.algorithm import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
 
 
 class PolicyLoss(Protocol):
@@ -124,15 +126,21 @@ class SFT:
 POLICY_LOSSES = MappingProxyType({cls.name: cls for cls in (PPOClip, PolicyGradient, GSPO, CISPO, SFT)})
 
 
+_GIVEN = {
+    "response_lens": "the (S,) lengths of its sequences, as `PackedTrajectory.response_lens` holds them",
+    "old_logprobs": "the (R,) logprobs under the weights at the start of the step",
+}
+
+
 def required(inputs: LossInputs, name: str) -> Tensor:
     """An input that the loss cannot do without.
 
     Raises:
         ValueError: it is missing.
     """
-    value = getattr(inputs, name)
+    value: Tensor | None = getattr(inputs, name)
     if value is None:
-        raise ValueError(f"this loss needs {name}, the micro-batch has none; see `needs_old` and `needs_reference`")
+        raise ValueError(f"this loss needs {name}, the micro-batch has none; give {_GIVEN.get(name, 'them, (R,)')}")
     return value
 
 

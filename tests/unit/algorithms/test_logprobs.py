@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,20 +99,22 @@ def test_bfloat16_is_accumulated_in_float32() -> None:
     assert actual.dtype == torch.float32 and close(actual, dense(logits, targets, torch.ones(5))[0], 2e-6)
 
 
-@given(shapes=shapes(12, 40), padding=st.integers(0, 9), temperature=st.sampled_from([1.0, 0.6, 1.7]))
+@given(shapes=shapes(12, 40), padding=st.integers(0, 9), temperature=st.sampled_from([None, 1.0, 0.6, 1.7]))
 @settings(max_examples=25, deadline=None)
 def test_response_logprobs_of_each_sequence_alone(
-    shapes: list[tuple[int, int]], padding: int, temperature: float
+    shapes: list[tuple[int, int]], padding: int, temperature: float | None
 ) -> None:
     """Sequence by sequence: the logits at i score token i + 1, the last response token included."""
     sequences = batch(shapes)
+    if temperature is not None:  # every other sequence says so itself, the rest says nothing
+        sequences = [replace(s, temperature=(temperature, 1.0)[i % 2]) for i, s in enumerate(sequences)]
     total = sum(p + r for p, r in shapes)
     packed = pack_sequences(sequences, target_tokens_per_batch=total + padding)
     logits = torch.randn(total + padding, VOCABULARY, dtype=torch.float64, requires_grad=True)
     expected, start = [], 0
     for s in sequences:
         tokens = torch.cat([s.prompt_tokens, s.response_tokens])
-        own = (logits[start : start + s.total_len] / temperature).log_softmax(-1)
+        own = (logits[start : start + s.total_len] / (temperature or s.temperature)).log_softmax(-1)
         for i in range(s.prompt_len, s.total_len):
             expected.append(own[i - 1, tokens[i]])
         start += s.total_len
@@ -136,7 +140,7 @@ def test_matches_hugging_face() -> None:
             num_key_value_heads=1,
         )
     ).eval()
-    sequences = batch(SHAPES)
+    sequences = [replace(s, temperature=1.0) for s in batch(SHAPES)]
     packed = pack_sequences(sequences, target_tokens_per_batch=40)
     with torch.no_grad():
         rows = [model(input_ids=torch.cat([s.prompt_tokens, s.response_tokens])[None]).logits[0] for s in sequences]
@@ -160,3 +164,38 @@ def test_errors() -> None:
         compute_response_logprobs(torch.zeros(30, 5), packed, 0.0)
     with pytest.raises(ValueError, match=r"targets have shape \(3,\)"):
         selective_log_softmax(torch.zeros(4, 5), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"targets are torch\.float32"):
+        selective_log_softmax(torch.zeros(3, 5), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"logits are torch\.int64"):
+        selective_log_softmax(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="targets reach up to 5, logits have 5 columns"):
+        logprobs_and_entropy(torch.zeros(3, 5), torch.tensor([0, 5, 1]))
+    with pytest.raises(ValueError, match="logits have 5 columns"):
+        compute_response_logprobs(
+            torch.zeros(30, 5), pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
+        )
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_scales_nothing_is_refused(value: float) -> None:
+    logits, targets = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"temperature {value} \(entry 1\) cannot scale logits"):
+        logprobs_and_entropy(logits, targets, torch.tensor([1.0, value, 1.0]))
+    packed = pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
+    with pytest.raises(ValueError, match=f"temperature={value} cannot scale logits"):
+        compute_response_logprobs(torch.zeros(30, VOCABULARY), packed, value)
+    with pytest.raises(ValueError, match=r"temperatures have shape \(2,\), targets \(3,\)"):
+        logprobs_and_entropy(logits, targets, torch.ones(2))
+
+
+def test_another_temperature_than_the_one_that_sampled_is_refused() -> None:
+    """Neither by default nor by a number; what says nothing (temperature 1) takes any."""
+    sampled = [replace(s, temperature=0.7 if i == 2 else 1.0) for i, s in enumerate(batch(SHAPES))]
+    packed = pack_sequences(sampled)
+    logits = torch.randn(30, VOCABULARY)
+    for arguments in ((), (1.0,), (0.9,)):
+        with pytest.raises(ValueError, match=r"'s2' was sampled at temperature 0\.7, .*give temperature=None"):
+            compute_response_logprobs(logits, packed, *arguments)
+    own = compute_response_logprobs(logits, packed, None).split(packed.response_lens.tolist())
+    everywhere = compute_response_logprobs(logits, packed, 0.7).split(packed.response_lens.tolist())
+    assert torch.equal(own[2], everywhere[2]) and not torch.equal(own[1], everywhere[1])

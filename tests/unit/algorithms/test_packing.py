@@ -20,6 +20,7 @@ from slime_like.algorithms import (
     unpack_sequences,
     zero_weight_pack,
 )
+from slime_like.algorithms.packing_faults import first_fault
 from slime_like.algorithms.transfer import move_together
 from tests.unit.algorithms.cases import SHAPES, batch, scored, shapes, unscored
 
@@ -166,11 +167,79 @@ ERRORS = [
     (lambda: [scored(0), replace(scored(1), logprobs=torch.zeros(5))], None, "'s1': logprobs has 5"),
     (lambda: [scored(0), replace(scored(1), ref_logprobs=None)], None, "'s1' has no ref_logprobs"),
     (lambda: [scored(0), replace(scored(1), rewards=torch.zeros(3))], None, "'s1' has 3 rewards"),
-    (lambda: [scored(0), replace(scored(1), advantages=torch.zeros(1))], None, r"'s1': advantages have shape \(1,\)"),
+    (lambda: [scored(0), replace(scored(1), advantages=torch.zeros(1))], None, r"'s1': advantages is .* shape \(1,\)"),
     (lambda: [scored(0), unscored(1)], None, "scored and unscored"),
     (lambda: [scored(0), scored(1, 30, 30)], 50, "'s1' has 60 tokens, over the budget of 50"),
     (lambda: [scored(0), scored(1)], 10, "14 tokens together, over the budget of 10"),
+    (lambda: scored(1), None, "'s1' was given alone; give a list"),
+    (lambda: [scored(0), {"tokens": [1]}], None, "a dict is no sequence"),
 ]  # fmt: skip
+
+# Changes of one of two sequences; whatever torch makes of it, the message names the sequence and the field.
+WRONG_TYPES = [
+    *(
+        ({name: value}, rf"'s1': {name} is {found}; give a (1-dimensional|scalar) tensor of ")
+        for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages")
+        for value, found in ((None, "None"), ([1, 2, 3, 4], "a list"), (0.5, "a float"))
+    ),
+    *(
+        ({name: value}, rf"'s1': {name} is {found}; give a 1-dimensional tensor of ")
+        for name in ("logprobs", "old_logprobs", "ref_logprobs", "weight_versions")
+        for value, found in (([1, 2, 3, 4], "a list"), (0.5, "a float"))
+    ),
+    ({"prompt_tokens": torch.ones(1, 3, dtype=torch.int64)}, r"'s1': prompt_tokens is torch.int64 of shape \(1, 3\)"),
+    ({"response_tokens": torch.ones(4)}, r"'s1': response_tokens is torch.float32 .*integer token ids"),
+    ({"prompt_tokens": torch.ones(3, dtype=torch.float64)}, r"'s1': prompt_tokens is torch.float64"),
+    ({"loss_mask": torch.ones(4)}, r"'s1': loss_mask is torch.float32 .*of bools"),
+    ({"loss_mask": torch.ones(4, dtype=torch.int64)}, r"'s1': loss_mask is torch.int64 .*of bools"),
+    ({"weight_versions": torch.ones(4)}, r"'s1': weight_versions is torch.float32 .*of integers"),
+    ({"logprobs": torch.zeros(4, dtype=torch.complex64)}, r"'s1': logprobs is torch.complex64"),
+    ({"logprobs": torch.zeros(2, 2)}, r"'s1': logprobs is torch.float32 of shape \(2, 2\)"),
+    ({"rewards": torch.zeros(1, 2)}, r"'s1': rewards is torch.float32 of shape \(1, 2\)"),
+    ({"prompt_len": None}, r"'s1': prompt_len is None; give a whole number"),
+    ({"response_len": "4"}, r"'s1': response_len is a str; give a whole number"),
+    ({"token_weight": None}, r"'s1': token_weight is None; give a number"),
+    ({"temperature": "hot"}, r"'s1': temperature is a str; give a number"),
+    ({"temperature": 0.0}, r"'s1' has temperature 0\.0"),
+    ({"temperature": -1.0}, r"'s1' has temperature -1\.0"),
+    ({"temperature": float("nan")}, r"'s1' has temperature nan"),
+    ({"temperature": float("inf")}, r"'s1' has temperature inf"),
+    ({"token_weight": float("nan")}, r"'s1' has the token_weight nan; it must be finite"),
+    ({"advantages": torch.tensor(float("nan"))}, r"'s1' has the advantage nan"),
+    ({"advantages": torch.tensor(float("-inf"))}, r"'s1' has the advantage -inf"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_TYPES, ids=lambda value: str(value)[:60])
+def test_a_field_of_another_type_is_named(changes: dict[str, object], message: str) -> None:
+    wrong = replace(scored(1), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        pack_sequences([scored(0), wrong])
+    with pytest.raises(ValueError, match=message):  # nothing else in the pack to differ from
+        pack_sequences([wrong])
+
+
+def test_a_field_on_another_device_is_named() -> None:
+    elsewhere = replace(scored(1), logprobs=torch.zeros(4, device="meta"))
+    assert first_fault([scored(0), elsewhere]) == (
+        "sequence 's1': logprobs is torch.float32 of shape (4,) on meta; "
+        "give a 1-dimensional tensor of numbers, on the CPU"
+    )
+    assert first_fault([scored(0), unscored(1)]) is None
+
+
+def test_anything_that_can_be_walked_over_is_packed() -> None:
+    sequences = batch(SHAPES)
+    assert torch.equal(pack_sequences(s for s in sequences).tokens, pack_sequences(tuple(sequences)).tokens)  # type: ignore[arg-type]
+    narrow = [
+        replace(s, prompt_tokens=s.prompt_tokens.to(torch.int32), advantages=s.advantages.double()) for s in sequences
+    ]
+    assert_same(pack_sequences(narrow), pack_sequences(sequences))
+
+
+def test_an_ignore_index_is_no_token() -> None:
+    with pytest.raises(ValueError, match="ignore_index=0 is the id of a token"):
+        pack_sequences(batch(SHAPES), ignore_index=0)
 
 
 @pytest.mark.parametrize(("make", "budget", "message"), ERRORS, ids=[message for _, _, message in ERRORS])

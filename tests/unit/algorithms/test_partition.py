@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.algorithms import partition_by_tokens, partition_full_batches
-from slime_like.algorithms.partition import balance, first_fit_decreasing, training_flops
+from slime_like.algorithms.partition import balance, first_fit_decreasing, pack_into, training_flops
 
 
 @given(
@@ -27,9 +27,64 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
     assert len(partition) == ranks and all(own and all(own) for own in partition)
     assert sorted(i for own in partition for batch in own for i in batch) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= budget for own in partition for batch in own)
-    # A rank may have fewer micro-batches than another only if each of its own holds a single sequence.
-    most = max(len(own) for own in partition)
-    assert all(len(own) == most or all(len(batch) == 1 for batch in own) for own in partition)
+    # Counts differ only where there is nothing left to split: every sequence has a micro-batch of its own.
+    assert len({len(own) for own in partition}) == 1 or all(len(batch) == 1 for own in partition for batch in own)
+
+
+def fewest_bins(lengths: list[int], capacity: int) -> int:
+    """The optimum, by trying every assignment."""
+    best = len(lengths)
+
+    def place(index: int, room: list[int]) -> None:
+        nonlocal best
+        if index == len(lengths):
+            best = min(best, len(room))
+            return
+        for slot in [k for k, free in enumerate(room) if free >= lengths[index]]:
+            place(index + 1, [free - (k == slot) * lengths[index] for k, free in enumerate(room)])
+        place(index + 1, [*room, capacity - lengths[index]])
+
+    place(0, [])
+    return best
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=7), ranks=st.integers(1, 4), by_cost=st.booleans())
+@example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
+@example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
+@settings(max_examples=150, deadline=None)
+def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
+    """They do if the fewest micro-batches, rounded up to whole rounds, leave none empty: the others can be split."""
+    costs = [float(n * n) for n in lengths] if by_cost else None
+    possible = len(lengths) >= ranks and -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
+    if not possible:
+        with pytest.raises(ValueError, match=r"at least one|leave equal_counts out"):
+            partition_by_tokens(lengths, 64, ranks, costs=costs, equal_counts=True)
+        return
+    partition = partition_by_tokens(lengths, 64, ranks, costs=costs, equal_counts=True)
+    assert partition == partition_by_tokens(lengths, 64, ranks, costs=costs)
+    assert len({len(own) for own in partition}) == 1
+    assert sorted(i for own in partition for batch in own for i in batch) == list(range(len(lengths)))
+    assert all(batch and sum(lengths[i] for i in batch) <= 64 for own in partition for batch in own)
+
+
+def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
+    """Four bins for what fits into three; with three more full ones, six ranks have equal counts only by the search."""
+    lengths = [5, 8, 5, 8, 8, 7, 7, 9]
+    assert len(first_fit_decreasing(lengths, 20)) == 4 and fewest_bins(lengths, 20) == 3
+    bins = pack_into(lengths, 20, 3)
+    assert bins is not None and sorted(i for members in bins for i in members) == list(range(8))
+    assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
+    assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
+    partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6, equal_counts=True)
+    assert [len(own) for own in partition] == [1] * 6
+
+
+def test_equal_counts_move_little() -> None:
+    """A rank with one long sequence is given the cheapest of the others; balance by cost survives."""
+    lengths = [4096] + [256] * 24
+    flops = training_flops(lengths, hidden_size=64, num_parameters=100_000, num_layers=4)
+    partition = partition_by_tokens(lengths, 4096, 2, costs=flops, equal_counts=True)
+    assert sorted(len([i for batch in own for i in batch]) for own in partition) == [2, 23]
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -79,6 +134,17 @@ def test_equal_counts_can_be_switched_off() -> None:
     counts = [len(own) for own in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2, equal_counts=False)]
     assert counts[0] != counts[1]
     assert len({len(own) for own in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2)}) == 1
+    assert sorted(map(len, partition_by_tokens([60, 60, 60], 64, 2))) == [1, 2]
+    with pytest.raises(ValueError, match=r"3 sequences cannot .* equally many .* 2 ranks; .*zero_weight_pack"):
+        partition_by_tokens([60, 60, 60], 64, 2, equal_counts=True)
+
+
+def test_tensors_are_welcome() -> None:
+    lengths, costs = [5, 3, 4, 2], [1.0, 9.0, 1.0, 1.0]
+    expected = partition_by_tokens(lengths, 8, 2, costs=costs)
+    assert partition_by_tokens(torch.tensor(lengths), 8, 2, costs=torch.tensor(costs)) == expected
+    assert partition_full_batches(torch.tensor(lengths), 8, 1) == partition_full_batches(lengths, 8, 1)
+    assert training_flops(torch.tensor(lengths), 2, 3, 4) == training_flops(lengths, 2, 3, 4)
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), ranks=st.integers(1, 4))
@@ -103,3 +169,12 @@ def test_errors_name_the_index() -> None:
         partition_by_tokens([3, 3], 10, 1, costs=[1.0])
     with pytest.raises(ValueError, match="sequence 0 occupies 11"):
         partition_full_batches([11], 10, 1)
+    with pytest.raises(ValueError, match=r"sequence 1 has length 2\.5; give whole numbers"):
+        partition_by_tokens([3, 2.5], 10, 1)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="sequence 1 has cost nan"):
+        partition_by_tokens([3, 3], 10, 1, costs=[1.0, float("nan")])
+    with pytest.raises(ValueError, match="hidden_size=-1"):
+        training_flops([3], -1, 2, 2)
+    for refused in (lambda: partition_full_batches([3], 10, 0), lambda: partition_by_tokens([3], 10, 0)):
+        with pytest.raises(ValueError, match="num_ranks=0 leaves no rank"):
+            refused()
