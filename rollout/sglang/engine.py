@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.requests import check_request
-from rollout.sglang.arguments import check_names, on_cpu, sleep_mode
-from rollout.sglang.process import EngineProcess, ProcessEnded
+from rollout.sglang.arguments import check_names, environment, on_cpu, sleep_mode
 from rollout.weight_update import WeightUpdateState
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, WeightSyncError
+from slime_like.hosting.child import ChildProcess, ProcessEnded
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
@@ -26,6 +27,7 @@ from slime_like.weights.wire import metadata_to_wire
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
 
+_MODULE = "rollout.sglang.main"
 _END_S = 3.0
 """For SGLang's processes to be gone after they were killed; they have nothing to save."""
 _HEALTH_TIMEOUT_S = 10.0
@@ -44,7 +46,7 @@ class SglangEngine:
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._expected = expected_tensors(config.model.path)
         self._state = WeightUpdateState(self._name, self._expected)
-        self._process: EngineProcess | None = None
+        self._process: ChildProcess | None = None
         self._promised: dict[str, int] = {}
         self._paused = False
         self._asleep: set[str] = set()
@@ -62,9 +64,9 @@ class SglangEngine:
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused, self._resume_after_update, self._asleep = False, False, set()
         timeout = self._config.rollout.start_timeout_s
-        process = EngineProcess(self._config, self._index)
+        process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
         try:
-            await asyncio.wait_for(process.start(), timeout)
+            await asyncio.wait_for(process.start(self._config, self._index), timeout)
         except BaseException as error:
             await asyncio.to_thread(process.end, _END_S)
             raise self._start_error(error, timeout) from error
@@ -207,14 +209,14 @@ class SglangEngine:
             return EngineError(f"{self._name} did not start: {error}; {log}")
         return error
 
-    def _alive(self) -> EngineProcess:
+    def _alive(self) -> ChildProcess:
         if self._process is None:
             raise EngineError(f"{self._name} is not running; call start first")
         if not self._process.alive:
             raise EngineError(f"{self._name}: its process has died; see its log")
         return self._process
 
-    def _serving(self) -> EngineProcess:
+    def _serving(self) -> ChildProcess:
         process = self._alive()
         self._state.require_serving()
         if self._asleep:

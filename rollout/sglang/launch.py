@@ -19,8 +19,8 @@ from slime_like.errors import EngineError
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-    from rollout.sglang.owner import Owner
     from slime_like.config import RunConfig
+    from slime_like.hosting.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)

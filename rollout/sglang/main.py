@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rollout.sglang.arguments import on_cpu
-from rollout.sglang.calls import Answer, one_line
-from rollout.sglang.owner import Owner
+from slime_like.hosting.calls import Answer, one_line
+from slime_like.hosting.owner import Owner
 
 
 def main(descriptor: int, scratch: Path) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollout.processes import end_processes, is_alive, mapped_files, new_children, process_ids
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.hosting.processes import end_processes, is_alive, mapped_files, new_children, process_ids
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path
 from slime_like.config.check import check
 from slime_like.config.directories import directory_problem
+from slime_like.config.engine_install import version_warning
 from slime_like.config.help import fields_help
 from slime_like.config.load import load_config
 from slime_like.config.run import MAX_SEED
@@ -124,6 +126,8 @@ def _evaluate(config: RunConfig) -> int:
         )
     from slime_like.evaluate import evaluate
 
+    if warning := version_warning(config.rollout.python, config.rollout.engine):
+        print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
         result = evaluate(config)
     for name, own in {"held-out": result.overall, **result.datasets}.items():

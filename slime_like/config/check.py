@@ -13,6 +13,7 @@ from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVA
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
+from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.import_path import import_path_problem
@@ -136,7 +137,10 @@ def _names(config: RunConfig) -> Iterator[str]:
     named.append(("algorithm.loss", config.algorithm.loss, list(LOSSES), importable))
     if not config.supervised:
         named.append(("algorithm.advantage", config.algorithm.advantage, list(ADVANTAGES), importable))
-        named.append(("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP), ""))
+        if config.rollout.python is None:
+            named.append(("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP), ""))
+        else:
+            yield from interpreter_problems(config.rollout.python, config.rollout.engine)
     for field, name, known, otherwise in named:
         if otherwise and ":" in name:
             problem = import_path_problem(name)

@@ -46,6 +46,12 @@ class RolloutConfig(Section):
     engine: str = Field(
         "vllm", description="Engine name (entry-point group slime_like.engines): vllm, sglang, transformers."
     )
+    python: Path | None = Field(
+        None,
+        description="Python of another environment that engines live in, where their packages do not fit beside the "
+        "trainer's. It needs this distribution in the same version, without the extra `train`, and the engine; none "
+        "is the environment of the run.",
+    )
     num_engines: int = Field(1, ge=1, description="Engines to start; requests go to the least loaded one.")
     tensor: int = Field(1, ge=1, description="Tensor parallelism inside one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")

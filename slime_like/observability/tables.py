@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,11 +173,11 @@ def _rows(step: int, sample: ScoredTrajectory, tokens: _Tokens, decode: Decode) 
         range(length),
         token_ids,
         [decode([token]) for token in token_ids],
-        _cells(tokens.generated, length),
+        _sampled_cells(sample, tokens.generated),
         _cells(tokens.reference, length),
         _cells(tokens.pi, length),
         _cells(tokens.reference_gap, length),
-        _cells(tokens.generated_gap, length),
+        _sampled_cells(sample, tokens.generated_gap),
         [step] * length,
         sample.loss_mask.tolist(),
         _cells(sample.weight_versions, length),
@@ -229,6 +230,14 @@ def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> list[float]:
 
 def _cells(values: np.ndarray | Tensor | None, length: int) -> list[Any]:
     return [None] * length if values is None else values.tolist()
+
+
+def _sampled_cells(sample: ScoredTrajectory, values: np.ndarray | None) -> list[Any]:
+    """Empty on observations, which no engine sampled."""
+    cells = _cells(values, sample.response_len)
+    for (_, end), (start, _) in pairwise(_turns(sample)):
+        cells[end:start] = [None] * (start - end)
+    return cells
 
 
 def _masked_mean(values: np.ndarray | None, mask: Tensor) -> float | None:

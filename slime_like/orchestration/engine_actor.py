@@ -19,7 +19,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.orchestration.conversations import Conversations
-from slime_like.orchestration.plugins import load_engine
+from slime_like.orchestration.plugins import engine_class
 
 
 class EngineActor:
@@ -35,7 +35,7 @@ class EngineActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         self._config = config
         self._index = index
-        self._engine = load_engine(config.rollout.engine)(config, index)
+        self._engine = engine_class(config)(config, index)
         self._conversations: Conversations | None = None
         self._updated = asyncio.Event()
         self._updated.set()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from slime_like.config import RunConfig
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.errors import ConfigError
+from slime_like.hosting.engine import HostedEngine
 from slime_like.interfaces import RolloutEngine, TrainerBackend
 
 
@@ -22,6 +24,11 @@ def load_backend(name: str) -> type[TrainerBackend]:
 def load_engine(name: str) -> type[RolloutEngine]:
     """The engine class registered as ``name``; raises as ``load_backend``."""
     return _load(ENGINE_GROUP, name, "rollout.engine")
+
+
+def engine_class(config: RunConfig) -> type[RolloutEngine]:
+    """The class of the run's engines; where they live in another interpreter, the one that stands for it here."""
+    return HostedEngine if config.rollout.python is not None else load_engine(config.rollout.engine)
 
 
 def _load(group: str, name: str, field: str) -> Any:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.config.engine_install import version_warning
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource, load_tokenizer
@@ -160,6 +161,8 @@ class Session:
     ) -> RolloutSide:
         """Trainers and engines import at the same time; each is waited for with its own bound."""
         config, colocated = self.config, self.config.cluster.placement == "colocated"
+        if warning := version_warning(config.rollout.python, config.rollout.engine):
+            self.progress.note(warning)
         engines, pool = launch_engines(config, stack, placement, self.trainers.devices() if colocated else ())
         scorer = Scorer(config, pool, self.tokenizer)
         self.trainers.setup()

@@ -7,6 +7,7 @@ One engine is started per module and kind, so tests leave it idle and unpaused. 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest
+from slime_like.interfaces import BucketMetadata, ConversationTask, Generation, GenerationRequest
+from slime_like.orchestration.engine_actor import EngineActor
 from slime_like.weights.transports.base import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference
+from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
 
 NO_STOP = (RARE_ID,)
 COLD = 0.05
@@ -516,3 +518,88 @@ def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[l
     assert busy.running_requests == len(prompts)
     assert 0 < busy.outstanding_tokens <= 2 * 700 * len(prompts)
     assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+ECHO = """
+from slime_like.environments import Step
+
+class Echo:
+    def reset(self, task):
+        return 0
+
+    def step(self, state, response):
+        return Step(state + 1, f"heard {len(response)} <eos>")
+"""
+FEW = (20, 60, 100, 140)
+"""Ids that end a turn, of 264 about as likely each: a turn has some 66 tokens."""
+
+
+class _Counting:
+    """The engine, and how many second turns it has been asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.second_turns = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        self.second_turns += request.request_id.endswith("/1")
+        return await self._engine.generate(request)
+
+
+def test_conversations_go_on_through_a_weight_update(
+    engine: EngineUnderTest, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token that was sampled has the logprob that Hugging Face gives it, after all that came before, under the
+    weights of its version; a request that comes in the middle of the update waits for its end."""
+    (tmp_path / "echoes.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environment = {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30}
+    model = engine.engine._config.model.path  # type: ignore[attr-defined]
+    actor = EngineActor(run_config(model, tmp_path / "run", environment=environment), 0)
+    counting = _Counting(engine.engine)
+    actor._engine = counting  # type: ignore[assignment]
+    old, new = engine.version, engine.version + 1
+    before, after = engine.reference, engine.references[1 - engine.current]
+
+    def request(prompt: list[int]) -> GenerationRequest:
+        own = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
+        return replace(own, task=ConversationTask("", {}))
+
+    async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
+        await actor._start_conversations()
+        try:
+            talks = [asyncio.create_task(actor.generate(request(prompt))) for prompt in prompts]
+            while counting.second_turns < 4:
+                await asyncio.sleep(0.005)
+            await actor.begin_update(new)
+            late = asyncio.create_task(actor.generate(engine.request(prompts[0], max_new_tokens=5)))
+            await engine.send(list(after.weights.items()))
+            await actor.finish_update(new)
+            return list(await asyncio.gather(*talks)), await late
+        finally:
+            assert actor._conversations is not None
+            await actor._conversations.close()
+
+    talks, late = engine.run(scenario())
+    engine.version, engine.current = new, 1 - engine.current
+    assert late[0].weight_versions.tolist() == [new] * len(late[0].token_ids)
+    spanning = observed = 0
+    for prompt, generations in zip(prompts, talks, strict=True):
+        for generation in generations:
+            assert generation.conversation is not None
+            ids, versions = generation.token_ids, generation.weight_versions
+            sampled = np.zeros(len(ids), bool)
+            for start, end in generation.conversation.turns:
+                sampled[start:end] = True
+            known = {old: before.logprobs(prompt, ids, 1.0), new: after.logprobs(prompt, ids, 1.0)}
+            expected = np.where(versions == old, known[old], known[new])
+            assert np.abs(generation.logprobs - expected)[sampled].max() < TOLERANCE
+            assert (generation.logprobs[~sampled] == 0).all()
+            assert (np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, new}
+            spanning += len(set(versions.tolist())) > 1
+            observed += int((~sampled).sum())
+    assert spanning > 0 and observed > 100

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.processes import mapped_files, new_children, process_ids
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.errors import CheckpointError, ConfigError, EngineError
+from slime_like.hosting.processes import mapped_files, new_children, process_ids
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
 from tests.engines.harness import run_config
 

@@ -79,7 +79,7 @@ def test_every_example_is_tried() -> None:
     """A file that no ``try_*.py`` stands beside would rot unseen."""
     files = {block.file for block in blocks("python")}
     assert {f"try_{name}" for name in files if not name.startswith("try_")} == set(EXAMPLES)
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.text.split(":")[0])

@@ -56,8 +56,9 @@ def test_values_are_those_of_python_on_exact_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("2^10", 1024), ("2**3**2", 512), ("-2**2", -4), ("7\u00d78\u00f72\u22121", 27), (" ( 1 + 2 ) * 3 ", 9),
-     (".5+.5", 1), ("(-1)**999999999999", -1), ("1**10000000000", 1), ("0**0", 1)],
+    [("2^10", 1024), ("2**3**2", 512), ("-2**2", -4),
+     ("7\u00d78\u00f72\u22121", 27), (" ( 1 + 2 ) * 3 ", 9), (".5+.5", 1),
+     ("(-1)**999999999999", -1), ("1**10000000000", 1), ("0**0", 1)],
 )  # fmt: skip
 def test_spellings_and_binding(text: str, value: int) -> None:
     assert evaluate(text) == value

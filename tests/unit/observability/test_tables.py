@@ -76,6 +76,31 @@ def test_per_token_rows() -> None:
     ]
 
 
+def test_turns_are_readable() -> None:
+    """The model says "5<eos>", the environment "+", the model "5"; the second sample has no conversation."""
+    first, second = samples()
+    talk = replace(
+        first, response_tokens=torch.tensor([4, 5, 2, 4]), response_len=4, logprobs=torch.tensor([-0.25, -1, 0, -2]),
+        ref_logprobs=None, loss_mask=torch.tensor([True, True, False, True]),
+        weight_versions=torch.tensor([3, 3, 3, 4]),
+        reward_metadata={**first.reward_metadata, "conversation": {"turns": [[0, 2], [3, 4]], "steps": [{}]}},
+    )  # fmt: skip
+    pi = [np.array([-0.5, -1.0, -9.0, -2.5]), PI[1]]
+    table = per_sample_table(12, [talk, second], pi, STATS, decode, limit=4)
+    assert table.columns[-2:] == ["Turns", "Conversation"]
+    assert [row[-2:] for row in table.rows] == [
+        [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
+        [1, "1 model: <eos>"],
+    ]  # fmt: skip
+    assert table.rows[0][-7] == pytest.approx(0.25)  # mean gap to what was generated: the observation is no part of it
+    tokens = per_token_table(12, [talk, second], pi, decode, limit=4)
+    assert tokens.columns[-1] == "Turn"
+    assert [row[-1] for row in tokens.rows] == [1, 1, 1, 2, 1]
+    assert [(row[4], row[8], row[10]) for row in tokens.rows[:4]] == [
+        (-0.25, 0.25, True), (-1.0, 0.0, True), (None, None, False), (-2.0, 0.5, True),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("limit", "rows", "tokens"), [(0, 0, 0), (1, 1, 3), (2, 2, 4), (9, 2, 4)])
 def test_the_limit_counts_samples(limit: int, rows: int, tokens: int) -> None:
     assert len(per_sample_table(1, samples(), PI, STATS, decode, limit).rows) == rows

@@ -1,4 +1,4 @@
-"""The process that owns SGLang's, as seen from the latter: calls come in, answers go out, and its end is ours."""
+"""The process that started this one, as seen from here: calls come in, answers go out, and its end is ours."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from rollout.processes import descendants, end_processes
-from rollout.sglang.calls import Answer, Call, one_line
-from rollout.sglang.link import Link
+from slime_like.hosting.calls import Answer, Call, one_line
+from slime_like.hosting.link import Link
+from slime_like.hosting.processes import descendants, end_processes
 
 
 class Owner:
-    """Receives from its construction on, so that the owner's end ends this process even while SGLang starts."""
+    """Receives from its construction on, so that the owner's end ends this process even while its engine starts.
+
+    Args:
+        connection: this side of the socket pair.
+        scratch: a directory of this process, removed at its end.
+    """
 
     def __init__(self, connection: Connection, scratch: Path) -> None:
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
@@ -65,16 +70,15 @@ class Owner:
         threading.Thread(target=watch, name="watch-schedulers", daemon=True).start()
 
     def end(self) -> None:
-        """End the schedulers, by process id, what SGLang left on disk, and this process. From any thread."""
+        """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
         self._ending.acquire()  # for good: whoever comes second must not end the process half-way
-        schedulers = descendants(os.getpid())
-        end_processes(schedulers, grace_s=0.0)
+        end_processes(descendants(os.getpid()), grace_s=0.0)
         self._remove_files()
         shutil.rmtree(self._scratch, ignore_errors=True)
         os._exit(1)
 
     def will_remove(self, path: Path) -> None:
-        """A file that the schedulers make outside ``scratch``."""
+        """A file that children make outside ``scratch``."""
         self._files.append(path)
 
     def _remove_files(self) -> None:
@@ -85,6 +89,6 @@ class Owner:
         try:
             value = await getattr(host, call.method)(*call.arguments)
         except Exception as error:
-            self.answer(Answer(call.number, error=one_line(error)))
+            self.answer(Answer(call.number, error=one_line(error), kind=type(error).__name__))
         else:
             self.answer(Answer(call.number, value))

@@ -1,4 +1,4 @@
-"""Messages between an engine's owner and SGLang's process, over the two ends of one socket pair.
+"""Messages between an engine's owner and the process it has started, over the two ends of one socket pair.
 
 Both processes run this package and one has started the other, so that messages are pickled: nothing else can reach the
 pair, which has no address.
@@ -24,7 +24,7 @@ class Link:
         self._connection = connection
         self._on_message = on_message
         self._on_close = on_close
-        threading.Thread(target=self._receive, name="sglang-link", daemon=True).start()
+        threading.Thread(target=self._receive, name="engine-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Raises ``OSError`` if the other side has ended."""

@@ -1,4 +1,4 @@
-"""SGLang's process, as seen from its owner: started, called, watched, and ended by id."""
+"""A process that serves something, as seen from its owner: started, called, watched, and ended by id."""
 
 from __future__ import annotations
 
@@ -6,44 +6,47 @@ import asyncio
 import itertools
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollout.processes import descendants, end_processes
-from rollout.sglang.arguments import environment
-from rollout.sglang.calls import START, Answer, Call
-from rollout.sglang.link import Link
 from slime_like.errors import EngineError
-
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
-
-_MODULE = "rollout.sglang.main"
+from slime_like.hosting.calls import START, Answer, Call
+from slime_like.hosting.link import Link
+from slime_like.hosting.processes import descendants, end_processes
 
 
 class ProcessEnded(Exception):
-    """SGLang's process ended before it answered."""
+    """The process ended before it answered."""
 
 
-class EngineProcess:
-    """One of SGLang's, with its schedulers. Belongs to one event loop."""
+class ChildProcess:
+    """One process and its children. Belongs to one event loop.
 
-    def __init__(self, config: RunConfig, engine_index: int) -> None:
-        self._config = config
-        self._index = engine_index
+    Args:
+        interpreter: the Python that runs it.
+        module: what it runs as ``python -m``, with a descriptor and a scratch directory as its arguments; it makes an
+            ``Owner`` of them.
+        environment: makes its variables of the scratch directory.
+    """
+
+    def __init__(self, interpreter: str, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ended = False
-        self._scratch = Path(tempfile.mkdtemp(prefix="slime-like-sglang-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix="slime-like-engine-"))
         ours, theirs = Pipe()
-        self._process = self._launch(theirs)
+        self._process = subprocess.Popen(
+            [interpreter, "-m", module, str(theirs.fileno()), str(self._scratch)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=environment(self._scratch),
+            start_new_session=True,  # Ctrl-C on the terminal is the owner's business
+        )
         theirs.close()
         self.process_ids: tuple[int, ...] = (self._process.pid,)
         self._link = Link(ours, self._in_loop(self._answered), self._in_loop(self._closed))
@@ -52,16 +55,16 @@ class EngineProcess:
     def alive(self) -> bool:
         return not self._ended
 
-    async def start(self) -> None:
-        """Wait until it serves; raises as ``call``."""
-        await self.call(START, self._config, self._index)
+    async def start(self, *what: Any) -> None:
+        """Tell it what to serve, and wait until it does; raises as ``call``."""
+        await self.call(START, *what)
         self.note_processes()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What ``Host.method(*arguments)`` returns.
+        """What the method returns there.
 
         Raises:
-            EngineError: the method failed; the message is its own.
+            EngineError: the method failed; the message is its own. ``error`` decides the class.
             ProcessEnded: the process is gone.
         """
         if self._ended:
@@ -98,15 +101,9 @@ class EngineProcess:
         end_processes(self.process_ids, grace_s=0.0)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _launch(self, theirs: Connection) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._scratch)]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=environment(self._config, self._scratch),
-            start_new_session=True,  # Ctrl-C on the terminal is the owner's business
-        )
+    def error(self, answer: Answer) -> Exception:
+        """What ``call`` raises for a method that failed."""
+        return EngineError(answer.error)
 
     def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:
         """``handler``, called in the event loop from the link's thread."""
@@ -124,7 +121,7 @@ class EngineProcess:
         if answer.error is None:
             future.set_result(answer.value)
         else:
-            future.set_exception(EngineError(answer.error))
+            future.set_exception(self.error(answer))
 
     def _closed(self) -> None:
         self._ended = True

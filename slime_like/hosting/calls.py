@@ -1,4 +1,4 @@
-"""What crosses the link between an engine's owner and SGLang's process."""
+"""What crosses the link between an engine's owner and the engine's process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from slime_like.errors import SlimeLikeError
 
 START = "start"
-"""The first call, answered when the engine serves; its arguments are the run's configuration and the engine's index."""
+"""The first call, answered when the process serves; its arguments say what."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a method of ``rollout.sglang.host.Host``; ``number`` comes back with the answer."""
+    """Run a method of what the process serves; ``number`` comes back with the answer."""
 
     number: int
     method: str
@@ -22,11 +22,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned, or why it failed: one line."""
+    """What a call returned, or why it failed: one line, and the name of the error's class."""
 
     number: int
     value: Any = None
     error: str | None = None
+    kind: str = ""
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,93 @@
+"""A model learns to use its calculator: conversations through the whole loop, sampled ahead of training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime_like.data.calculator_data import make_calculator_data
+from slime_like.data.ledger import audit_run
+from slime_like.data.tiny_model import make_tiny_model
+from tests.processes import run
+
+WARM_START_STEPS, BATCH = 120, 64
+
+
+def demonstrations(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    rows = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        said = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        response = [*tokenizer.encode(row["response"], add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append((tokenizer.encode(text, add_special_tokens=False), response))
+    return rows
+
+
+def batches(rows: list[tuple[list[int], list[int]]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for start in range(0, WARM_START_STEPS * BATCH, BATCH):
+        chosen = rows[start : start + BATCH]
+        length = max(len(prompt) + len(response) for prompt, response in chosen)
+        ids, labels = torch.zeros(BATCH, length, dtype=torch.int64), torch.full((BATCH, length), -100)
+        for row, (prompt, response) in enumerate(chosen):
+            ids[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
+            labels[row, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+        yield ids, labels
+
+
+@pytest.fixture(scope="module")
+def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It can ask and it can repeat, but mostly guesses: some seconds of plain supervised training."""
+    root = tmp_path_factory.mktemp("imitator")
+    make_tiny_model(root)
+    make_calculator_data(root / "data", guesses=0.6)
+    model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=WARM_START_STEPS, pct_start=0.1)
+    for ids, labels in batches(demonstrations(root / "data" / "sft.jsonl", AutoTokenizer.from_pretrained(root))):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.save_pretrained(root)
+    return root
+
+
+def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    finished = run(
+        [
+            "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
+            "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "12",
+            "--evaluation.files", str(imitator / "data" / "eval.jsonl"), "--evaluation.max_prompts", "48",
+            "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
+            "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
+            "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
+        ],
+        tmp_path / "log",
+    )  # fmt: skip
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    audit = audit_run(run_dir)
+    assert audit.holds and audit.trained == 12 * 16, audit.problems
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train_actor_training/loss" in row]
+    rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    # The calculator's own judgement is nearly math-verify's, which makes sense of more: "1776]", say.
+    own = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
+    assert rewards == pytest.approx(own, abs=0.05)
+    accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    assert accuracies[-1] > accuracies[0]
+    # Observations are in no figure: their logprob of 0 would be a gap of several nats.
+    assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps if not row["rollout/staleness_max"])
+    assert max(row["rollout/response_length_max"] for row in steps) <= 3 * 10  # max_turns times max_turn_tokens
+    table = map(json.loads, (run_dir / "tables" / "per_sample_debug_table.jsonl").read_text().splitlines())
+    conversations = [row["Conversation"] for row in table if row["Turns"] == 2]
+    assert any("\n1 environment: <tool>" in text and "\n2 model: " in text for text in conversations)
