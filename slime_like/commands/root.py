@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slime_like import __version__
 from slime_like.commands import convert as convert_command
 from slime_like.commands import launch as launch_command
+from slime_like.commands import plan as plan_command
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path
@@ -42,6 +43,9 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["launch"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return launch_command.run(argv[1:])
+    if argv[:1] == ["plan"] and not {"-h", "--help"} & set(argv):
+        InterruptHandler().install()
+        return plan_command.run(argv[1:])
     if argv[:1] == ["score"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return score_command.run(argv[1:])
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
     _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
     launch_command.add_parser(commands)
+    plan_command.add_parser(commands)
     score_command.add_parser(commands)
     verify_command.add_parser(commands)
     convert_command.add_parser(commands)

@@ -32,18 +32,34 @@ from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, check_options, 
 def check(config: RunConfig) -> list[str]:
     """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
-    problems += [*_places(config), *_kept_rollouts(config)]
-    problems += _start_weights(config)
-    problems += [*_names(config), *attention_problems(config), *fsdp_problems(config)]
-    problems += [*_steps(config), *_streaming(config)]
+    return problems + check_machine(config, dimensions) + check_settings(config, dimensions)
+
+
+def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
+    """Problems that are the same on every machine. Reads no file.
+
+    Args:
+        dimensions: the model's; ``None`` where they are not known, and what depends on them is left out.
+    """
+    problems = [*_names(config), *fsdp_problems(config), *_steps(config), *_streaming(config)]
     if not config.supervised:
         problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
         problems += [*_evaluation(config), *_rewards(config), *_environment(config)]
     if dimensions is not None:
+        problems += layout_problems(config.trainer.parallel, dimensions)
+        problems += [*_experts(config, dimensions), *_lengths(config, dimensions)]
+    return problems
+
+
+def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
+    """What this machine lacks: files, directories that can be written, packages."""
+    problems = [*_places(config), *_kept_rollouts(config), *_start_weights(config), *attention_problems(config)]
+    if not config.supervised:
+        problems += _sync_directory(config)
+    if dimensions is not None:
         if config.model.weights is None or not config.supervised:  # engines load model.path in any case
             problems += _weights(config.model.path, "model.path", dimensions)
-        problems += layout_problems(config.trainer.parallel, dimensions)
-        problems += [*_experts(config, dimensions), *_lengths(config, dimensions), *_reference(config, dimensions)]
+        problems += _reference(config, dimensions)
     return problems
 
 
@@ -205,8 +221,6 @@ def _sync(config: RunConfig) -> Iterator[str]:
                 "sync.transport=directory needs sync.directory, one that trainers and engines both see; give one, or "
                 "use transport: auto"
             )
-        elif problem := directory_problem(sync.directory):
-            yield f"sync.directory={sync.directory} {problem}"
     elif sync.directory is not None:
         yield f"sync.directory={sync.directory} is used by sync.transport=directory only, and not by {sync.transport}"
     if sync.transport == "nccl" and colocated:
@@ -216,6 +230,13 @@ def _sync(config: RunConfig) -> Iterator[str]:
         )
     if sync.transport == "cuda_ipc" and not colocated:
         yield "sync.transport=cuda_ipc needs engines on the trainers' devices, cluster.placement=colocated; or use auto"
+
+
+def _sync_directory(config: RunConfig) -> Iterator[str]:
+    directory = config.sync.directory if config.sync.transport == "directory" else None
+    problem = directory_problem(directory) if directory is not None else None
+    if problem:
+        yield f"sync.directory={directory} {problem}"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

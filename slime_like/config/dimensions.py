@@ -64,6 +64,19 @@ class ModelDimensions:
             mlp = 3 * self.hidden_size * self.ffn_hidden_size
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (queries + keys)
+        attention += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        if self.num_experts:
+            mlp = self.num_experts * self.hidden_size * (3 * self.moe_ffn_hidden_size + 1)
+        else:
+            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + outer
+
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ModelDimensions:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.

@@ -42,6 +42,21 @@ def weight_file_problems(directory: Path, num_layers: int) -> list[str]:
     return []
 
 
+def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the safetensors files of ``directory``, from their headers.
+
+    Raises:
+        OSError, ValueError: a file is missing or damaged; ``weight_file_problems`` says which.
+    """
+    try:
+        headers = [_header(file) for file in _files(directory)]
+    except _DamagedError as error:
+        raise ValueError(str(error)) from error
+    return {
+        name: tuple(entry["shape"]) for header in headers for name, entry in header.items() if name != "__metadata__"
+    }
+
+
 def _files(directory: Path) -> list[Path]:
     """The files of the index where there is one, else every safetensors file."""
     index = directory / INDEX

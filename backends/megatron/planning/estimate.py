@@ -66,8 +66,9 @@ class _Rank:
         self._optimizer = Optimizer(config, self._wrapped)
         self._communication = Communication(self._wrapped)
         self._communication.attach()
-        self._communication.settle_weights()  # else the first forward pass would do so
         self._trace = Trace()
+        with self._trace:
+            self._communication.settle_weights()  # else the first forward pass would do so
 
     def estimate(self, rank: int) -> RankEstimate:
         passes = Passes(self._config, self._dimensions, self._attention, self._trace)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from backends.common.hf_source import HuggingFaceSource
 from backends.common.hf_writing import to_hugging_face
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.offline.plan import plan_ranks
 from backends.megatron.conversion.offline.sources import MegatronSource
 from backends.megatron.conversion.offline.to_megatron import to_megatron
 from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 
 
 class MegatronConverter:
     """See ``slime_like.conversion.Converter``."""
+
+    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        plan_ranks(_without_replicas(config), dimensions)
+        return {name: tuple(shape) for name, shape in family_of(dimensions).hf_shapes(dimensions).items()}
 
     def to_checkpoint(
         self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
@@ -30,3 +39,11 @@ class MegatronConverter:
 
     def open_hugging_face(self, directory: Path) -> TensorSource:
         return HuggingFaceSource(directory)
+
+
+def _without_replicas(config: RunConfig) -> RunConfig:
+    """The fewest ranks that hold every shard of the layout: replicas only as far as experts are spread over them."""
+    layout = config.trainer.parallel
+    fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
+    trainer = config.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
+    return config.model_copy(update={"trainer": trainer})

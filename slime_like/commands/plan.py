@@ -1,0 +1,115 @@
+"""``slime-like plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
+from slime_like.config.directories import directory_problem
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+
+USAGE = "slime-like plan [CONFIG.yaml] [--output FILE] [--search] [--section.field VALUE ...]"
+_DOES_NOT_FIT = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
+        usage=USAGE,
+        description="Work a whole cluster's run out on this machine: every kind of rank's real shard, optimizer and\n"
+        "worst micro-batch on shapes, engines, KV cache, traffic, a predicted step, and everything that would keep\n"
+        "the run from starting. Of the model only config.json is needed. Exit code 1 where it does not fit.",
+        epilog="Every field of the configuration is a flag: --cluster.nodes 8 --cluster.gpus_per_node 8 "
+        "--cluster.gpu h200-141gb\n--trainer.parallel.tensor 4 and so on; see `slime-like train --help` and "
+        "docs/planning.md.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=given_path, metavar="FILE", help="also write the plan as JSON")
+    parser.add_argument(
+        "--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first"
+    )
+    parser.add_argument(
+        "--top", type=_positive, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="this machine is one of the cluster's: files, disk and port must be right here",
+    )
+    for name in ("prompt", "response"):
+        parser.add_argument(
+            f"--mean-{name}",
+            type=_positive,
+            metavar="TOKENS",
+            help=f"{name} tokens on average, for the predicted time (default: the longest allowed)",
+        )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Everything behind ``slime-like plan``."""
+    # Flags of the configuration take any number of values, so only the first argument can be the file.
+    has_file = bool(arguments) and not arguments[0].startswith("--")
+    parser = argparse.ArgumentParser(prog="slime-like plan", usage=USAGE, add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    options, flags = parser.parse_known_args(list(arguments[has_file:]))
+    _require_output(options.output)
+    file = Path(arguments[0]) if has_file else None
+    if file is None and not has_flag(flags, "run_dir"):
+        flags = ["--run_dir", str(temporary_run_dir("plan")), *flags]
+    config = load_config(file, flags)
+    # Megatron remarks on every package that would make training faster; nothing is trained here.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
+    from slime_like.planning.plan import PlanOptions, make_plan, require_plannable  # imports torch
+    from slime_like.planning.search import search
+    from slime_like.planning.table import print_candidates, print_plan
+
+    wishes = PlanOptions(options.mean_prompt, options.mean_response, options.preflight)
+    if options.search:
+        found = search(config, wishes, options.top, _note)
+        print_candidates(found)
+        return 0 if found else _DOES_NOT_FIT
+    plan = make_plan(config, wishes, _note)
+    if options.output is not None:
+        options.output.write_text(json.dumps(plan.to_json(), indent=1, default=str) + "\n", encoding="utf-8")
+    require_plannable(plan)
+    print_plan(config, plan)
+    return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
+
+
+def _require_output(output: Path | None) -> None:
+    if output is None:
+        return
+    problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
+    if problem:
+        raise ConfigError([f"--output {output} {problem}"])
+
+
+def _note(text: str) -> None:
+    """Progress, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

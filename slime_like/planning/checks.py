@@ -1,0 +1,131 @@
+"""What keeps a run from this cluster, found without it. Every problem is one sentence with its remedy."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.weight_files import header_shapes
+from slime_like.planning.hardware import Hardware
+
+_BYTES_PER_PARAMETER = 2 + 12
+"""Of a training checkpoint in bfloat16: weights, and main weights with two moments in float32."""
+
+_SHOWN = 5
+
+
+def gpus_needed(config: RunConfig) -> tuple[int, int]:
+    """(trainer ranks, GPUs of engines that have their own)."""
+    own = config.cluster.placement == "separate" and not config.supervised and not config.debug.load_rollouts
+    engines = config.rollout.num_engines * config.rollout.tensor if own else 0
+    return config.trainer.parallel.world_size, engines
+
+
+def nodes_needed(config: RunConfig, hardware: Hardware) -> int:
+    """Fewest nodes that hold every trainer rank and engine."""
+    return -(-sum(gpus_needed(config)) // hardware.gpus_per_node)
+
+
+def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
+    """Do all GPUs exist, and do tensor-parallel groups stay inside a node?"""
+    ranks, engines = gpus_needed(config)
+    per_node, nodes = hardware.gpus_per_node, hardware.nodes
+    if nodes is not None and ranks + engines > nodes * per_node:
+        beside = f" and {engines} for engines" if engines else ""
+        yield (
+            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but "
+            f"trainer.parallel needs {ranks}{beside}; use {nodes_needed(config, hardware)} nodes, or a smaller layout"
+        )
+    sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
+    if not config.supervised and not config.debug.load_rollouts:
+        sizes.append(("rollout.tensor", config.rollout.tensor))
+    for field, size in sizes:
+        if per_node % size:
+            fitting = [str(n) for n in range(1, per_node + 1) if per_node % n == 0]
+            yield (
+                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so that a tensor-parallel group "
+                f"would lie on two nodes; use {', '.join(fitting)}"
+            )
+
+
+def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """Do the files beside ``config.json`` hold the model's tensors, by name and shape? Headers alone are read.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    found = header_shapes(path)
+    missing = sorted(expected.keys() - found.keys())
+    # A tied output projection may be stored beside the embedding all the same.
+    unexpected = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
+    other = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    for what, names in (("missing", missing), ("not of this architecture", unexpected)):
+        if names:
+            yield (
+                f"model.path={path}: {len(names)} tensors are {what} ({_some(names)}); use the config.json and the "
+                "weights of the same model"
+            )
+    if other:
+        first = other[0]
+        yield (
+            f"model.path={path}: {len(other)} tensors have another shape than config.json says ({first} is "
+            f"{list(found[first])}, should be {list(expected[first])}); use the config.json and the weights of the "
+            "same model"
+        )
+
+
+def version_problems(distribution: str = "slime-like") -> Iterator[str]:
+    """Installed packages whose version this distribution does not take. What is not installed is not judged here."""
+    for text in requires(distribution) or []:
+        requirement = Requirement(text)
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield (
+                f"{requirement.name} {installed} is installed, but {distribution} needs {requirement.specifier}; "
+                f"pip install '{requirement.name}{requirement.specifier}'"
+            )
+
+
+def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
+    """What a run writes at most at once: the checkpoints it keeps, one more while it is written, and the last model."""
+    item = 4 if config.model.dtype == "float32" else 2
+    exported = dimensions.num_parameters * item if config.checkpoint.export_hf else 0
+    return (config.checkpoint.keep + 1) * dimensions.num_parameters * _BYTES_PER_PARAMETER + exported
+
+
+def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """What only a machine of the cluster can tell: is there room on its disk, and is the port free?"""
+    needed = disk_bytes(config, dimensions)
+    nearest = next(parent for parent in (config.run_dir, *config.run_dir.parents) if parent.exists())
+    free = shutil.disk_usage(nearest).free
+    if free < needed:
+        yield (
+            f"run_dir={config.run_dir}: its disk has {free / 1e9:.0f} GB free, and checkpoints take up to "
+            f"{needed / 1e9:.0f} GB; free some, use another directory, or lower checkpoint.keep"
+        )
+    port = config.trainer.rendezvous_port
+    if port is not None and not _is_free(port):
+        yield f"trainer.rendezvous_port={port} is in use on this machine; give another one, or none for a free one"
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

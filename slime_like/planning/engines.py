@@ -1,0 +1,84 @@
+"""What one engine needs of each of its GPUs, and how many sequences its KV cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.planning.hardware import ENGINE_RESERVE_BYTES, Hardware
+
+# Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works
+# its own out of the GPU's size; nine tenths are near it.
+_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.88)}
+_DEFAULT_SHARE = 0.9
+_MOST_AT_ONCE = 512
+"""Sequences that the adapters let an engine decode at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine, per GPU.
+
+    Attributes:
+        gpus: of one engine (``rollout.tensor``).
+        weight_bytes: of each of them, evenly split.
+        kv_bytes: what is left for the KV cache.
+        reserve_bytes: context, graphs and activations, assumed.
+        kv_bytes_per_token: of each GPU; KV heads are repeated where there are fewer than GPUs.
+        kv_tokens: tokens that the cache of the whole engine holds.
+        longest_sequences: sequences of ``rollout.max_model_len`` that it holds at once.
+        at_once: sequences of mean length that are decoded at once, within the adapter's limit.
+    """
+
+    gpus: int
+    weight_bytes: int
+    kv_bytes: int
+    reserve_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    longest_sequences: int
+    at_once: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + max(0, self.kv_bytes) + self.reserve_bytes
+
+
+def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, mean_length: float) -> EnginePlan:
+    """One engine of the run.
+
+    Args:
+        mean_length: tokens of a sequence, prompt and response, on average.
+    """
+    rollout, item = config.rollout, 4 if config.model.dtype == "float32" else 2
+    weights = dimensions.num_parameters * item // rollout.tensor
+    heads = -(-dimensions.num_kv_heads // rollout.tensor)
+    per_token = 2 * dimensions.num_layers * heads * dimensions.head_dim * item
+    given = rollout.engine_args.get("kv_cache_memory_bytes")
+    taken = int(engine_share(config) * hardware.memory_bytes)
+    cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
+    tokens = max(0, cache) // per_token
+    limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
+    return EnginePlan(
+        gpus=rollout.tensor,
+        weight_bytes=weights,
+        kv_bytes=cache,
+        reserve_bytes=ENGINE_RESERVE_BYTES,
+        kv_bytes_per_token=per_token,
+        kv_tokens=tokens,
+        longest_sequences=tokens // config.max_model_len,
+        at_once=min(limit, int(tokens / mean_length)),
+    )
+
+
+def engine_share(config: RunConfig) -> float:
+    """Share of a GPU's memory that the engine takes in all."""
+    name, default = _SHARES.get(config.rollout.engine, ("", _DEFAULT_SHARE))
+    return float(config.rollout.engine_args.get(name, default))
+
+
+def share_setting(config: RunConfig) -> str:
+    """The setting that ``engine_share`` reads, as a flag's name."""
+    name, _ = _SHARES.get(config.rollout.engine, ("gpu_memory_utilization", 0.0))
+    return f"rollout.engine_args.{name}"

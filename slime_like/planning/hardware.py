@@ -1,0 +1,101 @@
+"""The cluster that a plan is made for, and what is assumed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.config import RunConfig
+from slime_like.config.gpus import GPUS, Gpu
+
+GIB = 2**30
+
+TRAINER_RESERVE_BYTES = 2 * GIB
+"""Of every trainer's GPU: CUDA's context, cuBLAS workspaces, NCCL's buffers."""
+
+ENGINE_RESERVE_BYTES = 3 * GIB
+"""Of every engine's GPU, beside weights and KV cache: CUDA's context, CUDA graphs, a prefill's activations."""
+
+SLEEPING_ENGINE_BYTES = GIB
+"""What a sleeping engine keeps of a GPU: CUDA's context and graphs."""
+
+FRAGMENTATION = 0.05
+"""Share of activations and temporaries that the allocator loses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the data sheet's figures that are reckoned with. Assumed, not measured here.
+
+    Attributes:
+        matmul: of a GPU's dense bfloat16 rate, in matrix products of training and prefill.
+        attention: of the same rate, in flash attention.
+        memory: of a GPU's memory bandwidth, in decoding and in the optimizer.
+        link: of a link's bandwidth, in collectives.
+    """
+
+    matmul: float = 0.5
+    attention: float = 0.4
+    memory: float = 0.6
+    link: float = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """GPUs and links.
+
+    Attributes:
+        gpu: figures of one GPU, overridden by the configuration where it has its own.
+        gpus_per_node: GPUs of a node.
+        nodes: nodes given, or ``None`` for as many as are needed.
+        network_gb_per_s: what a GPU sends to other nodes.
+        host_gb_per_s: what a GPU exchanges with its host's memory (PCIe).
+        efficiency: what is assumed of all of them.
+    """
+
+    gpu: Gpu
+    gpus_per_node: int
+    nodes: int | None
+    network_gb_per_s: float
+    host_gb_per_s: float = 50.0
+    efficiency: Efficiency = Efficiency()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Hardware:
+        """The configuration's ``cluster`` section."""
+        cluster, sheet = config.cluster, GPUS[config.cluster.gpu]
+        gpu = Gpu(
+            cluster.gpu_memory_gib or sheet.memory_gib,
+            sheet.tflops,
+            sheet.memory_gb_per_s,
+            cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s,
+        )
+        return cls(gpu, cluster.gpus_per_node, cluster.nodes, cluster.network_gb_per_s)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one GPU."""
+        return int(self.gpu.memory_gib * GIB)
+
+    def crosses_nodes(self, ranks: Sequence[int]) -> bool:
+        """Do these trainer ranks, numbered along nodes, lie on several?"""
+        return len({rank // self.gpus_per_node for rank in ranks}) > 1
+
+    def link_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
+        """Time in which one of ``ranks`` sends ``nbytes`` to the others; the slowest link among them decides."""
+        rate = self.network_gb_per_s if self.crosses_nodes(ranks) else self.gpu.nvlink_gb_per_s
+        return nbytes / (rate * 1e9 * self.efficiency.link)
+
+    def matmul_seconds(self, flops: float) -> float:
+        return flops / (self.gpu.tflops * 1e12 * self.efficiency.matmul)
+
+    def attention_seconds(self, flops: float) -> float:
+        return flops / (self.gpu.tflops * 1e12 * self.efficiency.attention)
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Time in which a GPU reads or writes so many bytes of its own memory."""
+        return nbytes / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
+
+    def host_seconds(self, nbytes: float) -> float:
+        """Time in which a GPU moves so many bytes to or from its host."""
+        return nbytes / (self.host_gb_per_s * 1e9 * self.efficiency.link)

@@ -1,0 +1,177 @@
+"""What lies in a GPU's memory at once, phase by phase, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.planning.engines import EnginePlan
+from slime_like.planning.estimate import RankEstimate, RankKind, TrainerMemory
+from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of a sum, in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """Everything that lies in one GPU in one phase of a step.
+
+    Attributes:
+        gpus: whose GPU: a kind of trainer ranks, or engines.
+        phase: "training", "scoring", "weight sync" or "generation".
+        items: what lies there.
+        capacity: the GPU's memory.
+    """
+
+    gpus: str
+    phase: str
+    items: tuple[Item, ...]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def margin(self) -> int:
+        """Bytes left; below 0 it does not fit."""
+        return self.capacity - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
+
+
+def trainer_phases(
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    hardware: Hardware,
+    engine: EnginePlan | None,
+    kind: RankKind,
+    estimate: RankEstimate,
+) -> list[PhaseMemory]:
+    """The GPU of one kind of trainer ranks, with the engine's share where they are colocated."""
+    shared = engine if config.cluster.placement == "colocated" else None
+    sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
+    reserve = Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES)
+    memory = estimate.memory
+    found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
+    if config.algorithm.needs_reference or config.algorithm.scores_policy:
+        found.append(("scoring", [*_state(memory), *_scoring(config, memory), *sleeping, reserve]))
+    weights = Item("parameters", memory.parameter_bytes)
+    sync = Item("sync buffers", sync_bytes(config, dimensions))
+    if shared is not None:
+        engine_weights = [Item("engine weights", shared.weight_bytes), Item("engine (assumed)", shared.reserve_bytes)]
+        found.append(("weight sync", [weights, sync, *engine_weights, reserve]))
+        found.append(("generation", [*engine_weights, Item("KV cache", max(0, shared.kv_bytes)), reserve]))
+    elif engine is not None:
+        found.append(("weight sync", [*_state(memory), sync, reserve]))
+    return [PhaseMemory(kind.name, phase, tuple(items), hardware.memory_bytes) for phase, items in found]
+
+
+def engine_phase(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, engine: EnginePlan) -> PhaseMemory:
+    """The GPU of an engine that has it for itself. A sync's bucket lies there beside the cache."""
+    items = (
+        Item("engine weights", engine.weight_bytes),
+        Item("KV cache", max(0, engine.kv_bytes)),
+        Item("sync buffers", bucket_bytes(config, dimensions)),
+        Item("CUDA, graphs, prefill (assumed)", engine.reserve_bytes),
+    )
+    return PhaseMemory("engines", "generation", items, hardware.memory_bytes)
+
+
+def bucket_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
+    """A bucket, or the largest tensor where that alone is larger: the embedding."""
+    item = 4 if config.model.dtype == "float32" else 2
+    return max(int(config.sync.bucket_mb * 2**20), dimensions.vocab_size * dimensions.hidden_size * item)
+
+
+def sync_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
+    """On a sender: the shards as gathered, and the bucket made of them."""
+    return 2 * bucket_bytes(config, dimensions)
+
+
+def _state(memory: TrainerMemory) -> Iterator[Item]:
+    yield Item("parameters", memory.parameter_bytes)
+    yield Item("gradients", memory.gradient_bytes)
+    yield Item("optimizer state", memory.optimizer_bytes)
+
+
+def _training(memory: TrainerMemory) -> Iterator[Item]:
+    """Activations and the optimizer's temporaries are not there at once: of the latter only the excess counts."""
+    busy = memory.activation_bytes + memory.head_bytes
+    excess = max(0, memory.update_bytes - busy)
+    yield Item("activations", memory.activation_bytes)
+    yield Item("head", memory.head_bytes)
+    if excess:
+        yield Item("optimizer's temporaries beyond", excess)
+    yield Item("communication buffers", memory.communication_bytes)
+    yield Item("fragmentation (assumed)", int(FRAGMENTATION * (busy + excess)))
+
+
+def _scoring(config: RunConfig, memory: TrainerMemory) -> Iterator[Item]:
+    yield Item("activations", memory.forward_bytes)
+    if config.algorithm.needs_reference:
+        yield Item("policy, while the reference scores", memory.parameter_bytes)
+    yield Item("communication buffers", memory.communication_bytes)
+    yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory of one node, in bytes.
+
+    Attributes:
+        items: what lies there.
+        capacity: ``cluster.host_memory_gib``, if it is given.
+    """
+
+    items: tuple[Item, ...]
+    capacity: int | None
+
+    @property
+    def total(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.total <= self.capacity
+
+
+def host_memory(
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    estimates: Sequence[RankEstimate],
+    engine: EnginePlan | None,
+    with_delta: bool,
+) -> HostMemory:
+    """A node full of trainer ranks (and, colocated, of engines), by the kind that needs most."""
+    gpus = min(config.cluster.gpus_per_node, config.trainer.parallel.world_size)
+    memories = [estimate.memory for estimate in estimates]
+    colocated = engine is not None and config.cluster.placement == "colocated"
+    items = [
+        Item("optimizer state", gpus * max(m.host_optimizer_bytes for m in memories)),
+        Item("reference", gpus * max(m.host_reference_bytes for m in memories)),
+        Item("activations", gpus * max(m.host_activation_bytes for m in memories)),
+    ]
+    if colocated and engine is not None:
+        moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
+        items.append(Item("trainers, while engines sample", gpus * moved))
+        items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
+    if with_delta and engine is not None:
+        item = 4 if config.model.dtype == "float32" else 2
+        model = dimensions.num_parameters * item
+        # The sending rank of a stage holds its stage, every worker of an engine the whole model.
+        items.append(Item("sync.delta: senders' copies", model))
+        workers = min(gpus, engine.gpus * config.rollout.num_engines)
+        items.append(Item("sync.delta: engine workers' copies", model * workers))
+    capacity = config.cluster.host_memory_gib
+    return HostMemory(tuple(item for item in items if item.nbytes), None if capacity is None else int(capacity * 2**30))

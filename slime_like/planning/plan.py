@@ -1,0 +1,257 @@
+"""A whole cluster's run, worked out in this process: every kind of rank, engines, hosts, time, and what is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.config.check import check_machine, check_settings
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.layout import layout_problems
+from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
+from slime_like.interfaces import TrainerBackend
+from slime_like.orchestration.plugins import load_backend
+from slime_like.planning import checks
+from slime_like.planning.engines import EnginePlan, plan_engine, share_setting
+from slime_like.planning.estimate import RankEstimate, RankKind
+from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.memory import HostMemory, PhaseMemory, engine_phase, host_memory, trainer_phases
+from slime_like.planning.step_time import LinkTraffic, StepTime, Workload, predict, traffic_per_step
+from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the command says beside the configuration.
+
+    Attributes:
+        mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
+        preflight: this machine is one of the cluster's: files, disk and ports must be right here.
+    """
+
+    mean_prompt: float | None = None
+    mean_response: float | None = None
+    preflight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KindPlan:
+    """One kind of trainer ranks: what one of them is estimated at, its memory by phase, and what it sends in a step."""
+
+    kind: RankKind
+    estimate: RankEstimate
+    phases: tuple[PhaseMemory, ...]
+    traffic: tuple[LinkTraffic, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything ``slime-like plan`` says.
+
+    Attributes:
+        kinds: every kind of trainer rank; empty where the layout itself is refused.
+        engine: one engine; ``None`` without engines.
+        engine_phase: the GPU of an engine that has its own.
+        problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
+        notes: what could not be judged here, or is worth knowing.
+        seconds: that planning took.
+    """
+
+    hardware: Hardware
+    nodes: int
+    gpus_in_use: int
+    kinds: list[KindPlan] = field(default_factory=list)
+    engine: EnginePlan | None = None
+    engine_phase: PhaseMemory | None = None
+    host: HostMemory | None = None
+    workload: Workload | None = None
+    step: StepTime | None = None
+    transport: str | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def phases(self) -> list[PhaseMemory]:
+        own = [phase for kind in self.kinds for phase in kind.phases]
+        return own + ([self.engine_phase] if self.engine_phase is not None else [])
+
+    @property
+    def tightest(self) -> PhaseMemory | None:
+        """Where least memory is left."""
+        return min(self.phases, key=lambda phase: phase.margin, default=None)
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, sums and verdicts included."""
+        written = asdict(self)
+        for own, phase in zip(_phase_dicts(written), self.phases, strict=True):
+            own |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
+        if self.step is not None:
+            written["step"]["total"] = self.step.total
+        return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
+
+
+def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
+    own = [phase for kind in written["kinds"] for phase in kind["phases"]]
+    return own + ([written["engine_phase"]] if written["engine_phase"] is not None else [])
+
+
+def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: None) -> Plan:
+    """Plan ``config``. Problems are collected; nothing is raised for them.
+
+    Args:
+        note: told what is being worked on.
+
+    Raises:
+        ConfigError: the model's ``config.json`` cannot be read, or the backend is unknown or cannot be planned.
+    """
+    started = time.monotonic()
+    dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
+    backend = load_backend(config.trainer.backend)
+    plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), sum(checks.gpus_needed(config)))
+    plan.problems += check_settings(config, dimensions)
+    plan.problems += [text for text in backend.check(config) if text not in plan.problems]
+    plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]
+    _judge_machine(plan, config, dimensions, options)
+    if not layout_problems(config.trainer.parallel, dimensions):
+        note("proving that every tensor has its place")
+        _prove(plan, config, backend)
+        _work_out(plan, config, dimensions, backend, options, note)
+        plan.problems += _misfits(plan, config)
+    plan.seconds = time.monotonic() - started
+    return plan
+
+
+def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
+    """Files, disk and ports: of this machine only where it is one of the cluster's."""
+    lacking = check_machine(config, dimensions)
+    if options.preflight:
+        plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
+        return
+    plan.notes += [f"not on this machine: {text}" for text in lacking]
+    plan.notes.append(f"run_dir needs up to {checks.disk_bytes(config, dimensions) / 1e9:.0f} GB for checkpoints")
+
+
+def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
+    converter = getattr(backend, "converter", None)
+    if converter is None:
+        plan.notes.append(f"trainer.backend={config.trainer.backend} converts nothing: no tensor was checked")
+        return
+    try:
+        expected = converter().prove(config)
+    except CheckpointError as error:
+        plan.problems.append(f"model.path={config.model.path}: {error}; the family's conversion rules do not cover it")
+        return
+    if not any(config.model.path.glob("*.safetensors")):
+        plan.notes.append(f"{len(expected)} tensors convert without rest; no weights are there to compare them with")
+        return
+    try:
+        wrong = list(checks.tensor_problems(config.model.path, expected))
+    except (OSError, ValueError) as error:
+        wrong = [f"model.path={config.model.path}: {error}; copy or download it again"]
+    plan.problems += wrong
+    if not wrong:
+        plan.notes.append(f"{len(expected)} tensors convert without rest, and the files' headers have all of them")
+
+
+def estimated_kinds(
+    config: RunConfig, backend: type[TrainerBackend], kinds: Sequence[RankKind], note: Note = lambda _: None
+) -> list[tuple[RankKind, RankEstimate]]:
+    """Every kind with the estimate of its first rank."""
+    found = []
+    for kind in kinds:
+        note(f"{kind.name}: {len(kind.ranks)} ranks")
+        found.append((kind, backend.estimate(config, kind.ranks[0])))
+    return found
+
+
+def _work_out(
+    plan: Plan,
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    backend: type[TrainerBackend],
+    options: PlanOptions,
+    note: Note,
+) -> None:
+    """Memory and time, from the estimates of all kinds."""
+    hardware = plan.hardware
+    plan.workload = workload = Workload.of(config, options.mean_prompt, options.mean_response)
+    if not config.supervised and not config.debug.load_rollouts:
+        plan.engine = plan_engine(config, dimensions, hardware, workload.mean_length)
+        try:
+            plan.transport = _transport(config, plan.nodes)
+        except WeightSyncError as error:
+            plan.problems.append(str(error))
+    found = estimated_kinds(config, backend, backend.rank_kinds(config), note)
+    estimates = [estimate for _, estimate in found]
+    for kind, estimate in found:
+        phases = trainer_phases(config, dimensions, hardware, plan.engine, kind, estimate)
+        traffic = traffic_per_step(config, hardware, workload, estimate)
+        plan.kinds.append(KindPlan(kind, estimate, tuple(phases), tuple(traffic)))
+    if plan.engine is not None and config.cluster.placement == "separate":
+        plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
+    with_delta = plan.transport is not None and use_delta(config.sync.delta, plan.transport, config.model.dtype)
+    plan.host = host_memory(config, dimensions, estimates, plan.engine, with_delta)
+    plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport)
+
+
+def _transport(config: RunConfig, nodes: int) -> str:
+    shared = config.cluster.placement == "colocated"
+    visible = shared and config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
+    situation = Situation(on_cuda=True, num_hosts=nodes, shared_devices=shared, devices_are_visible=visible)
+    return choose_transport(config.sync.transport, situation)
+
+
+def _misfits(plan: Plan, config: RunConfig) -> list[str]:
+    """What is too large, each with the settings that make it smaller."""
+    problems = []
+    for phase in plan.phases:
+        if not phase.fits:
+            largest = max(phase.items, key=lambda item: item.nbytes)
+            problems.append(
+                f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
+                f"GPU's {phase.capacity / GIB:.1f}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
+                f"{_remedy(largest.name, config)}"
+            )
+    if plan.engine is not None and plan.engine.longest_sequences < 1:
+        problems.append(
+            f"the KV cache of an engine holds {plan.engine.kv_tokens} tokens, not one sequence of "
+            f"{config.max_model_len}; raise rollout.tensor or {share_setting(config)}, or lower rollout.max_model_len"
+        )
+    if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
+        problems.append(
+            f"host memory of a node: {plan.host.total / GIB:.0f} GiB, more than cluster.host_memory_gib="
+            f"{plan.host.capacity / GIB:.0f}; offload less, or raise trainer.parallel.pipeline"
+        )
+    return problems
+
+
+def _remedy(item: str, config: RunConfig) -> str:
+    layout = "a larger trainer.parallel.tensor or pipeline"
+    if item == "activations":
+        less = [] if config.trainer.recompute == "full" else ["trainer.recompute: full"]
+        return "use " + ", ".join([*less, "a smaller trainer.target_tokens_per_batch", "more trainer.parallel.context"])
+    if item in ("optimizer state", "optimizer's temporaries beyond"):
+        return f"use {layout}, more trainer.parallel.data with optimizer.distributed, or trainer.optimizer.offload"
+    if item == "head":
+        return "lower trainer.head_chunk_tokens, or raise trainer.parallel.tensor"
+    if item == "KV cache":
+        return f"lower {share_setting(config)}"
+    if item == "engine weights":
+        return "raise rollout.tensor"
+    return f"use {layout}"
+
+
+def require_plannable(plan: Plan) -> None:
+    """Raises ``ConfigError`` with all problems where there is nothing to show but these."""
+    if not plan.kinds:
+        raise ConfigError(plan.problems)

@@ -1,0 +1,152 @@
+"""Layouts of the same GPUs that fit, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.layout import layout_problems
+from slime_like.interfaces import TrainerBackend
+from slime_like.orchestration.plugins import load_backend
+from slime_like.planning import checks
+from slime_like.planning.engines import plan_engine
+from slime_like.planning.hardware import Hardware
+from slime_like.planning.memory import PhaseMemory, trainer_phases
+from slime_like.planning.plan import PlanOptions, estimated_kinds
+from slime_like.planning.step_time import StepTime, Workload, predict
+
+Note = Callable[[str], None]
+
+_RECOMPUTE_COST = 4 / 3
+"""One more forward pass beside forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits.
+
+    Attributes:
+        parallel, recompute: what sets it apart.
+        tightest: the phase with least memory left.
+        step: predicted time of the trainer's part of a step; engines and sync are those of the configuration.
+    """
+
+    parallel: ParallelConfig
+    recompute: str
+    tightest: PhaseMemory
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.step.scoring + self.step.training
+
+    @property
+    def flags(self) -> str:
+        """The layout as flags."""
+        fields = ("tensor", "sequence", "pipeline", "context", "data", "expert")
+        sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
+        return " ".join([*sizes, f"--trainer.recompute {self.recompute}"])
+
+
+def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
+    """The ``wanted`` fastest layouts that fit, of all that the trainer's GPUs admit.
+
+    Layouts that could fit are tried in the order of a rough guess of their time, each followed in full, until twice as
+    many as are wanted fit. The order of the result is that of the predicted time.
+    """
+    dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
+    backend = load_backend(config.trainer.backend)
+    own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
+    possible = [tried for tried in own if _least_bytes(tried, dimensions) < hardware.memory_bytes]
+    found: list[Candidate] = []
+    for index, tried in enumerate(sorted(possible, key=lambda own: _rough_time(own, dimensions)), start=1):
+        note(f"layout {index} of {len(possible)}, {len(found)} fit")
+        candidate = _candidate(tried, dimensions, hardware, backend, options)
+        if candidate is not None:
+            found.append(candidate)
+        if len(found) == 2 * wanted:
+            break
+    return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
+
+
+def trainer_gpus(config: RunConfig, hardware: Hardware) -> int:
+    """GPUs that the search lays out: the cluster's, without engines' own; the layout's own where no size is given."""
+    ranks, engines = checks.gpus_needed(config)
+    return ranks if hardware.nodes is None else hardware.nodes * hardware.gpus_per_node - engines
+
+
+def _admitted(
+    config: RunConfig, dimensions: ModelDimensions, hardware: Hardware
+) -> Iterator[tuple[ParallelConfig, str]]:
+    gpus, samples = trainer_gpus(config, hardware), config.rollout.prompts_per_step // config.algorithm.minibatches
+    samples *= 1 if config.supervised else config.rollout.samples_per_prompt
+    experts = _divisors(dimensions.num_experts) if dimensions.num_experts else [1]
+    for tensor in _divisors(hardware.gpus_per_node):
+        for pipeline in _divisors(gpus // tensor):
+            for context in _divisors(gpus // (tensor * pipeline)):
+                data, rest = divmod(gpus, tensor * pipeline * context)
+                if rest or data > samples or context > 2 * hardware.gpus_per_node:
+                    continue
+                for expert in (size for size in experts if size <= tensor * context * data):
+                    parallel = ParallelConfig(
+                        tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert, sequence=tensor > 1
+                    )
+                    if not layout_problems(parallel, dimensions):
+                        yield from ((parallel, recompute) for recompute in ("none", "full"))
+
+
+def _with(config: RunConfig, parallel: ParallelConfig, recompute: str) -> RunConfig:
+    trainer = config.trainer.model_copy(update={"parallel": parallel, "recompute": recompute})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
+    """Weights, gradients and optimizer state of an even share: no layout needs less."""
+    layout = config.trainer.parallel
+    experts = 3 * dimensions.num_layers * dimensions.num_experts * dimensions.hidden_size
+    experts *= dimensions.moe_ffn_hidden_size
+    shards = layout.tensor * layout.pipeline
+    own = (dimensions.num_parameters - experts) / shards
+    own += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
+    sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
+    return own * (2 + 4 + sharded)
+
+
+def _rough_time(config: RunConfig, dimensions: ModelDimensions) -> float:
+    """Only an order in which to try: idle stages, recomputation, and messages of tensor and context parallelism."""
+    layout = config.trainer.parallel
+    micro_batches = Workload.of(config, None, None).micro_batches
+    idle = (micro_batches + layout.pipeline - 1) / micro_batches
+    talk = 1 + 0.06 * (layout.tensor - 1) + 0.04 * (layout.context - 1)
+    work = micro_batches / (layout.tensor * layout.pipeline * layout.context)
+    return work * idle * talk * (_RECOMPUTE_COST if config.trainer.recompute == "full" else 1.0)
+
+
+def _candidate(
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    hardware: Hardware,
+    backend: type[TrainerBackend],
+    options: PlanOptions,
+) -> Candidate | None:
+    """The first and the last kind are followed: one has most micro-batches under way, the other the head."""
+    workload = Workload.of(config, options.mean_prompt, options.mean_response)
+    engine = None if config.supervised else plan_engine(config, dimensions, hardware, workload.mean_length)
+    kinds = backend.rank_kinds(config)
+    phases, estimates = [], []
+    for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
+        ((_, estimate),) = estimated_kinds(config, backend, [kind])
+        own = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
+        if not all(phase.fits for phase in own):
+            return None
+        phases += own
+        estimates.append(estimate)
+    step = predict(config, dimensions, hardware, workload, estimates, engine, None)
+    tightest = min(phases, key=lambda phase: phase.margin)
+    return Candidate(config.trainer.parallel, config.trainer.recompute, tightest, step)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

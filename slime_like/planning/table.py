@@ -1,0 +1,202 @@
+"""A plan on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from slime_like.config import RunConfig
+from slime_like.config.gpus import GPUS
+from slime_like.planning.hardware import GIB
+from slime_like.planning.memory import PhaseMemory
+from slime_like.planning.plan import Plan
+from slime_like.planning.search import Candidate
+from slime_like.planning.step_time import SYNC_GB_PER_S
+
+_WIDTH = 120
+
+
+def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
+    """Everything, the verdict last."""
+    stream = stream or sys.stdout
+    console = _console(stream)
+    console.print(_cluster_line(config, plan))
+    console.print(_ranks(plan))
+    console.print(_memory(plan))
+    for table in (_traffic(plan), _time(plan)):
+        if table is not None:
+            console.print(table)
+    for line in (*_engine_lines(config, plan), *_host_lines(plan), *_assumptions(config, plan)):
+        console.print(line, markup=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+    for problem in plan.problems:
+        console.print(f"problem: {problem}", markup=False)
+    console.print(_verdict(plan), markup=False)
+
+
+def print_candidates(found: Sequence[Candidate], stream: TextIO | None = None) -> None:
+    """Layouts, fastest first."""
+    console = _console(stream or sys.stdout)
+    if not found:
+        console.print("no layout of these GPUs fits")
+        return
+    table = Table(title="Layouts that fit, fastest first", title_justify="left")
+    names = ("tensor", "pipeline", "context", "data", "expert")
+    for heading in (*names, "recompute", "score + train s", "utilisation", "least memory left", "where"):
+        table.add_column(heading, justify="left" if heading in ("recompute", "where") else "right")
+    for own in found:
+        sizes = [str(getattr(own.parallel, name)) for name in names]
+        left, where = f"{own.tightest.margin / GIB:.1f} GiB", f"{own.tightest.gpus}, {own.tightest.phase}"
+        table.add_row(*sizes, own.recompute, f"{own.seconds:.1f}", f"{own.step.utilisation:.0%}", left, where)
+    console.print(table)
+    console.print(f"the first: {found[0].flags}", markup=False)
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+
+
+def _cluster_line(config: RunConfig, plan: Plan) -> str:
+    gpu = plan.hardware.gpu
+    return (
+        f"{config.model.path.name} on {plan.nodes} nodes of {plan.hardware.gpus_per_node} {config.cluster.gpu} "
+        f"({gpu.memory_gib:g} GiB), {plan.gpus_in_use} GPUs in use, engines {config.cluster.placement}"
+    )
+
+
+def _ranks(plan: Plan) -> Table:
+    table = Table(title="Trainer ranks, per GPU", title_justify="left")
+    columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
+    table.add_column("kind", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("true of")
+    for own in plan.kinds:
+        estimate, memory = own.estimate, own.estimate.memory
+        table.add_row(
+            own.kind.name,
+            str(len(own.kind.ranks)),
+            f"{memory.parameters:,}",
+            f"{estimate.training.flops / 1e12:.1f}",
+            f"{estimate.micro_batch_tokens:,} tokens",
+            f"{memory.saved_bytes / GIB:.2f} GiB",
+            str(memory.in_flight),
+            estimate.layers,
+        )
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    """One column per phase of each kind of GPU, one row per item; phases of alike kinds are many, so the tightest kind
+    of each phase is shown."""
+    shown = _tightest_of_each_phase(plan.phases)
+    names = list(dict.fromkeys(item.name for phase in shown for item in phase.items))
+    table = Table(title="Memory of the GPU with least left, GiB", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for phase in shown:
+        table.add_column(f"{phase.phase}\n{phase.gpus}", justify="right")
+    for name in names:
+        sizes = [next((item.nbytes for item in phase.items if item.name == name), None) for phase in shown]
+        table.add_row(name, *("" if size is None else f"{size / GIB:.2f}" for size in sizes))
+    table.add_section()
+    table.add_row("sum", *(f"{phase.total / GIB:.2f}" for phase in shown))
+    table.add_row("GPU", *(f"{phase.capacity / GIB:.2f}" for phase in shown))
+    table.add_row("left", *(f"{phase.margin / GIB:.2f}" for phase in shown))
+    return table
+
+
+def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
+    found: dict[tuple[bool, str], PhaseMemory] = {}
+    for phase in phases:
+        key = (phase.gpus == "engines", phase.phase)
+        if key not in found or phase.margin < found[key].margin:
+            found[key] = phase
+    return list(found.values())
+
+
+def _traffic(plan: Plan) -> Table | None:
+    most: dict[tuple[str, str], tuple[float, float, str]] = {}
+    for own in plan.kinds:
+        for sent in own.traffic:
+            key = (sent.axis, sent.link)
+            if sent.nbytes > most.get(key, (0.0, 0.0, ""))[0]:
+                most[key] = sent.nbytes, sent.calls, own.kind.name
+    if not most:
+        return None
+    table = Table(title="Sent by one rank in a step's training", title_justify="left")
+    for heading in ("axis", "link", "GB", "messages", "most by"):
+        table.add_column(heading, justify="right" if heading in ("GB", "messages") else "left")
+    for (axis, link), (nbytes, calls, kind) in most.items():
+        table.add_row(axis, link, f"{nbytes / 1e9:.1f}", f"{calls:,.0f}", kind)
+    return table
+
+
+def _time(plan: Plan) -> Table | None:
+    step = plan.step
+    if step is None:
+        return None
+    table = Table(title="Predicted step", title_justify="left")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    for name in ("generation", "scoring", "training", "sync", "moving"):
+        seconds = getattr(step, name)
+        if seconds:
+            table.add_row(name, f"{seconds:.1f}")
+    table.add_section()
+    table.add_row("whole step", f"{step.total:.1f}")
+    return table
+
+
+def _engine_lines(config: RunConfig, plan: Plan) -> list[str]:
+    engine = plan.engine
+    if engine is None:
+        return []
+    return [
+        f"engines: {config.rollout.num_engines} of {engine.gpus} GPUs; KV cache of one: {engine.kv_tokens:,} tokens "
+        f"({engine.kv_bytes_per_token / 1024:.0f} KiB each per GPU), {engine.longest_sequences:,} sequences of "
+        f"{config.max_model_len:,}; decoding {engine.at_once:,} at once"
+    ]
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    if plan.host is None or not plan.host.items:
+        return []
+    parts = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in plan.host.items)
+    return [f"host memory of a node, GiB: {parts}; {plan.host.total / GIB:.1f} in all"]
+
+
+def _assumptions(config: RunConfig, plan: Plan) -> list[str]:
+    workload, step = plan.workload, plan.step
+    if workload is None or step is None:
+        return []
+    share, sheet = asdict(plan.hardware.efficiency), GPUS[config.cluster.gpu]
+    lines = [
+        f"a step: {workload.samples:,} sequences of {workload.mean_prompt:g} + {workload.mean_response:g} tokens, "
+        f"{workload.micro_batches} micro-batches per replica and update; {step.model_flops:.3g} FLOP, "
+        f"{step.utilisation:.0%} of the trainers' {sheet.tflops:g} TFLOP/s while they train",
+        f"assumed, not measured: {share['matmul']:.0%} of that rate in matrix products, {share['attention']:.0%} in "
+        f"attention, {share['memory']:.0%} of memory bandwidth, {share['link']:.0%} of links "
+        f"(NVLink {plan.hardware.gpu.nvlink_gb_per_s:g}, network {plan.hardware.network_gb_per_s:g} GB/s per GPU)",
+    ]
+    if plan.transport is not None:
+        lines.append(f"weights travel by {plan.transport}, at {SYNC_GB_PER_S[plan.transport]:g} GB/s (assumed)")
+    return lines
+
+
+def _verdict(plan: Plan) -> str:
+    tightest = plan.tightest
+    seconds = f"planned in {plan.seconds:.1f} s"
+    if tightest is None:
+        return f"verdict: refused, {len(plan.problems)} problems; {seconds}"
+    where = f"{tightest.gpus}, {tightest.phase}"
+    if plan.problems:
+        count = f"{len(plan.problems)} problem{'s' if len(plan.problems) > 1 else ''}"
+        memory = "memory suffices" if plan.fits else f"memory does not suffice ({where})"
+        return f"verdict: does not fit: {count}, {memory}; {seconds}"
+    return f"verdict: fits, {tightest.margin / GIB:.1f} GiB left where least is ({where}); {seconds}"
