@@ -19,8 +19,14 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has ``address``; ``None`` where this host has no such address."""
-    return interfaces().get(address)
+    """Name of the interface that has ``address``; ``None`` where this host has no such address.
+
+    All of 127.0.0.0/8 is a Linux host's own, although its loopback interface lists one address.
+    """
+    known = interfaces()
+    if address not in known and is_loopback(address):
+        return next((name for own, name in known.items() if is_loopback(own)), None)
+    return known.get(address)
 
 
 def address_towards(host: str, port: int = 9) -> str:
@@ -47,6 +53,10 @@ def resolve(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    """
+    Raises:
+        ValueError: it is no address.
+    """
     return ipaddress.ip_address(address).is_loopback
 
 

@@ -100,7 +100,14 @@ def find_place(options: LaunchOptions) -> Place:
     """
     head = _resolved_head(options)
     own = options.address or (head if options.leads else _address_towards(head))
-    interface = interface_of(own)
+    if options.leads and own != head and not is_loopback(head):
+        raise ConfigError(
+            [f"HEAD_ADDR={options.head} is {head}, but on node 0 NODE_ADDR={own}; give every node the same HEAD_ADDR"]
+        )
+    try:
+        interface = interface_of(own)
+    except ValueError as error:
+        raise ConfigError([f"NODE_ADDR={own} is no address ({error}); give a number such as 10.0.0.2"]) from error
     if interface is None:
         listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
         if options.leads and not options.address:
@@ -117,10 +124,9 @@ def find_place(options: LaunchOptions) -> Place:
 def _resolved_head(options: LaunchOptions) -> str:
     try:
         head = resolve(options.head)
-    except OSError as error:
-        raise ConfigError(
-            [f"HEAD_ADDR={options.head} cannot be resolved ({error.strerror}); give node 0's address"]
-        ) from error
+    except (OSError, UnicodeError) as error:  # the latter of what can be no name
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"HEAD_ADDR={options.head} cannot be resolved ({why}); give node 0's address"]) from error
     if is_loopback(head) and not is_loopback_name(options.head) and not options.address:
         raise ConfigError(
             [

@@ -3,13 +3,18 @@
 Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
 directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
 with it: its process 1 is killed, and the kernel kills the rest.
+
+Where namespaces are forbidden, two loopback addresses of this machine stand for the two nodes, which then share all but
+their address, and nobody is outside. A host's processes are known there by a variable that they inherit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +26,7 @@ from pathlib import Path
 import psutil
 
 REPO = Path(__file__).parents[2]
+_MARK = "SLIME_LIKE_TEST_HOST"
 _UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -81,14 +87,14 @@ class Running:
 
 @dataclass
 class Host:
-    """One host; ``init`` is the id, out here, of its process 1."""
+    """One host; ``init`` is the id, out here, of its process 1, or 0 where it is an address of this machine."""
 
     name: str
     address: str
     init: int
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        return ["nsenter", "-t", str(self.init), "-a", *arguments]
+        return ["nsenter", "-t", str(self.init), "-a", *arguments] if self.init else list(arguments)
 
     def run(self, arguments: Sequence[str], timeout_s: float = 30.0) -> str:
         done = subprocess.run(self.command(arguments), capture_output=True, text=True, check=False, timeout=timeout_s)
@@ -96,7 +102,7 @@ class Host:
         return done.stdout
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
-        variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+        variables = [f"{name}={value}" for name, value in {**(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(
                 self.command(["env", "-C", str(REPO), *variables, *arguments]),
@@ -107,14 +113,22 @@ class Host:
             )
         return Running(process, log)
 
+    @property
+    def _mark(self) -> str:
+        return f"{os.getpid()}-{self.address}"
+
     def processes(self) -> list[psutil.Process]:
-        """Everything alive on it but process 1, by the namespace that the kernel says it is in."""
-        own = _pid_namespace(self.init)
-        return [
-            process
-            for process in psutil.process_iter()
-            if process.pid != self.init and own and _pid_namespace(process.pid) == own and _is_alive(process)
-        ]
+        """Everything alive on it but process 1, by the namespace that the kernel says it is in, or by our variable."""
+        return [process for process in psutil.process_iter() if self._has(process) and _is_alive(process)]
+
+    def _has(self, process: psutil.Process) -> bool:
+        if self.init:
+            own = _pid_namespace(self.init)
+            return process.pid != self.init and bool(own) and _pid_namespace(process.pid) == own
+        try:
+            return process.environ().get(_MARK) == self._mark
+        except psutil.Error:
+            return False
 
     def listening(self) -> list[tuple[str, int, str]]:
         """Address, port and process name of every TCP listener; "*" is every address."""
@@ -129,7 +143,12 @@ class Host:
 
     def power_off(self) -> None:
         """Without a word to anybody, network included."""
-        os.kill(self.init, signal.SIGKILL)
+        if self.init:
+            os.kill(self.init, signal.SIGKILL)
+        while not self.init and (left := self.processes()):
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _pid_namespace(pid: int) -> str:
@@ -151,21 +170,30 @@ class Network:
     """Two hosts of a cluster, and one that does not belong to it.
 
     Attributes:
-        nodes: the cluster's, 10.77.0.1 and 10.77.0.2.
-        outsider: reaches node 0 by its other network, as ``outside_address``.
+        nodes: the cluster's two.
+        outsider: reaches node 0 by its other network, as ``outside_address``; ``None`` on loopback.
         shared: directory that both nodes see under the same path.
+        why_loopback: why these are no hosts but addresses; "" where they are.
     """
 
     nodes: list[Host]
-    outsider: Host
+    outsider: Host | None
     outside_address: str
     shared: Path
+    why_loopback: str = ""
 
 
 @contextmanager
 def two_hosts(shared: Path) -> Iterator[Network]:
     """Up inside, gone outside."""
+    why = why_not()
     with ExitStack() as stack:
+        if why:
+            nodes = [Host(socket.gethostname(), address, 0) for address in ("127.0.0.1", "127.0.0.2")]
+            for node in nodes:
+                stack.callback(node.power_off)
+            yield Network(nodes, None, "", shared, why)
+            return
         first, second, outsider = (
             _boot(stack, name, address)
             for name, address in (("node-a", "10.77.0.1"), ("node-b", "10.77.0.2"), ("outside", "192.168.77.9"))

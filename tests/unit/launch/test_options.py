@@ -35,6 +35,7 @@ def test_refused(fields: dict[str, object], problem: str) -> None:
 def test_a_node_finds_its_own_address() -> None:
     """Loopback stands for several nodes of one machine where it is asked for in so many words."""
     lead, follow = find_place(options()), find_place(options(node_rank=1))
+    assert find_place(options(node_rank=1, address="127.0.0.2")).interface == "lo"
     assert (lead.address, lead.interface) == ("127.0.0.1", "lo") and str(lead).startswith("node 0 (")
     assert (follow.head, follow.address, follow.interface) == ("127.0.0.1", "127.0.0.1", "lo")
 
@@ -43,9 +44,14 @@ def test_a_node_finds_its_own_address() -> None:
     ("fields", "problem"),
     [
         ({"head": "192.0.2.1"}, r"HEAD_ADDR=192\.0\.2\.1 is 192\.0\.2\.1, which is no address of "),
-        ({"head": "no-such-host.invalid"}, r"HEAD_ADDR=no-such-host\.invalid cannot be resolved"),
+        ({"head": "no..name"}, r"HEAD_ADDR=no\.\.name cannot be resolved"),
         ({"head": "localhost"}, r"HEAD_ADDR=localhost is .* here, which no other node can reach"),
-        ({"address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is no address of "),
+        (
+            {"head": "192.0.2.1", "address": "127.0.0.1"},
+            r"HEAD_ADDR=192\.0\.2\.1 is .*, but on node 0 NODE_ADDR=127\.0",
+        ),
+        ({"node_rank": 1, "address": "gpu-1"}, r"NODE_ADDR=gpu-1 is no address \("),
+        ({"node_rank": 1, "address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is no address of "),
     ],
 )
 def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:

@@ -1,0 +1,58 @@
+"""What somebody without the key gets from ports: run on a host as ``stranger.py ADDRESS PORT...``, prints JSON.
+
+For every port: "refused" (nothing listens at that address), or the answers of every kind of server that Ray has, and of
+an HTTP server. An answer that begins with OK means that the server served a stranger.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+
+import grpc
+
+WRONG = "not-the-key-of-this-cluster-not-the-key"
+# One method of each of Ray's services; an empty message is a valid request of any of them.
+METHODS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull",
+    "CoreWorkerService/NumPendingTasks",
+)
+
+
+def ask(address: str, port: int) -> list[str]:
+    try:
+        socket.create_connection((address, port), 5).close()
+    except OSError as error:
+        return [type(error).__name__]
+    answers = {grpc_answer(address, port, method, token) for method in METHODS for token in ("", WRONG)}
+    return sorted(answers | {http_answer(address, port)})
+
+
+def grpc_answer(address: str, port: int, method: str, token: str) -> str:
+    with grpc.insecure_channel(f"{address}:{port}") as channel:
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        try:
+            channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=3, metadata=metadata)
+        except grpc.RpcError as error:
+            return str(error.code().name)  # type: ignore[attr-defined]
+    return f"OK {method}"
+
+
+def http_answer(address: str, port: int) -> str:
+    connection = http.client.HTTPConnection(address, port, timeout=3)
+    try:
+        connection.request("POST", "/get_or_create_runtime_env", body=b"")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return "no HTTP"
+    finally:
+        connection.close()
+    return f"OK {status}" if status < 400 else f"HTTP {status}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({port: ask(sys.argv[1], int(port)) for port in sys.argv[2:]}))

@@ -1,0 +1,206 @@
+"""``scripts/run_qwen_32b.sh`` on two hosts: the script itself, real addresses, a Ray node on each.
+
+One pair of hosts and two starts serve all tests: the first trains to its end over tensor x pipeline x context ranks,
+while strangers knock; the second, with another engine and layout, goes on from it and loses a node.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
+
+PORT = 6380
+EIGHT_RANKS = ("--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
+FOUR_RANKS = ("--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2")
+RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver is a worker of Ray's, too
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with two_hosts(tmp_path_factory.mktemp("shared")) as network:
+        yield network
+
+
+def start(
+    host: Host, rank: int, network: Network, tiny: Tiny, log: str, flags: tuple[str, ...] = (), **environment: str
+) -> Running:
+    """The script, with a configuration of seconds in place of the recipe."""
+    run_dir = ("--run_dir", str(network.shared / "run")) if "--run_dir" not in flags else ()
+    everything = tiny.rl_flags(Path("unused"), "--rollout.prompts_per_step", "4", "--evaluation.files", "[]")[4:]
+    variables = {
+        "CONFIG": "configs/quickstart.yaml",
+        "MODEL": str(network.shared / "model"),
+        "HEAD_ADDR": network.nodes[0].address,
+        "NODE_ADDR": host.address,
+        "NODES": "2",
+        "NODE_RANK": str(rank),
+        "PLAN": "0",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    data = ("--model.path", variables["MODEL"], "--data.train", str(network.shared / "data" / "train.jsonl"))
+    command = ["bash", "scripts/run_qwen_32b.sh", *everything, *data, *run_dir, *flags]
+    return host.start(command, network.shared / f"{log}-{rank}.log", variables)
+
+
+@dataclass
+class Knocking:
+    """What was found on node 0 while it trained.
+
+    Attributes:
+        listeners: address, port and process of everything that listened.
+        outside: answers at the address of its other network, by port.
+        across: answers at its address in the cluster to one who is routed there, by port.
+    """
+
+    listeners: list[tuple[str, int, str]]
+    outside: dict[str, list[str]]
+    across: dict[str, list[str]]
+
+
+@dataclass
+class Trained:
+    runs: list[Running]
+    codes: list[int]
+    knocking: Knocking | None
+    left: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(network: Network, tiny: Tiny) -> Trained:
+    """The first start, to its end."""
+    shutil.copytree(tiny.model, network.shared / "model")
+    shutil.copytree(tiny.data, network.shared / "data")
+    flags = (*EIGHT_RANKS, "--trainer.parallel.sequence", "true", "--checkpoint.every", "2")
+    runs = [
+        start(host, rank, network, tiny, "first", flags, ENGINE="transformers")
+        for rank, host in enumerate(network.nodes)
+    ]
+    runs[0].wait_for("step 1/", 240)
+    knocking = knock(network)
+    codes = [run.finish(120) for run in runs]
+    return Trained(runs, codes, knocking, [left_on(host) for host in network.nodes])
+
+
+def knock(network: Network) -> Knocking | None:
+    """``None`` where nobody is outside."""
+    if network.outsider is None:
+        return None
+    listeners = network.nodes[0].listening()
+    everywhere = {str(port) for address, port, _ in listeners if address == "*"}
+    # Two hundred ports of gloo are alike: a few of them will do.
+    here = [str(port) for address, port, who in listeners if address == "10.77.0.1" and "Train" not in who][:6]
+    gloo = [str(port) for address, port, who in listeners if address == "10.77.0.1" and "Train" in who][:6]
+    stranger = [sys.executable, "-m", "tests.hosts.stranger"]
+    ask = [
+        ["env", "-C", str(REPO), *stranger, network.outside_address, *everywhere, *here, *gloo],
+        ["env", "-C", str(REPO), *stranger, "10.77.0.1", *everywhere, *here],
+    ]
+    outside, across = (json.loads(network.outsider.run(command, timeout_s=120)) for command in ask)
+    return Knocking(listeners, outside, across)
+
+
+def here(network: Network, node: int) -> str:
+    """How a node is called in messages."""
+    return f"node {node} ({network.nodes[node].name}, {network.nodes[node].address})"
+
+
+def left_on(host: Host, grace_s: float = 10.0) -> list[str]:
+    """Command lines of what still runs there after a grace."""
+    deadline = time.monotonic() + grace_s
+    while (left := host.processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [" ".join(process.cmdline())[:120] for process in left]
+
+
+def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -> None:
+    assert trained.codes == [0, 0], trained.runs[0].output + trained.runs[1].output
+    assert f"{here(network, 1)} is here" in trained.runs[0].output
+    assert "over gloo in" in trained.runs[0].output  # what `auto` is between hosts
+    rows = steps_of(network.shared / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert math.isfinite(row["train_actor_training/loss"]) and row["train_actor_training/grad_norm"] > 0
+        assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
+    written = network.shared / "run" / "checkpoints" / "latest" / "trainer"
+    assert {path.name.split("_")[2] for path in written.glob("__*.distcp")} == set("01234567")  # ranks of both hosts
+    assert trained.left == [[], []]
+
+
+@pytest.fixture
+def knocking(trained: Trained, network: Network) -> Knocking:
+    if trained.knocking is None:
+        pytest.skip(f"nobody is outside, for these nodes are loopback addresses: {network.why_loopback}")
+    return trained.knocking
+
+
+def test_what_listens_listens_on_the_clusters_interface(knocking: Knocking) -> None:
+    """But for Ray's own servers: they know loopback and every address, nothing between."""
+    for address, port, who in knocking.listeners:
+        assert address in ("10.77.0.1", "127.0.0.1", "*"), (address, port, who)
+        if address == "*":
+            assert who.startswith(RAYS_OWN), (port, who)
+
+
+def test_nothing_answers_at_the_other_network_but_ray_which_wants_the_key(knocking: Knocking) -> None:
+    everywhere = {str(port) for address, port, _ in knocking.listeners if address == "*"}
+    assert len(everywhere) > 5
+    for port, answers in knocking.outside.items():
+        if port in everywhere:
+            assert "UNAUTHENTICATED" in answers, (port, answers)
+            assert set(answers) <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "no HTTP"}, (port, answers)
+        else:
+            assert answers == ["ConnectionRefusedError"], (port, answers)
+
+
+def test_nothing_serves_a_stranger_who_is_routed_to_the_cluster(knocking: Knocking) -> None:
+    """Who does reach the cluster's own address, but has no key, is served by nobody."""
+    assert str(PORT) in knocking.across
+    for port, answers in knocking.across.items():
+        assert not [answer for answer in answers if answer.startswith("OK")], (port, answers)
+
+
+@dataclass
+class LostNode:
+    run: Running
+    code: int
+    seconds: float
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
+    """The second start, with vLLM and on four ranks; node 1 loses its power in the middle."""
+    flags = (*FOUR_RANKS, "--steps", "1000", "--checkpoint.every", "0")
+    runs = [start(host, rank, network, tiny, "second", flags, ENGINE="vllm") for rank, host in enumerate(network.nodes)]
+    runs[0].wait_for("step 3/", 240)
+    network.nodes[1].power_off()
+    began = time.monotonic()
+    code = runs[0].finish(150)
+    return LostNode(runs[0], code, time.monotonic() - began, left_on(network.nodes[0]))
+
+
+def test_a_second_start_goes_on_with_another_engine_and_layout(lost: LostNode, network: Network) -> None:
+    assert "step-000002 after step 2" in lost.run.output
+    assert "rollout.engine: transformers -> vllm" in lost.run.output
+    assert [row["step"] for row in steps_of(network.shared / "run")][:3] == [1, 2, 3]
+
+
+def test_a_node_that_dies_ends_the_run_with_its_name(lost: LostNode, network: Network) -> None:
+    """In a bounded time: silence, then the bound on training's end."""
+    assert lost.code == 1
+    assert lost.run.last_line.startswith(f"slime-like: {here(network, 1)} was lost during `slime-like train`: ")
+    assert lost.seconds < 120
+    assert lost.left == []
