@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes longer than the test suite may: accuracy over seeds and on eight ranks, the control that must not learn,
-# and a run that is killed ten times.
+# a run that is killed ten times, and every engine on two hosts.
 #   bash benchmarks/acceptance.sh [OUT_DIR]      results go to benchmarks/results/acceptance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
@@ -20,3 +20,4 @@ from_seed_0 control --debug.shuffle_advantages true
 from_seed_0 tp2-pp2-cp2 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 2 --trainer.parallel.context 2
 "$VENV/bin/python" -m benchmarks.acceptance "$OUT" benchmarks/results/acceptance.md
 "$VENV/bin/python" -m benchmarks.kills "$OUT/kills" benchmarks/results/kills.md
+"$VENV/bin/python" -m benchmarks.hosts "$OUT/hosts" benchmarks/results/hosts.md

@@ -4,14 +4,14 @@
 #   MODEL=/shared/Qwen3-32B HEAD_ADDR=10.0.0.1 NODES=8 NODE_RANK=0 bash scripts/run_qwen_32b.sh --run_dir /shared/runs/first
 #   srun --nodes 8 --ntasks-per-node 1 bash scripts/run_qwen_32b.sh --run_dir /shared/runs/first   # all of it from Slurm
 #
-# CONFIG      recipe: configs/qwen3_32b.yaml (default), configs/qwen2_5_32b.yaml, or your own
+# CONFIG      recipe: configs/qwen3_32b.yaml (default), configs/qwen2.5_32b.yaml, or your own
 # MODEL       Hugging Face directory, the same path on every node; default: the recipe's
 # ENGINE      vllm or sglang; default: the recipe's
 # HEAD_ADDR   address of node 0 in the cluster's network; default: the first node of Slurm's list
 # NODES, NODE_RANK   how many nodes, and which one this is, from 0; default: Slurm's
 # NODE_ADDR   this node's address; default: the one on the way to HEAD_ADDR
 # PORT        where node 0 awaits the others, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
-# GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node
+# GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node, else the recipe's
 # NODES_TIMEOUT_S    bound on waiting for all nodes, 600
 # PLAN=0      trains without planning first
 # DRY_RUN=1   prints what would run, and starts nothing
@@ -45,4 +45,5 @@ flags=()
 [ -z "${MODEL:-}" ] || flags+=(--model.path "$MODEL")
 [ -z "${ENGINE:-}" ] || flags+=(--rollout.engine "$ENGINE")
 
-exec "$SLIME" launch "${CONFIG:-$REPO/configs/qwen3_32b.yaml}" "${options[@]}" -- "${flags[@]}" "$@"
+cd "$REPO" # relative paths, of the recipes too, mean the same on every node
+exec "$SLIME" launch "${CONFIG:-configs/qwen3_32b.yaml}" "${options[@]}" -- "${flags[@]}" "$@"

@@ -6,17 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_like.commands.arguments import has_flag
-from slime_like.config.check import check
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.launch.node_list import expand_node_list
 from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
-
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
 
 USAGE = (
     "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"
@@ -102,7 +98,6 @@ def run(arguments: Sequence[str]) -> int:
 
         print_dry_run(options, config, names)
         return 0
-    _require_checked(config)
     from slime_like.launch.launcher import launch
 
     verdict = launch(options, config)
@@ -146,10 +141,3 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         stop_s=given.stop_s,
         plan=not given.no_plan,
     )
-
-
-def _require_checked(config: RunConfig) -> None:
-    """Every node looks for itself: paths may exist on one and not on another."""
-    problems = check(config)
-    if problems:
-        raise ConfigError(problems)

@@ -77,7 +77,7 @@ class Child:
         lines = list(self._lines)
         starts = [index for index, line in enumerate(lines) if line.startswith(_PREFIX)]
         if not starts:
-            return f"`{self.command}` ended with exit code {self._process.returncode} and no word"
+            return f"it ended with exit code {self._process.returncode}; its output there says why"
         first = lines[starts[-1]].removeprefix(_PREFIX)
         listed = [line.removeprefix("  - ") for line in lines[starts[-1] + 1 :] if line.startswith("  - ")]
         return "; ".join(listed) or first

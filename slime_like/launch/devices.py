@@ -25,12 +25,14 @@ def local_gpus(devices: Path = Path("/dev")) -> int:
 def slots_per_node(config: RunConfig, nodes: int) -> int:
     """CPU slots that each of several nodes without GPUs must offer so that ranks and engines are spread evenly.
 
-    What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole.
+    What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole, and divides a node's
+    slots, as it must divide its GPUs.
     """
     blocks, engines = tensor_blocks(config), bundle_sizes(config)[config.trainer.parallel.world_size :]
-    slots = max(math.ceil(sum([*blocks, *engines]) / nodes), *blocks, *engines)
+    step = math.lcm(config.trainer.parallel.tensor, config.rollout.tensor if engines else 1)
+    slots = step * math.ceil(max(sum([*blocks, *engines]) / nodes, *blocks, *engines) / step)
     while not _fits(blocks, engines, [NodeRoom("", slots)] * nodes):
-        slots += 1
+        slots += step
     return slots
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.config import RunConfig
 from slime_like.launch.key import key_path
-from slime_like.launch.launcher import devices_per_node, plan_arguments, train_arguments
+from slime_like.launch.launcher import devices_per_node, plan_arguments, plan_path, train_arguments
 from slime_like.launch.options import LaunchOptions
 from slime_like.orchestration.bundles import bundle_sizes, tensor_blocks
 
@@ -34,7 +34,7 @@ def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> It
         yield f"node 0:   listens on {head} for at most {options.nodes_timeout_s:g} s, then starts Ray's head"
         yield f"others:   report to {head}, prove that they know the key, then join Ray's head"
     if options.plan:
-        yield f"plan:     {_shown(plan_arguments(options, devices))}"
+        yield f"plan:     {_shown(plan_arguments(options, devices, plan_path(config)))}"
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
     yield f"train:    {_shown(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"

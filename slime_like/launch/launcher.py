@@ -6,6 +6,8 @@ report, start Ray when told to, stay until told how it ended. Whoever is lost me
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import sys
 import time
@@ -15,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from slime_like.config import RunConfig
+from slime_like.config.check import check
 from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
 from slime_like.launch.child import Child
 from slime_like.launch.devices import local_gpus, slots_per_node
@@ -29,16 +32,30 @@ _DISTRIBUTIONS = ("slime-like", "torch", "ray", "megatron-core", "transformers",
 _LEAVE_S = 60.0
 _SEE_FILE_S = 10.0
 _SETTLE_S = 3.0
-_ENTER_S = 30.0
+_HEAR_S = 30.0
 
 
 def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
-    """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them."""
+    """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them.
+
+    Raises:
+        ConfigError: of node 0, before it listens: others wait for it within their own bound.
+        LaunchError: there is no key, the port is taken, or node 0 does not answer.
+    """
+    if options.leads:
+        _require_checked(config)
     if options.nodes == 1:
-        return _alone(options)
+        return _alone(options, config)
     place = find_place(options)
     key_file = options.key_file or key_path(config.run_dir)
     return _lead(options, config, place, key_file) if options.leads else _follow(options, config, place, key_file)
+
+
+def _require_checked(config: RunConfig) -> None:
+    """Every node looks for itself: paths may exist on one and not on another."""
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)
 
 
 def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
@@ -47,15 +64,31 @@ def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
     return ["train", *([str(options.config)] if options.config else []), *options.flags, *address]
 
 
-def plan_arguments(options: LaunchOptions, devices: int) -> list[str]:
-    """``slime-like plan`` for the cluster that is started."""
+def plan_arguments(options: LaunchOptions, devices: int, output: Path) -> list[str]:
+    """``slime-like plan`` for the cluster that is started, also written to ``output``."""
+    own = ["--preflight", "--output", str(output)]
     size = ["--cluster.nodes", str(options.nodes), "--cluster.gpus_per_node", str(devices)]
-    return ["plan", *([str(options.config)] if options.config else []), *options.flags, *size]
+    return ["plan", *([str(options.config)] if options.config else []), *own, *options.flags, *size]
+
+
+def plan_path(config: RunConfig) -> Path:
+    """Where the plan of a launch is written: beside the key."""
+    return key_path(config.run_dir).with_name("plan.json")
+
+
+def _fresh_plan_path(config: RunConfig) -> Path:
+    path = plan_path(config)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    return path
 
 
 def devices_per_node(options: LaunchOptions, config: RunConfig) -> int:
-    """What a plan counts with: GPUs, or without any the CPU slots that stand for them."""
-    return options.gpus_per_node or local_gpus() or slots_per_node(config, options.nodes)
+    """What a plan counts with: GPUs of this node, where it has none those of the recipe, else CPU slots."""
+    given = options.gpus_per_node or local_gpus()
+    if not given and "gpus_per_node" in config.cluster.model_fields_set:
+        given = config.cluster.gpus_per_node
+    return given or slots_per_node(config, options.nodes)
 
 
 def say(place: Place | None, text: str) -> None:
@@ -76,13 +109,11 @@ def _version(name: str) -> str:
         return ""
 
 
-def _alone(options: LaunchOptions) -> Verdict:
+def _alone(options: LaunchOptions, config: RunConfig) -> Verdict:
     """One node: its Ray is training's own, on loopback."""
-    import os
-
     steps = [train_arguments(options, None)]
     if options.plan:
-        steps.insert(0, plan_arguments(options, options.gpus_per_node or local_gpus() or 1))
+        steps.insert(0, plan_arguments(options, devices_per_node(options, config), _fresh_plan_path(config)))
     for arguments in steps:
         with Child(arguments, os.environ, options.stop_s) as child:
             code = child.wait(lambda: None)
@@ -130,7 +161,7 @@ class _Lead:
         environment = ray_environment(self._key_file)
         say(place, f"awaiting {options.nodes - 1} more at {place.address}:{self._roll.port} ({place.interface})")
         if options.plan:
-            verdict = self._run(plan_arguments(options, devices_per_node(options, self._config)), environment)
+            verdict = self._plan(environment)
             if verdict.code:
                 return verdict
         self._await_all()
@@ -144,6 +175,17 @@ class _Lead:
         self._await_joined(node)
         say(place, f"all {options.nodes} nodes have joined; training")
         return self._run(train_arguments(options, ready.gcs), environment, node)
+
+    def _plan(self, environment: Mapping[str, str]) -> Verdict:
+        """Whether the run fits; why not is on standard output in full, and in the verdict in short."""
+        output = _fresh_plan_path(self._config)
+        devices = devices_per_node(self._options, self._config)
+        verdict = self._run(plan_arguments(self._options, devices, output), environment)
+        if not verdict.code or not output.is_file():
+            return verdict
+        problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
+        why = "; ".join(problems) or "it needs more memory than there is, see its table"
+        return Verdict(verdict.code, f"{self._place}, slime-like plan: {why}")
 
     def _run(self, arguments: list[str], environment: Mapping[str, str], node: RayNode | None = None) -> Verdict:
         """Run a command of ours while watching the nodes.
@@ -253,16 +295,19 @@ def _follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: P
         try:
             return _take_part(options, config, place, key_file, head)
         except SlimeLikeError as error:
-            head.say(Problem(str(error)))
-            _verdict(head, _ENTER_S)  # so that node 0 has heard it before the connection ends
-            return Verdict(FAILED, f"{place}: {error}")
+            refused = isinstance(error, ConfigError)
+            sentence = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+            head.say(Problem(sentence))
+            _await_verdict(head, _HEAR_S)  # so that node 0 has heard it before the connection ends
+            return Verdict(REFUSED if refused else FAILED, f"{place}: {sentence}")
         except KeyboardInterrupt:
             head.say(Problem("interrupted there"))
-            _verdict(head, _ENTER_S)
+            _await_verdict(head, _HEAR_S)
             return Verdict(INTERRUPTED, f"interrupted on {place}")
 
 
 def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, head: Membership) -> Verdict:
+    _require_checked(config)
     while not isinstance(event := head.next_event(), (Join, Verdict, Lost)):
         continue
     if not isinstance(event, Join):
@@ -280,7 +325,7 @@ def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file
         return _as_verdict(end, place)
 
 
-def _verdict(head: Membership, timeout_s: float) -> None:
+def _await_verdict(head: Membership, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if isinstance(head.next_event(), (Verdict, Lost)):

@@ -81,6 +81,12 @@ def assign_nodes(blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[
     return places
 
 
+def along_devices(nodes: Sequence[str], devices: Sequence[int]) -> list[int]:
+    """Indices of bundles in the order of their nodes, as these come first in ``nodes``, and then of their devices."""
+    first = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    return sorted(range(len(nodes)), key=lambda bundle: (first[nodes[bundle]], devices[bundle]))
+
+
 def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
     for node in range(start, len(free)):
         if free[node] >= size:

@@ -25,6 +25,7 @@ from slime_like.orchestration.bundles import (
     RANK_LABEL,
     NodeRoom,
     NoRoomError,
+    along_devices,
     assign_nodes,
     bundle_sizes,
     tensor_blocks,
@@ -171,8 +172,7 @@ class Placement:
             options = [self._in_bundle(bundle, gpus=1) for bundle in ranks]
             asked = [ray.remote(_own_device).options(**own).remote() for own in options]
             devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
-            first = {address: wanted.index(address) for address in wanted}
-            ranks.sort(key=lambda bundle: (first[wanted[bundle]], devices[bundle]))
+            ranks = along_devices(wanted[: self._num_ranks], devices)
         return ranks + list(range(self._num_ranks, len(self._sizes)))
 
     def _require_whole_nodes(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.conftest import Tiny
-from tests.hosts.hosts import Network, two_hosts
+from tests.hosts.hosts import Host, Network, two_hosts
 from tests.hosts.test_two_hosts import PORT, here, left_on, start
 
 
@@ -32,6 +34,56 @@ def test_a_node_that_never_comes(network: Network, tiny: Tiny) -> None:
     assert codes == [1, 1]
     for run in runs:
         assert run.last_line.startswith(expected), run.output
+    assert [left_on(host) for host in network.nodes] == [[], []]
+
+
+def launchers(host: Host) -> list[psutil.Process]:
+    return [process for process in host.processes() if "launch" in process.cmdline()[2:3]]
+
+
+def test_a_node_that_ends_before_the_start(network: Network, tiny: Tiny) -> None:
+    """Killed or interrupted while a third is awaited: the others learn of it at once."""
+    first, second = network.nodes
+    for victim, number, codes, said in (
+        (first, signal.SIGKILL, [-9, 1], f"{here(network, 1)} has lost node 0 ({first.address}): its connection ended"),
+        (second, signal.SIGKILL, [1, -9], f"{here(network, 1)} was lost during `start`: its connection ended"),
+        (second, signal.SIGTERM, [1, 130], f"{here(network, 1)}: interrupted there"),
+    ):
+        runs = [start(host, rank, network, tiny, "ends", NODES="3") for rank, host in enumerate(network.nodes)]
+        runs[0].wait_for("is here", 60)
+        (process,) = launchers(victim)
+        process.send_signal(number)
+        ended = [run.finish(30) for run in runs]
+        assert [code if code != 137 else -9 for code in ended] == codes, runs[0].output + runs[1].output
+        survivor = runs[1] if victim is first else runs[0]
+        assert survivor.last_line.startswith(f"slime-like: {said}"), survivor.output
+        assert [left_on(host) for host in network.nodes] == [[], []]
+
+
+def test_node_0_is_killed_outright(network: Network, tiny: Tiny) -> None:
+    """With Ray and training on: nobody is left to end them but they themselves."""
+    runs = [start(host, rank, network, tiny, "killed") for rank, host in enumerate(network.nodes)]
+    runs[0].wait_for("all 2 nodes have joined; training", 120)
+    (process,) = launchers(network.nodes[0])
+    process.kill()
+    assert runs[1].finish(60) == 1
+    runs[0].finish(30)
+    assert runs[1].last_line.startswith(f"slime-like: {here(network, 1)} has lost node 0 "), runs[1].output
+    assert [left_on(host, grace_s=60) for host in network.nodes] == [[], []]
+
+
+def test_a_plan_that_does_not_fit(network: Network, tiny: Tiny) -> None:
+    """Known before Ray is started, and told to who is there."""
+    flags = ("--trainer.parallel.tensor", "2")
+    runs = [
+        start(host, rank, network, tiny, "plan", flags, PLAN="1", GPUS_PER_NODE="1")
+        for rank, host in enumerate(network.nodes)
+    ]
+    assert [run.finish(120) for run in runs] == [1, 1]
+    for run in runs:
+        assert run.last_line.startswith(f"slime-like: {here(network, 0)}, slime-like plan: cluster.nodes=2"), run.output
+        assert "; trainer.parallel.tensor=2 does not divide cluster.gpus_per_node=1" in run.last_line
+        assert "Ray" not in run.output
     assert [left_on(host) for host in network.nodes] == [[], []]
 
 

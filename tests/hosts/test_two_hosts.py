@@ -39,6 +39,7 @@ def start(
     """The script, with a configuration of seconds in place of the recipe."""
     run_dir = ("--run_dir", str(network.shared / "run")) if "--run_dir" not in flags else ()
     everything = tiny.rl_flags(Path("unused"), "--rollout.prompts_per_step", "4", "--evaluation.files", "[]")[4:]
+    everything += ["--reward.start_timeout_s", "400", "--rollout.start_timeout_s", "400"]  # whatever else runs here
     variables = {
         "CONFIG": "configs/quickstart.yaml",
         "MODEL": str(network.shared / "model"),
@@ -85,7 +86,7 @@ def trained(network: Network, tiny: Tiny) -> Trained:
     shutil.copytree(tiny.data, network.shared / "data")
     flags = (*EIGHT_RANKS, "--trainer.parallel.sequence", "true", "--checkpoint.every", "2")
     runs = [
-        start(host, rank, network, tiny, "first", flags, ENGINE="transformers")
+        start(host, rank, network, tiny, "first", flags, ENGINE="transformers", PLAN="1")
         for rank, host in enumerate(network.nodes)
     ]
     runs[0].wait_for("step 1/", 240)
@@ -128,6 +129,7 @@ def left_on(host: Host, grace_s: float = 10.0) -> list[str]:
 def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -> None:
     assert trained.codes == [0, 0], trained.runs[0].output + trained.runs[1].output
     assert f"{here(network, 1)} is here" in trained.runs[0].output
+    assert "a plan" not in trained.runs[0].output
     assert "over gloo in" in trained.runs[0].output  # what `auto` is between hosts
     rows = steps_of(network.shared / "run")
     assert [row["step"] for row in rows] == [1, 2]

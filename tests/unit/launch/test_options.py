@@ -73,9 +73,10 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("parallel", "rollout", "nodes", "expected"),
     [
-        ({"tensor": 2, "pipeline": 2, "context": 2}, {}, 2, 5),  # 4 + 1 engine, 4
+        ({"tensor": 2, "pipeline": 2, "context": 2}, {}, 2, 6),  # 6 ranks; 2 ranks and 1 engine
         ({"tensor": 2, "pipeline": 3}, {}, 2, 4),  # a group of two is not divided: 4, 2 + 1 engine
         ({"tensor": 4}, {"tensor": 2}, 3, 4),
+        ({"pipeline": 4}, {}, 2, 3),
         ({"data": 2}, {"tensor": 8}, 4, 8),
     ],
 )
@@ -95,7 +96,7 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said
     assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 groups that stay on one node each" in said
-    assert f"slime-like plan {' '.join(flags)} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
+    assert f"plan.json {' '.join(flags)} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
     assert f"slime-like train {' '.join(flags)} --cluster.address" in said
     assert list(tmp_path.iterdir()) == []  # nothing was written
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.orchestration.bundles import NodeRoom, NoRoomError, assign_nodes, tensor_blocks
+from slime_like.orchestration.bundles import NodeRoom, NoRoomError, along_devices, assign_nodes, tensor_blocks
 from tests.unit.orchestration.test_placement import config
 
 
@@ -49,3 +49,9 @@ def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], si
     with pytest.raises(NoRoomError) as error:
         assign_nodes(blocks, engines, [NodeRoom("a", 4), NodeRoom("b", 3)])
     assert error.value.size == size
+
+
+def test_ranks_follow_nodes_then_devices() -> None:
+    """Nodes in the order in which they are filled, whatever their names; devices by number, not by letter."""
+    nodes = ["10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.10", "10.0.0.10"]
+    assert along_devices(nodes, [10, 2, 0, 1, 0]) == [2, 1, 0, 4, 3]

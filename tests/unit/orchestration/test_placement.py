@@ -10,8 +10,9 @@ import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.orchestration.bundles import bundle_sizes
 from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.placement import Placement, bundle_sizes, require_whole_nodes
+from slime_like.orchestration.placement import Placement, require_whole_nodes
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
