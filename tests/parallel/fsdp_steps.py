@@ -1,0 +1,89 @@
+"""What one rank of the FSDP trainer does in the parity tests: the same as ``steps.train_rank``, with whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.fsdp.trainer import FsdpTrainer
+from backends.fsdp.weights import gathered
+from slime_like.algorithms.packing import real_tokens, zero_weight_pack
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement
+from slime_like.trajectory import GRPOStats, PackedTrajectory
+from tests.parallel.parity import ALGORITHM, OPTIMIZER, STEPS, Case
+from tests.parallel.steps import RankResult
+
+Settings = dict[str, Any]
+"""Sizes of ``trainer.parallel``; "recompute", "attention", "fsdp" of the trainer; "offload", ... of the optimizer."""
+
+
+def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
+    """The parity case's configuration on this backend."""
+    sizes = {name: layout[name] for name in ("data", "context") if name in layout}
+    of_trainer = {name: layout[name] for name in ("recompute", "attention", "fsdp") if name in layout}
+    of_optimizer = {name: layout[name] for name in ("offload", "clip_grad") if name in layout}
+    return RunConfig(
+        run_dir=run_dir,
+        steps=STEPS,
+        model={"path": case.checkpoint, "dtype": dtype},
+        algorithm={**ALGORITHM, **case.algorithm, **algorithm},
+        trainer={
+            "backend": "fsdp",
+            "parallel": sizes,
+            "optimizer": {**OPTIMIZER, **of_optimizer},
+            "head_chunk_tokens": 8,
+            "step_timeout_s": 60.0,
+            "cpu_threads": 1,
+            **of_trainer,
+        },
+    )
+
+
+def train_fsdp_rank(
+    placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
+) -> RankResult:
+    """Everything the parity tests compare, from one rank; gradients and weights are whole."""
+    trainer = FsdpTrainer(config, placement)
+    coordinates = trainer.setup()
+    indices = list(range(coordinates.data, len(packs), coordinates.data_size))
+    mine = [packs[index] for index in indices]
+    window = -(-len(packs) // coordinates.data_size)
+    filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
+    scored = trainer.score(filled)
+    assert scored is not None
+    two_windows(trainer, filled, denominator)
+    trainer.finalize_gradients(denominator)
+    gradients = whole_gradients(trainer)
+    stats = [_step(trainer, filled, denominator) for _ in range(steps)]
+    result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, whole_weights(trainer))
+    trainer.shutdown()
+    return result
+
+
+def _step(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:
+    two_windows(trainer, packs, denominator)
+    return trainer.finish_step(denominator)
+
+
+def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
+    """As micro-batches stream in a step consists of several windows; their split must not show."""
+    trainer.begin_step(denominator, real_tokens(packs))
+    trainer.accumulate(packs[:1], last=len(packs) == 1)
+    if packs[1:]:
+        trainer.accumulate(packs[1:], last=True)
+
+
+def whole_gradients(trainer: FsdpTrainer) -> dict[str, Tensor]:
+    """By Hugging Face's module name, on every rank."""
+    named = trainer.model.parameters_by_name()
+    return {name: gathered(p.grad, torch.float32, trainer.device).clone() for name, p in named.items()}
+
+
+def whole_weights(trainer: FsdpTrainer) -> dict[str, Tensor]:
+    """By Hugging Face's module name, on every rank."""
+    named = trainer.model.parameters_by_name()
+    return {name: gathered(p, torch.float32, trainer.device).clone() for name, p in named.items()}

@@ -1,0 +1,129 @@
+"""The FSDP trainer computes what Hugging Face's float64 model computes on unpacked sequences, and what Megatron's does.
+
+Compared as for Megatron (``test_parity``), within the same bounds: logprobs and entropies, the loss, gradients tensor by
+tensor, the routers' balancing loss, and the change of the weights after three AdamW steps with clipping and weight
+decay. All families of one layout run in one fork. Not covered here: CUDA.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.interfaces import RankPlacement
+from tests.parallel.assembly import to_hugging_face
+from tests.parallel.fsdp_steps import Settings, fsdp_config, train_fsdp_rank
+from tests.parallel.parity import (
+    GRADIENT_BOUND,
+    LOGPROB_BOUND,
+    STEPS,
+    UPDATE_BOUND,
+    Case,
+    check_loss,
+    check_scores,
+    check_tensors,
+    make_case,
+    run_case,
+)
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import RankResult, by_stage, scored_packs
+
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
+LAYOUTS: dict[str, Settings] = {
+    "single": {},
+    "dp2": {"data": 2},
+    "cp2": {"context": 2},
+    "dp2-cp2": {"data": 2, "context": 2},
+}
+VARIANTS: dict[str, tuple[str, Settings]] = {
+    "dp2-full-recompute": ("qwen3_moe", {"data": 2, "recompute": "full"}),
+    "cp2-selective-recompute": ("qwen3_moe", {"context": 2, "recompute": "selective"}),
+    "dp2-sharded-gradients": ("qwen3", {"data": 2, "fsdp": {"accumulate": "sharded"}}),
+    "dp2-kept-weights": ("qwen2", {"data": 2, "fsdp": {"reshard_after_forward": False}}),
+    "dp2-offload": ("qwen3", {"data": 2, "offload": True}),
+    "cp2-ring-flash-attn": ("qwen3", {"context": 2, "attention": "ring_flash_attn"}),
+    "cp4": ("llama", {"context": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(family: str) -> Case:
+        return make_case(family, tmp_path_factory.mktemp(family))
+
+    return make
+
+
+def _train_all(placement: RankPlacement, runs: list[tuple[Any, ...]]) -> list[RankResult]:
+    """One run after the other in the same process, each with process groups of its own."""
+    return [
+        train_fsdp_rank(
+            RankPlacement(
+                placement.rank,
+                placement.world_size,
+                placement.local_rank,
+                placement.master_address,
+                placement.master_port + index,
+            ),
+            *run,
+        )
+        for index, run in enumerate(runs)
+    ]
+
+
+def _run(cases: list[Case], layout: Settings, directory: Path) -> list[list[RankResult]]:
+    """Results of every rank, by case."""
+    runs = [(fsdp_config(case, directory, layout), case.packs(), case.denominator, STEPS) for case in cases]
+    world = runs[0][0].trainer.parallel.world_size
+    by_rank = run_ranks(_train_all, world, directory / "ranks", runs)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _check(case: Case, results: list[RankResult]) -> None:
+    check_scores(case, results)
+    check_loss(case, results)
+    for result in results:
+        check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
+        changes = {name: value.double() - case.initial[name] for name, value in result.weights.items()}
+        expected = {name: case.updated[name] - case.initial[name] for name in case.initial}
+        check_tensors(changes, expected, UPDATE_BOUND)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_family_computes_the_reference(layout: str, cases: Any, tmp_path: Path) -> None:
+    made = [cases(family) for family in FAMILIES]
+    for case, results in zip(made, _run(made, LAYOUTS[layout], tmp_path), strict=True):
+        _check(case, results)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_setting_shows_in_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
+    family, layout = VARIANTS[variant]
+    (results,) = _run([cases(family)], layout, tmp_path)
+    _check(cases(family), results)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_megatron_and_fsdp_agree_after_three_steps(family: str, cases: Any, tmp_path: Path) -> None:
+    case = cases(family)
+    megatron = run_case(case, {"data": 2, "distributed": True}, tmp_path / "megatron")
+    (ours,) = _run([case], LAYOUTS["dp2-cp2"], tmp_path / "fsdp")
+    for index, scored in scored_packs(megatron).items():
+        other = scored_packs(ours)[index][0]
+        torch.testing.assert_close(scored[0].logprobs, other.logprobs, rtol=0, atol=LOGPROB_BOUND)
+    theirs = to_hugging_face(by_stage(megatron, "weights"), ModelDimensions.from_checkpoint(case.checkpoint))
+    changes = [
+        {name: weights[name].double() - value for name, value in case.initial.items()}
+        for weights in (ours[0].weights, theirs)
+    ]
+    check_tensors(changes[0], changes[1], UPDATE_BOUND)
+    for mine, other in zip(ours[0].stats, megatron[0].stats, strict=True):
+        assert mine is not None and other is not None
+        for name in ("loss", "grad_norm", "moe_aux_loss", "entropy", "learning_rate"):
+            assert float(getattr(mine, name)) == pytest.approx(float(getattr(other, name)), rel=2e-4), name
