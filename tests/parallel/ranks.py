@@ -30,7 +30,7 @@ def run_ranks(
     Results travel through files below ``directory`` and may hold tensors. Fails the test when a rank fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_rank_main, args=(function, rank, world_size, port, directory, arguments), daemon=True)
@@ -91,7 +91,8 @@ def _error_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.error"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

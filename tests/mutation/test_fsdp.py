@@ -1,0 +1,189 @@
+"""Known bugs of FSDP training put back into the trainer, one at a time: its parity tests must notice each.
+
+A bug is put in inside the forked ranks, by replacing one function, and dies with them. Then the comparison that the
+parity tests make of that layout must fail, and those that they make before must not: a crash is no proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from backends.common.allgather import GatherSegments
+from backends.fsdp import micro_batch, optimizer, trainer
+from backends.fsdp import model as fsdp_model
+from backends.fsdp.attention import Boundaries
+from slime_like.algorithms.context import ContextShard
+from slime_like.interfaces import RankPlacement
+from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
+from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, make_case
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import RankResult
+
+
+# ------------------------------------------------------------------------------------------------------------ the bugs
+def sequences_begin_where_the_rank_begins() -> None:
+    def boundaries(self: micro_batch.BatchBuilder, cu_seqlens: Tensor, shard: ContextShard) -> Boundaries:
+        gather = GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)
+        return Boundaries(None, gather, None, self.context)
+
+    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+
+
+def positions_begin_anew_on_every_rank() -> None:
+    correct = trainer.FsdpTrainer._forward
+
+    def forward(self: trainer.FsdpTrainer, batch: micro_batch.MicroBatch, routers: bool) -> tuple[Tensor, ...]:
+        batch.shard.position_ids = torch.arange(batch.shard.tokens.numel(), dtype=torch.int32)
+        return correct(self, batch, routers)
+
+    trainer.FsdpTrainer._forward = forward  # type: ignore[method-assign]
+
+
+def ranks_are_averaged() -> None:
+    """What FSDP does unless it is told otherwise."""
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+
+
+def the_denominator_is_multiplied_by_the_replicas() -> None:
+    correct = trainer.FsdpTrainer.finalize_gradients
+
+    def finalize(self: trainer.FsdpTrainer, denominator: float) -> None:
+        correct(self, denominator * self.groups.replicas.size())
+
+    trainer.FsdpTrainer.finalize_gradients = finalize  # type: ignore[method-assign]
+
+
+def context_ranks_count_their_loss_each() -> None:
+    correct = trainer.join_context_parts
+
+    def join(part: Tensor, group: Any) -> Tensor:
+        whole = correct(part, group)
+        return whole + (group.size() - 1) * (whole - whole.detach())
+
+    trainer.join_context_parts = join  # type: ignore[attr-defined]
+
+
+def only_the_last_micro_batch_is_summed() -> None:
+    """Gradients of earlier ones stay where they are, as if every window began anew."""
+    correct = fsdp_model.LogprobModel.sum_gradients
+
+    def sum_gradients(self: fsdp_model.LogprobModel, now: bool) -> None:
+        correct(self, now)
+        for module in self.modules():
+            if now and isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+
+    fsdp_model.LogprobModel.sum_gradients = sum_gradients  # type: ignore[method-assign]
+
+
+def gradients_are_not_synchronised() -> None:
+    """Every rank goes on with its own rows of its own gradient."""
+
+    def reduce(
+        params: Any, grads: Any, group: Any, stream: Any, comm: Any, dtype: Any, reduce_dtype: Any, *rest: Any
+    ) -> Any:
+        for parameter, gradient in zip(params, grads, strict=True):
+            rows = -(-gradient.shape[0] // group.size())
+            own = gradient[group.rank() * rows : (group.rank() + 1) * rows].contiguous()
+            shard = parameter.to_sharded_dtensor(own)
+            known = parameter.sharded_param.grad
+            parameter.sharded_param.grad = shard if known is None else known + shard
+        grads.clear()
+        return grads, None, stream, None, None, None, None
+
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    _fsdp_param_group.foreach_reduce = reduce
+
+
+def the_norm_is_the_ranks_own() -> None:
+    """Ranks clip differently: their shards of one update are scaled apart."""
+
+    def norm(self: optimizer.Optimizer) -> float:
+        return float(torch.stack([g.norm() for g in self.gradients().values() if g.numel()]).norm())
+
+    optimizer.Optimizer.gradient_norm = norm  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------------------------------------- the matrix
+@dataclass(frozen=True)
+class Mutation:
+    """With ``bug`` in every rank, the layout must fail the comparison ``caught_by``."""
+
+    bug: Callable[[], None]
+    layout: Settings
+    caught_by: Literal["scores", "gradients", "norm"]
+
+
+MUTATIONS = [
+    Mutation(sequences_begin_where_the_rank_begins, {"context": 2}, "scores"),
+    Mutation(positions_begin_anew_on_every_rank, {"context": 2}, "scores"),
+    Mutation(ranks_are_averaged, {"data": 2}, "gradients"),
+    Mutation(the_denominator_is_multiplied_by_the_replicas, {"data": 2}, "gradients"),
+    Mutation(context_ranks_count_their_loss_each, {"context": 2}, "gradients"),
+    Mutation(only_the_last_micro_batch_is_summed, {"context": 2}, "gradients"),
+    Mutation(gradients_are_not_synchronised, {"data": 2}, "gradients"),
+    Mutation(the_norm_is_the_ranks_own, {"data": 2}, "norm"),
+]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make() -> Case:
+        return make_case("qwen3", tmp_path_factory.mktemp("qwen3"), steps=0)
+
+    return make()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
+def test_the_parity_tests_catch(mutation: Mutation, case: Case, tmp_path: Path) -> None:
+    results = _run_with(mutation.bug, case, mutation.layout, tmp_path)
+    if mutation.caught_by != "scores":
+        check_scores(case, results)
+    if mutation.caught_by == "norm":
+        _check_gradients(case, results)
+    comparison = {"scores": check_scores, "gradients": _check_gradients, "norm": _check_norm}[mutation.caught_by]
+    with pytest.raises(AssertionError):
+        comparison(case, results)
+
+
+def test_without_a_bug_nothing_fails(case: Case, tmp_path: Path) -> None:
+    """Otherwise a broken harness would look like a caught mutation."""
+    results = _run_with(lambda: None, case, {"data": 2}, tmp_path)
+    check_scores(case, results)
+    _check_gradients(case, results)
+    _check_norm(case, results)
+
+
+def _run_with(bug: Callable[[], None], case: Case, layout: Settings, directory: Path) -> list[RankResult]:
+    def rank(placement: RankPlacement, *arguments: Any) -> RankResult:
+        bug()
+        return train_fsdp_rank(placement, *arguments)
+
+    config = fsdp_config(case, directory, layout)
+    world = config.trainer.parallel.world_size
+    return run_ranks(rank, world, directory / "ranks", config, case.packs(), case.denominator, 1)
+
+
+def _check_gradients(case: Case, results: list[RankResult]) -> None:
+    for result in results:
+        check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
+
+
+def _check_norm(case: Case, results: list[RankResult]) -> None:
+    expected = float(torch.stack([gradient.norm() for gradient in case.expected.gradients.values()]).norm())
+    for result in results:
+        assert result.stats[0] is not None
+        assert float(result.stats[0].grad_norm) == pytest.approx(expected, rel=1e-4)
