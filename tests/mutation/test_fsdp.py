@@ -83,6 +83,8 @@ def only_the_last_micro_batch_is_summed() -> None:
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     for parameter in group.fsdp_params:
                         parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
 
     fsdp_model.LogprobModel.sum_gradients = sum_gradients  # type: ignore[method-assign]
 
