@@ -1,37 +1,30 @@
 """The hash that proves a weight sync: the formula of its module's docstring, and what it must notice.
 
-The reference is that formula in Python's own integers, one word at a time. Not covered: resistance against
-forgery, which it does not claim.
+The reference for chunks is the library xxhash, which the form for accelerators shares nothing with; here that form runs
+on the CPU. Not covered: resistance against forgery, which it does not claim.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.weights.checksums import CHUNK_WORDS, tensor_checksum
+from slime_like.weights import checksums
+from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
 
-MODULUS = 1 << 64
-
-
-def splitmix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) % MODULUS
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % MODULUS
-    return value ^ (value >> 31)
+CHUNK_WORDS = CHUNK_BYTES // 8
 
 
 def reference(data: bytes) -> int:
-    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-    total = len(data)
-    for chunk in range(0, len(words), CHUNK_WORDS):
-        chunk_hash = 0
-        for position, word in enumerate(words[chunk : chunk + CHUNK_WORDS]):
-            chunk_hash += (word ^ (word >> 32)) * (splitmix(position + 1) | 1)
-        total += splitmix(chunk_hash + splitmix(chunk // CHUNK_WORDS))
-    return splitmix(total)
+    tree = xxhash.xxh3_64()
+    for start in range(0, len(data), CHUNK_BYTES):
+        tree.update(xxhash.xxh3_64_intdigest(data[start : start + CHUNK_BYTES]).to_bytes(8, "little"))
+    tree.update(len(data).to_bytes(8, "little"))
+    return tree.intdigest()
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,6 +37,25 @@ def test_equals_the_formula(data: bytes) -> None:
 def test_equals_the_formula_around_chunk_boundaries(words: int) -> None:
     tensor = torch.randint(-(1 << 62), 1 << 62, (words,), generator=torch.Generator().manual_seed(words))
     assert tensor_checksum(tensor) == reference(tensor.numpy().tobytes())
+
+
+@pytest.mark.parametrize("pattern", ["random", "zeros", "ones", "signs"])
+def test_an_accelerator_s_arithmetic_is_the_library_s(pattern: str) -> None:
+    """More chunks than one batch; lanes of all ones carry into every bit of the 128-bit products."""
+    count = 2051 if pattern == "random" else 3
+    fills = {"zeros": 0, "ones": 255, "signs": 0x80}
+    chunks = torch.randint(0, 256, (count, CHUNK_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    if pattern in fills:
+        chunks.fill_(fills[pattern])
+    expected = [xxhash.xxh3_64_intdigest(chunk.numpy().tobytes()) for chunk in chunks]
+    assert [value % (1 << 64) for value in chunk_hashes(chunks).tolist()] == expected
+
+
+@pytest.mark.parametrize("count", [0, 5, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 7])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_an_accelerator_hashes_whole_tensors_alike(count: int, offset: int) -> None:
+    data = torch.randint(0, 256, (count + offset,), dtype=torch.uint8)[offset:]
+    assert checksums._on_device(data) == checksums._on_host(data)
 
 
 def test_empty_tensors_have_a_hash() -> None:
