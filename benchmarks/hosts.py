@@ -1,4 +1,4 @@
-"""``scripts/run_qwen_32b.sh`` on two hosts with every engine: ``python -m benchmarks.hosts OUT_DIR RESULT [ENGINE ...]``.
+"""``scripts/run_qwen_32b.sh`` on two hosts with every engine: ``python -m benchmarks.hosts OUT RESULT [ENGINE ...]``.
 
 Eight ranks, tensor 2 x pipeline 2 x context 2 over both hosts; each engine trains two steps, and two more by a second
 start. What takes time is that every start imports everything nine times. Exit code 1 if a bound does not hold.

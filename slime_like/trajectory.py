@@ -160,6 +160,8 @@ class PackedTrajectory:
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
         weight_versions: (R,) int64 or ``None``.
         rewards, successes: (S, num_funcs) float32 or ``None``.
+        reward_metadata: per sequence; ``None`` if unscored.
+        conversations: per sequence; ``None`` if scored, when their turns are in ``reward_metadata``.
         sequence_weights, sequence_temperatures: one Python float per sequence, exactly as they came in (a fully masked
             sequence has no token left that could give its weight back).
         is_filler: the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
@@ -193,6 +195,7 @@ class PackedTrajectory:
     rewards: Tensor | None = None
     successes: Tensor | None = None
     reward_metadata: list[dict[str, Any]] | None = None
+    conversations: list[Conversation | None] | None = None
     ignore_index: int = -100
     sequence_weights: list[float] = field(default_factory=list)
     sequence_temperatures: list[float] = field(default_factory=list)

@@ -14,7 +14,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from torch import Tensor
 
 from rollout.sglang.arguments import SAMPLING_BACKEND
-from slime_like.weights.checksums import mix
+from rollout.sglang.mixing import mix
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ def pack_sequences(
         answers=[s.answer for s in sequences],
         finish_reasons=[s.finish_reason for s in sequences],
         reward_metadata=[s.reward_metadata for s in sequences] if _are_scored(sequences) else None,
+        conversations=[s.conversation for s in sequences if isinstance(s, UnscoredTrajectory)] or None,
         ignore_index=ignore_index,
         sequence_weights=_weights(sequences),
         sequence_temperatures=[s.temperature for s in sequences],
@@ -116,6 +117,7 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     if packed.advantages is None:
         for name in ("old_logprobs", "ref_logprobs"):
             del columns[name]
+        columns["conversation"] = packed.conversations or [None] * packed.num_sequences
         cls: type[Trajectory] = UnscoredTrajectory
     else:
         columns |= _score_columns(packed)
@@ -321,7 +323,7 @@ def _score_tensors(sequences: Sequence[ScoredTrajectory], lengths: PackLengths) 
 
 def _scalar_advantages(sequences: Sequence[ScoredTrajectory]) -> Tensor:
     """(S,) float32. A 0-d tensor's ``tolist`` is a number, any other's a list: one pass reads and checks."""
-    values = [s.advantages.tolist() for s in sequences]
+    values: list[Any] = [s.advantages.tolist() for s in sequences]
     if list in set(map(type, values)):
         raise TypeError("advantages of more than one number")
     return _column(sequences, values, "the advantage", "it must be finite").to(torch.float32)
@@ -409,7 +411,8 @@ def _first_sequence(packed: PackedTrajectory) -> Trajectory:
         changes[name] = getattr(packed, name)[:1]
     for name in ("sequence_weights", "sequence_temperatures"):
         changes[name] = getattr(packed, name)[:1]
-    metadata = packed.reward_metadata
+    metadata, conversations = packed.reward_metadata, packed.conversations
     changes |= {"tokens": packed.tokens[:tokens], "actual_total_tokens": tokens, "packed_seq_len": tokens}
     changes["reward_metadata"] = None if metadata is None else metadata[:1]
+    changes["conversations"] = None if conversations is None else conversations[:1]
     return unpack_sequences(replace(packed, **changes))[0]  # type: ignore[arg-type]

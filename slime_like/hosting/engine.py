@@ -154,8 +154,9 @@ class _Hosted(ChildProcess):
 
     def error(self, answer: Answer) -> Exception:
         kind = getattr(errors, answer.kind, None)
-        known = isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind is not errors.ConfigError
-        return kind(answer.error) if known else EngineError(answer.error)
+        if isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind is not errors.ConfigError:
+            return kind(answer.error)
+        return EngineError(answer.error)
 
 
 def _environment(scratch: Path) -> dict[str, str]:

@@ -33,7 +33,7 @@ def tensor_checksum(tensor: Tensor) -> int:
 
 def _on_host(data: Tensor) -> list[int]:
     """A hash per chunk of (n,) uint8."""
-    view, digest = memoryview(data.numpy()), xxhash.xxh3_64_intdigest
+    view, digest = memoryview(data.numpy().data), xxhash.xxh3_64_intdigest
     return [digest(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES)]
 
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slime_like.interfaces import Conversation
 from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
 
 VOCABULARY = 29
@@ -47,9 +48,9 @@ def scored(
 def unscored(index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0) -> UnscoredTrajectory:
     """The same sequence before it was scored."""
     s = scored(index, prompt_len, response_len, seed)
-    return UnscoredTrajectory(
-        **{name: getattr(s, name) for name in UnscoredTrajectory.__dataclass_fields__},
-    )
+    turns = Conversation(((0, response_len),), reward=index) if index % 2 else None
+    shared = UnscoredTrajectory.__dataclass_fields__.keys() - {"conversation"}
+    return UnscoredTrajectory(**{name: getattr(s, name) for name in shared}, conversation=turns)
 
 
 def batch(shapes: list[tuple[int, int]], seed: int = 0) -> list[ScoredTrajectory]:
