@@ -68,4 +68,4 @@ def _train_on_stream(session: Session, step: int, clock: PhaseClock) -> TrainedS
         window, denominator = windows.finish()
         session.trainers.send_window(window, last=True)
         streamed = session.trainers.finish_stream(denominator)
-    return TrainedStep.of_stream(windows, streamed, session.config.algorithm.needs_reference)
+    return TrainedStep.of_stream(windows, streamed, session.config.reference_in_trainer)

@@ -170,7 +170,7 @@ class MegatronTrainer:
             raise TrainerError(f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}{hint}") from error
 
     def _load_reference(self) -> None:
-        if not self.config.algorithm.needs_reference:
+        if not self.config.reference_in_trainer:
             return
         path = self.config.reference.path
         if path is None or (path == self.config.model.path and self.config.model.weights is None):
@@ -255,7 +255,8 @@ class MegatronTrainer:
         if self._reference is None:
             raise TrainerError(
                 f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0, and "
-                "algorithm.kl_reward_coef too; set one above 0"
+                "algorithm.kl_reward_coef too, or because reference.placement is workers; set one above 0, or "
+                "placement: trainer"
             )
         self.settle_weights()
         with self._reference.in_place():

@@ -27,7 +27,7 @@ class AdvantageEstimator:
     Attributes:
         compute: ``(rewards (N,) float64, groups, **options) -> (N,)``.
         scope: "group" needs only completed groups; "batch" needs the whole batch, so that nothing can stream. The
-            training loop gives either kind all samples of a step at once.
+            training loop gives either kind all samples of a step at once, unless the first kind is streamed.
     """
 
     compute: Callable[..., Tensor]

@@ -422,14 +422,30 @@ def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
 
 def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
     path = config.reference.path
-    if not config.algorithm.needs_reference or path is None:
+    if not config.algorithm.needs_reference:
         return
-    reference, problems = _dimensions(path, "reference.path")
-    yield from problems
-    if reference is not None:
-        yield from _weights(path, "reference.path", reference)
-    if reference is not None and reference.vocab_size != policy.vocab_size:
+    reference: ModelDimensions | None = policy
+    if path is not None:
+        reference, problems = _dimensions(path, "reference.path")
+        yield from problems
+        if reference is not None:
+            yield from _weights(path, "reference.path", reference)
+    if reference is None:
+        return
+    if reference.vocab_size != policy.vocab_size:
         yield (
             f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "
             "logprobs cannot be compared; use a reference with the policy's tokenizer"
+        )
+    if config.reference.placement == "workers":
+        yield from _reference_workers(config, reference)
+
+
+def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    problems = layout_problems(config.reference.parallel, dimensions)
+    yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
+    if config.debug.load_rollouts is not None:
+        yield (
+            f"reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="
+            f"{config.debug.load_rollouts} samples none; use placement: trainer"
         )

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from slime_like.config.base import Section
+from slime_like.config.trainer import ParallelConfig
 
 
 class ModelConfig(Section):
@@ -31,4 +32,13 @@ class ReferenceConfig(Section):
 
     path: Path | None = Field(
         None, description="Hugging Face checkpoint of the reference; none means the policy as it starts."
+    )
+    placement: Literal["trainer", "workers"] = Field(
+        "trainer",
+        description="Who scores with it: the trainer ranks, which swap its weights in (so that it must have the "
+        "policy's sizes), or workers on devices of their own, which score groups while others are being sampled.",
+    )
+    workers: int = Field(1, ge=1, description="For placement workers: how many; a group goes to the least busy one.")
+    parallel: ParallelConfig = Field(
+        default_factory=lambda: ParallelConfig(), description="For placement workers: the layout of each."
     )

@@ -130,6 +130,17 @@ class RunConfig(Section):
         return self.algorithm.loss == "sft"
 
     @property
+    def reference_in_trainer(self) -> bool:
+        """Trainer ranks hold a reference and score with it."""
+        return self.algorithm.needs_reference and self.reference.placement == "trainer"
+
+    @property
+    def reference_workers(self) -> int:
+        """Workers that hold a reference, where rollouts are sampled."""
+        in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
+        return self.reference.workers if in_use and self.reference.placement == "workers" else 0
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and response together."""
         return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens

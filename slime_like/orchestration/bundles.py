@@ -13,16 +13,23 @@ RANK_LABEL = "slime-like.io/node-rank"
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices.
+    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices,
+    then one for each rank of the reference workers.
 
     Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
-    and verification without engines.
+    and verification without engines; neither has reference workers.
     """
     trainers = [1] * config.trainer.parallel.world_size if with_trainers else []
     if not with_engines or config.supervised or config.debug.load_rollouts:
         return trainers
     colocated = with_trainers and config.cluster.placement == "colocated"
-    return trainers + ([] if colocated else [config.rollout.tensor] * config.rollout.num_engines)
+    engines = [] if colocated else [config.rollout.tensor] * config.rollout.num_engines
+    return trainers + engines + ([1] * num_reference_ranks(config) if with_trainers else [])
+
+
+def num_reference_ranks(config: RunConfig) -> int:
+    """Of all reference workers together."""
+    return config.reference_workers * config.reference.parallel.world_size
 
 
 def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:

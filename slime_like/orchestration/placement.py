@@ -28,6 +28,7 @@ from slime_like.orchestration.bundles import (
     along_devices,
     assign_nodes,
     bundle_sizes,
+    num_reference_ranks,
     tensor_blocks,
 )
 
@@ -49,6 +50,7 @@ class Placement:
         self._sizes = bundle_sizes(config, with_trainers, with_engines)
         self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
         self._blocks = tensor_blocks(config, with_engines) if with_trainers else []
+        self._with_engines = with_engines
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
@@ -97,6 +99,11 @@ class Placement:
         if self._shared:
             return self._options(self.shared_ranks(engine).start, gpus=0)
         return self._options(self._num_ranks + engine, gpus=self._config.rollout.tensor)
+
+    def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
+        """Ray options of one rank of one reference worker."""
+        first = len(self._sizes) - num_reference_ranks(self._config)
+        return self._options(first + worker * self._config.reference.parallel.world_size + rank, gpus=1)
 
     def shared_ranks(self, engine: int) -> range:
         """Trainer ranks whose devices a colocated engine uses."""
@@ -180,6 +187,9 @@ class Placement:
         require_whole_nodes("trainer.parallel.tensor", self._config.trainer.parallel.tensor, nodes)
         if self._shared:
             require_whole_nodes("rollout.tensor", self._config.rollout.tensor, nodes)
+        if count := num_reference_ranks(self._config) if self._num_ranks and self._with_engines else 0:
+            tensor = self._config.reference.parallel.tensor
+            require_whole_nodes("reference.parallel.tensor", tensor, self._nodes[-count:])
 
 
 def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:

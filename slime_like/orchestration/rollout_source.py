@@ -18,6 +18,7 @@ from slime_like.errors import RewardError, TrainerError
 from slime_like.interrupts import raise_if_interrupted
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.flight import Flight, NoEngineLeft
+from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
 from slime_like.orchestration.scoring import RewardedGroup, Scorer
 from slime_like.orchestration.turns import Turns
@@ -57,6 +58,7 @@ class RolloutSource:
     Args:
         flight: an empty one through the run's engines.
         revive: brings engines back, with the weights of the version that is served; called when none is left.
+        references: scores groups that will be trained before they count as ready; none where trainers do it.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class RolloutSource:
         turns: Turns,
         ledger: Ledger,
         revive: Callable[[int], None],
+        references: ReferencePool | None = None,
     ) -> None:
         self._config = config
         self._prompts = prompts
@@ -76,6 +79,7 @@ class RolloutSource:
         self._turns = turns
         self._ledger = ledger
         self._revive = revive
+        self._references = references
         self._sampling = training_sampling(config)
         self._asked: dict[str, Prompt] = {}
         # Below: shared by the main thread and the sampling thread, under the condition.
@@ -184,10 +188,7 @@ class RolloutSource:
 
     def _collect(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
         answers = self._flight.poll(timeout_s)
-        if self._flight.moved:
-            moved = [self._asked[name].group_id for name in self._flight.moved]
-            self._flight.moved.clear()
-            self._ledger.reissued(moved, self._version, "engine died")
+        self._note_moved()
         groups = [
             to_group(self._asked.pop(request.request_id), generations, self._sampling.temperature)
             for request, generations in answers
@@ -195,19 +196,51 @@ class RolloutSource:
         self._ledger.generated([group.group_id for group in groups], self._version)
         return groups
 
-    def _score(self, groups: Sequence[GroupedUnscoredTrajectories]) -> None:
-        if not groups:
+    def _note_moved(self) -> None:
+        """What the flight has sent again."""
+        if self._flight.moved:
+            moved = [self._asked[name].group_id for name in self._flight.moved]
+            self._flight.moved.clear()
+            self._ledger.reissued(moved, self._version, "engine died")
+
+    def _score(self, groups: Sequence[GroupedUnscoredTrajectories], timeout_s: float = 0.0) -> None:
+        """Have ``groups`` rewarded, and take in what is ready then.
+
+        Args:
+            groups: new ones; none is taken in that nothing can be learnt from.
+            timeout_s: longest wait for the reference's opinion, of these or of earlier ones.
+        """
+        rewarded = self._scorer.rewards(groups) if groups else []
+        teaching = [own for own in rewarded if self._teaches(own)]
+        self._leave_out([own.group.group_id for own in rewarded if not self._teaches(own)])
+        if self._references is not None:
+            for own in teaching:
+                self._references.submit(own)
+            teaching = self._references.poll(timeout_s)
+        if not teaching:
             return
-        rewarded = self._scorer.rewards(groups)
         with self._changed:
-            self._ledger.scored([group.group_id for group in groups])
-            for own in rewarded:
+            self._ledger.scored([own.group.group_id for own in teaching])
+            for own in teaching:
                 issued = self._issued.pop(own.group.group_id)
-                if self._teaches(own):
-                    self._buffer.add(own.group.group_id, issued.version, _Ready(issued.prompt, own))
-                else:
-                    self._drop([own.group.group_id], "zero spread")
+                self._buffer.add(own.group.group_id, issued.version, _Ready(issued.prompt, own))
             self._changed.notify_all()
+
+    def _leave_out(self, group_ids: Sequence[int]) -> None:
+        """Groups whose samples all have the same reward."""
+        if not group_ids:
+            return
+        with self._changed:
+            self._ledger.scored(group_ids)
+            for group_id in group_ids:
+                del self._issued[group_id]
+                self._drop([group_id], "zero spread")
+            self._changed.notify_all()
+
+    @property
+    def _num_referred(self) -> int:
+        """Groups at the reference workers."""
+        return len(self._references) if self._references is not None else 0
 
     def _teaches(self, rewarded: RewardedGroup) -> bool:
         spread = float(rewarded.totals.max() - rewarded.totals.min())
@@ -263,9 +296,9 @@ class RolloutSource:
             with clock.phase("wait"):
                 self._issue()
             with clock.phase("generate"):
-                groups = self._collect_enough()
+                groups = self._collect_enough() if self._references is None else self._collect_some()
             with clock.phase("reward"):
-                self._score(groups)
+                self._score(groups, 0.0 if len(self._flight) else _POLL_S)
         return self._last_of_step(self._take(step, size))
 
     def _parts_in_turn(self, step: int, clock: PhaseClock) -> Iterator[list[Held[_Ready]]]:
@@ -275,7 +308,7 @@ class RolloutSource:
             with clock.phase("generate"):
                 groups = self._collect_some()
             with clock.phase("reward"):
-                self._score(groups)
+                self._score(groups, 0.0 if len(self._flight) else _POLL_S)
             if count := self._available(step):
                 part = self._take(step, count)
                 yield self._last_of_step(part) if self._formed == step else part
@@ -296,16 +329,19 @@ class RolloutSource:
         return groups
 
     def _collect_some(self) -> list[GroupedUnscoredTrajectories]:
-        """Whatever comes first; nothing if that takes long."""
+        """Whatever comes first; nothing if that takes long, or other groups may be ready meanwhile."""
         raise_if_interrupted()
         try:
-            return self._collect(_POLL_S)
+            return self._collect(_THREAD_POLL_S if self._num_referred else _POLL_S)
         except NoEngineLeft:
             self._revive(self._version)
             return []
 
     def _abort_rest(self) -> None:
+        self._note_moved()  # an engine may have died since the last answer
         self._flight.abort(self._asked.keys())
+        if self._references is not None:
+            self._references.discard()
         self._asked.clear()
         rest = [*self._issued, *(held.group_id for held in self._buffer.take(len(self._buffer)))]
         self._issued.clear()
@@ -348,7 +384,7 @@ class RolloutSource:
         try:
             while not self._stopping:
                 self._issue()
-                self._score(self._collect_or_wait())
+                self._score(self._collect_or_wait(), 0.0 if len(self._flight) else _THREAD_POLL_S)
         except BaseException as error:  # raised again where the main thread asks for its batch
             with self._changed:
                 self._failure = error
@@ -363,7 +399,8 @@ class RolloutSource:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._no_engine is None or self._stopping, _LOOK_EVERY_S)
             return []
-        if not groups and not len(self._flight):  # as far ahead as allowed: until the next version
+        if not groups and not len(self._flight) and not self._num_referred:
+            # As far ahead as is allowed: until the next version.
             with self._changed:
                 self._changed.wait(_THREAD_POLL_S)
         return groups

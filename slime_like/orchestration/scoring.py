@@ -27,6 +27,7 @@ class RewardedGroup:
         rewards, successes: (N, F) float32, one column per reward function.
         totals: (N,) float32, the rewards that advantages come from.
         metadata: one per sample.
+        reference: (response_len,) logprobs of each sample under the reference, where a worker has scored them.
     """
 
     group: GroupedUnscoredTrajectories
@@ -34,6 +35,7 @@ class RewardedGroup:
     successes: Tensor
     totals: Tensor
     metadata: list[dict[str, Any]]
+    reference: list[Tensor] | None = None
 
 
 class Scorer:
@@ -81,8 +83,9 @@ class Scorer:
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
+        references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
         return [
-            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i])
+            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i], references[i])
             for i, trajectory in enumerate(trajectories)
         ]
 
@@ -129,8 +132,17 @@ def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
     return trajectory.response_tokens[start:end]
 
 
+def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
+    return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)
+
+
 def _scored(
-    trajectory: UnscoredTrajectory, rewards: Tensor, successes: Tensor, advantage: Tensor, metadata: dict[str, Any]
+    trajectory: UnscoredTrajectory,
+    rewards: Tensor,
+    successes: Tensor,
+    advantage: Tensor,
+    metadata: dict[str, Any],
+    reference: Tensor | None,
 ) -> ScoredTrajectory:
     return ScoredTrajectory(
         prompt_tokens=trajectory.prompt_tokens,
@@ -138,7 +150,7 @@ def _scored(
         prompt_len=trajectory.prompt_len,
         response_len=trajectory.response_len,
         logprobs=trajectory.logprobs,
-        ref_logprobs=None,
+        ref_logprobs=reference,
         rewards=rewards,
         advantages=advantage,
         successes=successes,

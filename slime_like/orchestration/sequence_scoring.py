@@ -37,6 +37,12 @@ def window_tokens(trainer: TrainerConfig) -> int:
     return trainer.target_tokens_per_batch * trainer.parallel.data * packs
 
 
+def request_tokens(trainer: TrainerConfig) -> int:
+    """The fewest tokens that keep all ranks busy: a full pack for every replica, several where there is a pipeline."""
+    packs = _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs
+
+
 def score_sequences(
     scorer: PackScorer,
     sequences: Sequence[Trajectory],

@@ -22,6 +22,8 @@ from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.credit import require_group_scope
 from slime_like.orchestration.evaluation import Evaluator
 from slime_like.orchestration.placement import Placement
+from slime_like.orchestration.reference_pool import ReferencePool
+from slime_like.orchestration.reference_workers import launch_references, reference_pool
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollout_source import RolloutSource
 from slime_like.orchestration.run_directory import prepare_run_dir
@@ -41,6 +43,7 @@ class RolloutSide:
     source: RolloutSource
     evaluator: Evaluator | None
     ledger: Ledger
+    references: ReferencePool | None
 
 
 def launch_engines(
@@ -165,11 +168,15 @@ class Session:
             self.progress.note(warning)
         engines, pool = launch_engines(config, stack, placement, self.trainers.devices() if colocated else ())
         scorer = Scorer(config, pool, self.tokenizer)
+        workers = launch_references(config, stack, placement)
         self.trainers.setup()
         pool.start()
         if colocated:
             self.trainers.offload()
         engines.start()
+        references = reference_pool(config, workers)
+        if references is not None:
+            stack.callback(references.close)
         if colocated:
             engines.sleep()
             self.trainers.onload()
@@ -179,9 +186,11 @@ class Session:
         evaluator = Evaluator(config, engines, scorer, self.tokenizer) if config.evaluation.files else None
         ledger = Ledger.begin(config.run_dir)
         stack.callback(ledger.close)
-        source = RolloutSource(config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines)
+        source = RolloutSource(
+            config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines, references
+        )
         stack.callback(source.close)
-        return RolloutSide(sync, source, evaluator, ledger)
+        return RolloutSide(sync, source, evaluator, ledger, references)
 
     def _revive_engines(self, version: int) -> None:
         assert self.rollout is not None

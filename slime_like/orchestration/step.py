@@ -78,17 +78,17 @@ class TrainedStep:
 
 def score(session: Session, trajectories: Sequence[ScoredTrajectory], step: int) -> ReferenceRecord | None:
     """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
-    reference's where a KL term is on, in loss or reward."""
+    reference's where a KL term is on, in loss or reward, and trajectories have not come with them."""
     if session.config.algorithm.scores_policy:
         session.trainers.score_batch("policy")
-    if not session.config.algorithm.needs_reference:
-        return None
-    started = time.perf_counter()
-    session.trainers.score_batch("reference")
-    seconds = time.perf_counter() - started
+    record = None
+    if session.config.reference_in_trainer:
+        started = time.perf_counter()
+        session.trainers.score_batch("reference")
+        record = _reference_record(trajectories, time.perf_counter() - started)
     if session.config.algorithm.kl_reward_coef > 0:
         penalise_kl(session.config, session.trainers, trajectories, step)
-    return _reference_record(trajectories, seconds)
+    return record
 
 
 def _reference_record(trajectories: Sequence[ScoredTrajectory], seconds: float) -> ReferenceRecord:
@@ -148,7 +148,7 @@ class StepRecorder:
                 trainers_busy_s=trained.busy_s,
                 rewards=self._rewards(step, trajectories),
                 rollout=self._rollout(trajectories, step, times),
-                reference=trained.reference,
+                reference=trained.reference or self._reference(times),
                 weight_gather_s=sync.gather_s if sync else None,
                 probe_gap=sync.probe_gap if sync else None,
                 sync=sync.record() if sync else None,
@@ -205,6 +205,23 @@ class StepRecorder:
             queue_size=self._queues()[0],
             seconds=times.step_s if self._config.rollout.max_staleness > 0 else None,  # sampled all the time
             staleness=[_staleness(trajectory, step) for trajectory in trajectories],
+        )
+
+    def _reference(self, times: PhaseTimes) -> ReferenceRecord | None:
+        """What reference workers have done since the last step's record."""
+        side = self._session.rollout
+        if side is None or side.references is None:
+            return None
+        work = side.references.take_work()
+        for sentence in side.references.lost:
+            self._session.progress.note(sentence)
+        side.references.lost.clear()
+        return ReferenceRecord(
+            total_s=times.step_s,
+            model_running_s=work.busy_s,
+            waiting_s=max(0.0, times.step_s - work.busy_s),
+            response_tokens=work.response_tokens,
+            total_tokens=work.total_tokens,
         )
 
     def _queues(self) -> tuple[int, int]:

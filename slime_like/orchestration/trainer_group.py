@@ -31,11 +31,17 @@ _READY_TIMEOUT_S = 30.0
 
 
 class TrainerGroup:
-    """One Ray actor per rank, ordered by rank."""
+    """One Ray actor per rank, ordered by rank.
 
-    def __init__(self, config: RunConfig, placement: Placement) -> None:
+    Args:
+        placement: where they run.
+        reference: index of the reference worker that they are, if they are one.
+    """
+
+    def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
         self._config = config
         self._placement = placement
+        self._reference = reference
         self._ranks: list[Any] = []
         self._coordinates: list[RankCoordinates] = []
         self._under_way: list[list[Any]] = []  # calls of a streamed step, in order, each rank's answer in one list
@@ -45,9 +51,7 @@ class TrainerGroup:
         """Create the actors; they import in the background until ``setup`` waits for them."""
         actor, runtime_env = ray.remote(TrainerRank), {"env_vars": self._environment()}
         self._ranks = [
-            actor.options(**self._placement.trainer_options(rank), max_restarts=0, runtime_env=runtime_env).remote(
-                self._config, rank
-            )
+            actor.options(**self._options(rank), max_restarts=0, runtime_env=runtime_env).remote(self._config, rank)
             for rank in range(self._config.trainer.parallel.world_size)
         ]
 
@@ -67,7 +71,7 @@ class TrainerGroup:
         timeout = self._config.trainer.start_timeout_s
         host, port = gather(
             [self._ranks[0].address.remote()],
-            ["trainer rank 0"],
+            [self._name(0)],
             phase="starting",
             timeout_s=timeout,
             error=TrainerError,
@@ -181,7 +185,7 @@ class TrainerGroup:
             ended, running = ray.wait(references, num_returns=len(references), timeout=0)
             for reference in ended:
                 rank = references.index(reference)
-                one(reference, _name(rank), phase=_ON_A_WINDOW, timeout_s=_READY_TIMEOUT_S, error=TrainerError)
+                one(reference, self._name(rank), phase=_ON_A_WINDOW, timeout_s=_READY_TIMEOUT_S, error=TrainerError)
             if running:
                 still_running.append(references)
         self._under_way = still_running
@@ -270,10 +274,15 @@ class TrainerGroup:
         return [getattr(rank, method).remote(*own) for rank, own in zip(self._ranks, arguments, strict=True)]
 
     def _gather(self, references: Sequence[Any], *, phase: str, timeout_s: float | None = None) -> list[Any]:
-        names = [_name(rank) for rank in range(len(references))]
+        names = [self._name(rank) for rank in range(len(references))]
         bound = timeout_s or self._config.trainer.step_timeout_s
         return gather(references, names, phase=phase, timeout_s=bound, error=TrainerError)
 
+    def _name(self, rank: int) -> str:
+        owner = "trainer" if self._reference is None else f"reference worker {self._reference}"
+        return f"{owner} rank {rank}"
 
-def _name(rank: int) -> str:
-    return f"trainer rank {rank}"
+    def _options(self, rank: int) -> dict[str, Any]:
+        if self._reference is None:
+            return self._placement.trainer_options(rank)
+        return self._placement.reference_options(self._reference, rank)

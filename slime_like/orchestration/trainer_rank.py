@@ -204,7 +204,7 @@ class TrainerRank:
     def _score_window(self, packs: list[PackedTrajectory]) -> None:
         if self._config.algorithm.scores_policy:
             self._freeze(packs, "policy")
-        if self._config.algorithm.needs_reference:
+        if self._config.reference_in_trainer:
             started = time.perf_counter()
             self._freeze(packs, "reference")
             self._scoring_s += time.perf_counter() - started

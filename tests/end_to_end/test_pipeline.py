@@ -49,16 +49,22 @@ def test_sampling_runs_ahead_within_its_bound_also_over_a_kill(tiny: Tiny, tmp_p
 
 
 def test_what_is_left_out_is_in_the_ledger_with_its_reason(tiny: Tiny, tmp_path: Path) -> None:
+    """What is kept has been scored by reference workers."""
     run_dir = tmp_path / "run"
     flags = tiny.rl_flags(
         run_dir, "--rollout.engine", "transformers", "--rollout.oversample", "1.5", "--rollout.drop_zero_spread",
-        "true", "--steps", "3", "--evaluation.files", "[]",
+        "true", "--steps", "3", "--evaluation.files", "[]", "--algorithm.kl_coef", "0.05", "--reference.placement",
+        "workers", "--algorithm.minibatches", "1",
     )  # fmt: skip
     finished = run(flags, tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     steps = steps_of(run_dir)
     assert [row["rollout/zero_spread_groups"] for row in steps] == [0, 0, 0]
+    # The policy of the first step is the reference.
+    divergence = [row["train_actor_training/approx_policy_kls"] for row in steps]
+    assert 0 <= divergence[0] < 1e-9 < min(divergence[1:])
+    assert all(row["ref_actor_performance/response_tokens_processed"] > 0 for row in steps)
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert audit.trained == 3 * 8 and not audit.in_flight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
-from slime_like.errors import EngineError, RewardError
+from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.flight import NoEngineLeft
+from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.rollout_source import RolloutSource
 from slime_like.orchestration.scoring import RewardedGroup
 from slime_like.orchestration.turns import OwnDevices
-from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.unit.config.checkpoint import write_checkpoint
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 12
@@ -104,7 +106,9 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(run_dir: Path, flight: ShuffledFlight, **rollout: Any) -> tuple[RolloutSource, list[int]]:
+def source(
+    run_dir: Path, flight: ShuffledFlight, references: ReferencePool | None = None, **rollout: Any
+) -> tuple[RolloutSource, list[int]]:
     sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
     config = RunConfig(
         run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
@@ -117,7 +121,8 @@ def source(run_dir: Path, flight: ShuffledFlight, **rollout: Any) -> tuple[Rollo
         flight.dead = False
 
     made = RolloutSource(
-        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir), revive  # type: ignore[arg-type]
+        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir), revive,  # type: ignore[arg-type]
+        references,
     )  # fmt: skip
     return made, revived
 
@@ -165,6 +170,52 @@ def test_every_group_is_trained_once_and_none_is_too_old(
         assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
         assert stream or trained == sorted(trained)
     assert len(revived) >= 1
+
+
+class Opinions:
+    """A reference worker that takes its time, and may fail at its n-th request."""
+
+    def __init__(self, name: str, fails_at: int = 0) -> None:
+        self.name = name
+        self._requests = 0
+        self._fails_at = fails_at
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[torch.Tensor]:
+        self._requests += 1
+        time.sleep(0.001)
+        if self._requests == self._fails_at:
+            raise TrainerError(f"{self.name} died")
+        return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("rollout", [{}, {"oversample": 2.0}, {"max_staleness": 2}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_groups_are_ready_when_the_reference_has_scored_them(
+    run_dir: Path, rollout: dict[str, Any], stream: bool
+) -> None:
+    flight, pool = ShuffledFlight(0, dies_at=(5,)), ReferencePool(request_tokens=10)
+    pool.join(Opinions("first", fails_at=7))
+    pool.join(Opinions("second"))
+    made, _ = source(run_dir, flight, pool, drop_zero_spread=True, **rollout)
+    opinions: list[tuple[int, float]] = []
+
+    class Scorer(CoinScorer):
+        def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+            for own in groups:
+                opinions.extend((own.group.group_id, float(logprobs)) for logprobs in own.reference or [])
+            return super().scored(groups, step)
+
+    made._scorer = Scorer()  # type: ignore[assignment]
+    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
+    made.close()
+    pool.close()
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    assert sorted(opinions) == sorted((group, -float(group)) for group in trained for _ in range(SAMPLES))
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert pool.lost == ["first left the logprob pool (first died)"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

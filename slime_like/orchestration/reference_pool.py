@@ -1,0 +1,184 @@
+"""ReferencePool: the logprob pool. Rewarded groups go in, and come out with the reference's logprobs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from slime_like.errors import TrainerError
+from slime_like.orchestration.scoring import RewardedGroup
+from slime_like.orchestration.worker_registry import WorkerRegistry
+from slime_like.trajectory import UnscoredTrajectory
+
+_REQUESTS_PER_WORKER = 2
+"""One that a worker is at, and one that it goes on with at once."""
+
+
+class ReferenceWorker(Protocol):
+    """Holds the reference's weights, all of them, before it joins a pool."""
+
+    @property
+    def name(self) -> str: ...
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        """(response_len,) float32 logprobs of each. Called from one thread.
+
+        Raises:
+            TrainerError: it is of no more use.
+        """
+
+    def close(self) -> None:
+        """End it. May be called twice, and from another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceWork:
+    """What the workers have done in a while: mean seconds at work of those that are left, and tokens."""
+
+    busy_s: float
+    response_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    groups: list[RewardedGroup]
+    tokens: int
+    member: int
+
+
+class ReferencePool:
+    """Groups are scored whole, by the worker with the least outstanding tokens. Use from one thread.
+
+    A worker that fails leaves; what it had goes to others, from the beginning. The last one's failure is the pool's.
+
+    Args:
+        request_tokens: groups that wait are sent together, up to so many tokens.
+
+    Attributes:
+        lost: a sentence about every worker that has left.
+    """
+
+    def __init__(self, request_tokens: int) -> None:
+        self._request_tokens = request_tokens
+        self._registry = WorkerRegistry(_REQUESTS_PER_WORKER)
+        self._numbers = itertools.count()
+        self._workers: dict[int, ReferenceWorker] = {}
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._waiting: deque[RewardedGroup] = deque()
+        self._running: dict[Future[list[Tensor]], _Request] = {}
+        self._guard = threading.Lock()
+        self._busy_s = 0.0
+        self._tokens = (0, 0)
+        self.lost: list[str] = []
+
+    def __len__(self) -> int:
+        """Groups that have not come out."""
+        return len(self._waiting) + sum(len(request.groups) for request in self._running.values())
+
+    def join(self, worker: ReferenceWorker) -> None:
+        """Let it score. It has the weights."""
+        member = next(self._numbers)
+        self._workers[member] = worker
+        self._threads[member] = ThreadPoolExecutor(1, thread_name_prefix=worker.name)
+        self._registry.join(member)
+
+    def submit(self, group: RewardedGroup) -> None:
+        """Queue a group; it is sent by the next ``poll``."""
+        self._waiting.append(group)
+
+    def poll(self, timeout_s: float) -> list[RewardedGroup]:
+        """Send what can be sent, then wait at most ``timeout_s`` for the first groups to come out.
+
+        Raises:
+            TrainerError: no worker is left.
+        """
+        self._send()
+        done = wait(self._running, timeout_s, FIRST_COMPLETED).done if self._running else set()
+        finished = [group for future in done for group in self._settle(future)]
+        self._send()
+        return finished
+
+    def discard(self) -> None:
+        """Forget every group; what is being scored comes out nowhere."""
+        self._waiting.clear()
+        for request in self._running.values():
+            request.groups.clear()
+
+    def take_work(self) -> ReferenceWork:
+        """What has been done since the last call."""
+        with self._guard:
+            busy_s, self._busy_s = self._busy_s, 0.0
+            (response, total), self._tokens = self._tokens, (0, 0)
+        return ReferenceWork(busy_s / max(1, len(self._registry.workers)), response, total)
+
+    def close(self) -> None:
+        """Begin nothing more. The workers themselves are their owner's to end."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+    def _send(self) -> None:
+        while self._waiting:
+            count, tokens = self._next_request()
+            member = self._registry.acquire(tokens)
+            if member is None:
+                return
+            groups = [self._waiting.popleft() for _ in range(count)]
+            trajectories = [trajectory for own in groups for trajectory in own.group.trajectories]
+            future = self._threads[member].submit(self._score, self._workers[member], trajectories)
+            self._running[future] = _Request(groups, tokens, member)
+
+    def _next_request(self) -> tuple[int, int]:
+        """(groups, tokens) from the head of the queue: as many as fit, at least one."""
+        count = tokens = 0
+        for own in self._waiting:
+            if count and tokens + own.group.total_tokens > self._request_tokens:
+                break
+            count, tokens = count + 1, tokens + own.group.total_tokens
+        return count, tokens
+
+    def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        """In the worker's thread."""
+        started = time.perf_counter()
+        logprobs = worker.score(trajectories)
+        with self._guard:
+            self._busy_s += time.perf_counter() - started
+            response, total = self._tokens
+            response += sum(trajectory.response_len for trajectory in trajectories)
+            self._tokens = response, total + sum(trajectory.total_len for trajectory in trajectories)
+        return logprobs
+
+    def _settle(self, future: Future[list[Tensor]]) -> list[RewardedGroup]:
+        request = self._running.pop(future, None)
+        if request is None:  # its worker was lost a moment ago
+            return []
+        self._registry.release(request.member, request.tokens)
+        try:
+            logprobs = iter(future.result())
+        except TrainerError as error:
+            self._lose(request, error)
+            return []
+        return [replace(own, reference=[next(logprobs) for _ in own.group.trajectories]) for own in request.groups]
+
+    def _lose(self, failed: _Request, error: TrainerError) -> None:
+        """Back to the head of the queue, together with everything else that the lost worker had."""
+        others = [future for future, request in self._running.items() if request.member == failed.member]
+        lost = [failed, *(self._running.pop(future) for future in others)]
+        self._waiting.extendleft(reversed([own for request in lost for own in request.groups]))
+        self._registry.leave(failed.member)
+        worker, thread = self._workers.pop(failed.member), self._threads.pop(failed.member)
+        self.lost.append(f"{worker.name} left the logprob pool ({error})")
+        for future in others:
+            future.cancel()
+        thread.submit(worker.close)  # which may take a while
+        thread.shutdown(wait=False)
+        if not self._registry.workers:
+            raise TrainerError(f"no reference worker is left: {error}") from error

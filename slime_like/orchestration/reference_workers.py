@@ -1,0 +1,74 @@
+"""Reference workers: trainer ranks that hold the reference's weights and score with the trainer's own function."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.orchestration.placement import Placement
+from slime_like.orchestration.reference_pool import ReferencePool
+from slime_like.orchestration.sequence_scoring import request_tokens, score_sequences
+from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.trajectory import UnscoredTrajectory
+
+
+class RankedReference:
+    """One worker: as many trainer ranks as ``reference.parallel`` has."""
+
+    def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
+        self._config = worker_config(config)
+        self.name = f"reference worker {index}"
+        self._closed = False
+        self._ranks = TrainerGroup(self._config, placement, index)
+
+    def launch(self) -> None:
+        """Create the ranks; they import in the background until ``setup`` waits for them."""
+        self._ranks.launch()
+
+    def setup(self) -> None:
+        """Load the weights."""
+        self._ranks.setup_for_scoring()
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        """See ``ReferenceWorker``."""
+        scores = score_sequences(self._ranks, trajectories, self._config.trainer)
+        return [score.logprobs for score in scores]
+
+    def close(self) -> None:
+        """See ``ReferenceWorker``."""
+        if not self._closed:
+            self._closed = True
+            self._ranks.shutdown()
+
+
+def worker_config(config: RunConfig) -> RunConfig:
+    """The run's configuration as a worker's trainer ranks see it: the reference is their policy."""
+    path, model = config.reference.path, config.model
+    if path is not None:
+        model = model.model_copy(update={"path": path, "weights": None})
+    trainer = config.trainer.model_copy(update={"parallel": config.reference.parallel, "rendezvous_port": None})
+    return config.model_copy(update={"model": model, "trainer": trainer})
+
+
+def launch_references(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedReference]:
+    """Workers on their way up; ``stack`` ends them."""
+    workers = [RankedReference(config, placement, index) for index in range(config.reference_workers)]
+    for worker in workers:
+        stack.callback(worker.close)
+        worker.launch()
+    return workers
+
+
+def reference_pool(config: RunConfig, workers: list[RankedReference]) -> ReferencePool | None:
+    """A pool that each has joined after it loaded its weights; none without workers."""
+    if not workers:
+        return None
+    with ThreadPoolExecutor(len(workers)) as threads:
+        list(threads.map(RankedReference.setup, workers))
+    pool = ReferencePool(request_tokens(worker_config(config).trainer))
+    for worker in workers:
+        pool.join(worker)
+    return pool
