@@ -13,6 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 from tests.parallel.assembly import Shards, local_shard
+from tests.parallel.held import Held, held_by
 
 
 @dataclass
@@ -25,6 +26,7 @@ class RankResult:
     gradients: dict[str, Tensor]
     stats: list[GRPOStats | None]
     weights: dict[str, Tensor]
+    held: Held | None = None
 
 
 def train_rank(
@@ -48,6 +50,7 @@ def train_rank(
         gradients,
         stats,
         local_shard(trainer, gradients=False),
+        held_by(trainer),
     )
     trainer.shutdown()
     return result

@@ -2,7 +2,8 @@
 
 Compared: per-token logprobs and entropies, gradients of the whole RL loss (clipped surrogate, KL, entropy; with experts
 also the routers' balancing loss) tensor by tensor, the loss itself, and the change of the weights after three AdamW
-steps with clipping and weight decay. The step is fed as several packs in two windows. Not covered here: CUDA kernels.
+steps with clipping and weight decay. The step is fed as several packs in two windows. What every rank holds is compared
+with what the planner says of it. Not covered here: CUDA kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel.held import check_held
 from tests.parallel.parity import (
     MASKED,
     PACKS,
@@ -116,7 +118,10 @@ def test_other_families_compute_the_reference(family: str, layout: str, cases: A
 
 
 def _compare(case: Case, layout: Settings, directory: Path) -> None:
-    check_everything(case, layout, run_case(case, layout, directory))
+    results = run_case(case, layout, directory)
+    check_everything(case, layout, results)
+    config = parity_config(case.checkpoint, directory, layout, **case.algorithm)
+    check_held(config, [result.held for result in results])
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2-sp", "cp2", "cp2-ring-flash-attn", "pp2"])
@@ -140,3 +145,4 @@ def test_bfloat16_stays_near_the_reference(layout: str, tmp_path: Path) -> None:
         wanted = torch.cat(expected.logprobs[start : start + len(PACKS[index])])
         assert float((scored[0].logprobs.double() - wanted).abs().mean()) < 1e-2
     check_gradients(case, results, bound=5e-2)
+    check_held(config, [result.held for result in results])

@@ -14,7 +14,7 @@ from backends.megatron.attention_choice import Attention, attention_of, context_
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
-from backends.megatron.planning.holdings import gradients_of, optimizer_bytes, parameters_of, storage_bytes
+from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes, total
 from backends.megatron.planning.worst_batch import worst_packs
@@ -49,11 +49,24 @@ def planned_attention(config: RunConfig) -> Attention:
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
     """See ``slime_like.interfaces.TrainerBackend.estimate``."""
-    attention = planned_attention(config)
-    local = config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})
+    attention, local = planned_attention(config), _with_own_layers(config)
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     with alone_as(local, rank, on_meta=True):
         return _Rank(local, dimensions, attention).estimate(rank)
+
+
+def holdings(config: RunConfig, rank: int) -> Holdings:
+    """What ``rank`` holds for the length of a run; exact, and quicker than ``estimate``, for no pass is followed."""
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    local = _with_own_layers(config)
+    with alone_as(local, rank, on_meta=True):
+        return _Rank(local, dimensions, planned_attention(config)).holdings()
+
+
+def _with_own_layers(config: RunConfig) -> RunConfig:
+    return config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"attention": planned_attention(config)})}
+    )
 
 
 class _Rank:
@@ -90,6 +103,10 @@ class _Rank:
             layers=self._layers(),
         )
 
+    def holdings(self) -> Holdings:
+        self._update()
+        return holdings_of(self._chunks, self._wrapped, self._optimizer.megatron)
+
     def _passes(self, passes: Passes, pack: Any) -> list[ChunkPasses]:
         return [passes.run(chunk, wrapped, pack) for chunk, wrapped in zip(self._chunks, self._wrapped, strict=True)]
 
@@ -100,14 +117,12 @@ class _Rank:
     def _memory(
         self, passes: Sequence[ChunkPasses], peak: WindowPeak, standing: int, update_bytes: int
     ) -> TrainerMemory:
-        weights = parameters_of(self._chunks)
-        weight_bytes = storage_bytes(weights)
-        on_device, on_host = optimizer_bytes(self._optimizer.megatron, self._chunks)
+        held = holdings_of(self._chunks, self._wrapped, self._optimizer.megatron)
         return TrainerMemory(
-            parameters=sum(parameter.numel() for parameter in weights),
-            parameter_bytes=weight_bytes,
-            gradient_bytes=storage_bytes(gradients_of(self._wrapped)),
-            optimizer_bytes=on_device,
+            parameters=held.parameters,
+            parameter_bytes=held.parameter_bytes,
+            gradient_bytes=held.gradient_bytes,
+            optimizer_bytes=held.optimizer_bytes,
             activation_bytes=peak.nbytes - peak.head,
             head_bytes=peak.head,
             saved_bytes=sum(own.memory.saved for own in passes),
@@ -115,8 +130,8 @@ class _Rank:
             forward_bytes=max(own.forward_only for own in passes),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_optimizer_bytes=on_host,
-            host_reference_bytes=weight_bytes if self._config.algorithm.needs_reference else 0,
+            host_optimizer_bytes=held.host_optimizer_bytes,
+            host_reference_bytes=held.parameter_bytes if self._config.algorithm.needs_reference else 0,
             host_activation_bytes=peak.in_flight * max(own.host_bytes for own in passes),
         )
 

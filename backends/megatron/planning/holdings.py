@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,40 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """One rank's, in bytes but for ``parameters``, their number; see ``TrainerMemory``."""
+
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    host_optimizer_bytes: int
+
+
 _HOST_COPIES = 4
 """Of every parameter that is updated in host memory, float32 each: main weight, gradient, both moments."""
+
+
+def holdings_of(
+    chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
+) -> Holdings:
+    """Of one rank, after the optimizer's first step.
+
+    Args:
+        chunks, wrapped: its model chunks, bare and inside DDP.
+        optimizer: Megatron's, chained.
+    """
+    weights = parameters_of(chunks)
+    on_device, on_host = optimizer_bytes(optimizer, chunks)
+    return Holdings(
+        parameters=sum(parameter.numel() for parameter in weights),
+        parameter_bytes=storage_bytes(weights),
+        gradient_bytes=storage_bytes(gradients_of(wrapped)),
+        optimizer_bytes=on_device,
+        host_optimizer_bytes=on_host,
+    )
 
 
 def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:

@@ -1,0 +1,56 @@
+"""What a real rank holds for the length of a run, told by its tensors; written apart from the planner's count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from backends.megatron.planning.estimate import holdings
+from slime_like.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Held:
+    """Number of parameters, and bytes of their storage, of gradients, of the optimizer's state."""
+
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def held_by(trainer: Any) -> Held:
+    """Of a trainer that has taken a step. Storages are told apart by their address."""
+    weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    storages = _storages(weights)
+    state: list[Tensor] = []
+    for part in trainer.optimizer.megatron.chained_optimizers:
+        if part.is_stub_optimizer:  # of a rank without parameters of this kind
+            continue
+        inner = part.optimizer
+        state += [parameter for group in inner.param_groups for parameter in group["params"]]
+        for moments in inner.state.values():
+            state += [moments["exp_avg"], moments["exp_avg_sq"]]
+    own = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
+    return Held(
+        parameters=sum(weight.numel() for weight in weights),
+        parameter_bytes=sum(storages.values()),
+        gradient_bytes=sum(_storages(weight.main_grad for weight in weights).values()),
+        optimizer_bytes=sum(own.values()),
+    )
+
+
+def check_held(config: RunConfig, found: list[Held | None]) -> None:
+    """What the planner says of every rank is what the real ranks hold, to the byte."""
+    for rank, real in enumerate(found):
+        planned = holdings(config, rank)
+        assert (
+            Held(planned.parameters, planned.parameter_bytes, planned.gradient_bytes, planned.optimizer_bytes) == real
+        ), f"rank {rank}"
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,174 @@
+"""Engines, memory, time and checks of a plan, each against figures worked out by hand or published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.planning import checks
+from slime_like.planning.engines import plan_engine
+from slime_like.planning.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.memory import host_memory, trainer_phases
+from slime_like.planning.step_time import Workload, predict, traffic_per_step
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+
+# Elements of all tensors in the published safetensors files.
+PUBLISHED = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3.1-8B": 8_030_261_248,
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    base: dict[str, Any] = {"run_dir": "/tmp/none", "model": {"path": MODELS / "Qwen3-32B"}}
+    return RunConfig.model_validate(base | sections)
+
+
+def estimate(**memory: int) -> RankEstimate:
+    """A rank with round numbers."""
+    sizes = dict.fromkeys(TrainerMemory.__dataclass_fields__, 0)
+    sizes |= {"parameter_bytes": 4 * GIB, "gradient_bytes": 8 * GIB, "optimizer_bytes": 6 * GIB} | memory
+    work = Work(4e12, 1e12, (Traffic("tensor", (0, 1), 10**9, 5), Traffic("context", (0, 8), 10**9, 5)))
+    update = Work(0.0, 0.0, (Traffic("data", (0, 8), 10**9, 1),))
+    return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 8192, 4096, "local layers")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bundled_dimensions_make_the_published_number_of_parameters(name: str) -> None:
+    assert ModelDimensions.from_checkpoint(MODELS / name).num_parameters == PUBLISHED[name]
+
+
+def test_engine_of_a_32b_model() -> None:
+    """64 layers x 2 x 8 heads x 128 x 2 bytes are 256 KiB a token, over 4 GPUs 64 KiB each."""
+    run = config(rollout={"tensor": 4, "max_new_tokens": 1024}, cluster={"gpu": "h100-80gb"})
+    engine = plan_engine(run, ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run), mean_length=1024)
+    assert engine.kv_bytes_per_token == 64 * 1024
+    assert engine.weight_bytes == PUBLISHED["Qwen3-32B"] * 2 // 4
+    assert engine.total_bytes == pytest.approx(0.92 * 79.1 * GIB)
+    assert engine.kv_tokens == engine.kv_bytes // (64 * 1024)
+    assert engine.longest_sequences == engine.kv_tokens // 2048
+
+
+def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus() -> None:
+    run = config(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8})  # four KV heads
+    engine = plan_engine(run, ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run), 1024)
+    assert engine.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
+
+
+def test_activations_and_the_optimizers_temporaries_are_not_there_at_once() -> None:
+    run = config(rollout={"tensor": 4})
+    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+    sums = []
+    for memory in ({"activation_bytes": 5 * GIB, "update_bytes": 2 * GIB}, {"update_bytes": 5 * GIB}):
+        kind, own = RankKind("all", (0,)), estimate(**memory)
+        training = trainer_phases(run, dimensions, hardware, None, kind, own)[0]
+        sums.append(training.total / GIB)
+    assert sums == [pytest.approx(4 + 8 + 6 + 5 * 1.05 + 2)] * 2
+
+
+def test_colocated_devices_never_hold_optimizer_and_cache_at_once() -> None:
+    run = config(rollout={"tensor": 4}, cluster={"placement": "colocated"}, algorithm={"kl_coef": 0.1})
+    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+    engine = plan_engine(run, dimensions, hardware, 1024)
+    phases = {
+        p.phase: {item.name for item in p.items}
+        for p in trainer_phases(run, dimensions, hardware, engine, RankKind("all", (0,)), estimate())
+    }
+    assert set(phases) == {"training", "scoring", "weight sync", "generation"}
+    assert not any({"optimizer state", "KV cache"} <= names for names in phases.values())
+    assert {"parameters", "engine weights", "sync buffers"} <= phases["weight sync"]
+    assert "policy, while the reference scores" in phases["scoring"]
+
+
+def test_host_memory_of_changes_only_syncs() -> None:
+    run = config(rollout={"tensor": 4, "num_engines": 2}, trainer={"parallel": {"data": 8}})
+    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+    engine = plan_engine(run, dimensions, hardware, 1024)
+    model = dimensions.num_parameters * 2
+    with_delta = host_memory(run, dimensions, [estimate()], engine, with_delta=True)
+    assert with_delta.total == model * (1 + 8)
+    assert host_memory(run, dimensions, [estimate()], engine, with_delta=False).total == 0
+
+
+def test_links_are_those_between_the_ranks() -> None:
+    hardware = Hardware.of(config())
+    assert hardware.link_seconds(450e9, (0, 7)) == pytest.approx(1 / 0.7)
+    assert hardware.link_seconds(50e9, (7, 8)) == pytest.approx(1 / 0.7)
+
+
+def test_step_of_known_size() -> None:
+    """4 micro-batches and 1 idle slot of 4 TFLOP and 1 TFLOP of attention; links as in the test above."""
+    run = config(
+        data={"max_prompt_tokens": 2048},
+        rollout={"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
+        trainer={"parallel": {"pipeline": 2}, "target_tokens_per_batch": 8192},
+    )
+    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+    workload = Workload.of(run, None, None)
+    assert (workload.samples, workload.micro_batches, workload.filled) == (8, 4, 1.0)
+    own = estimate()
+    step = predict(run, dimensions, hardware, workload, [own], None, None)
+    products, attention = 4e12 / (989e12 * 0.5), 1e12 / (989e12 * 0.4)
+    tensor, context = 1e9 / (450e9 * 0.7), 1e9 / (50e9 * 0.7)
+    update = context + (12 + 8) * GIB / (3350e9 * 0.6)
+    assert step.training == pytest.approx(5 * (products + max(attention, context) + tensor) + update)
+    assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
+    sent = {(own.axis, own.link): own.nbytes for own in traffic_per_step(run, hardware, workload, own)}
+    assert sent == {("tensor", "NVLink"): 4e9, ("context", "network"): 4e9, ("data", "network"): 1e9}
+
+
+def test_more_memory_bandwidth_means_faster_decoding() -> None:
+    seconds = []
+    for gpu in ("h100-80gb", "h200-141gb"):
+        run = config(rollout={"tensor": 4}, cluster={"gpu": gpu})
+        dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+        workload = Workload.of(run, None, None)
+        engine = replace(plan_engine(run, dimensions, hardware, workload.mean_length), at_once=8)
+        seconds.append(predict(run, dimensions, hardware, workload, [estimate()], engine, "nccl").generation)
+    assert seconds[0] / seconds[1] == pytest.approx(4800 / 3350, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"cluster": {"nodes": 1}, "trainer": {"parallel": {"data": 8}}}, "use 2 nodes"),
+        ({"trainer": {"parallel": {"tensor": 8}}, "cluster": {"gpus_per_node": 4}}, "trainer.parallel.tensor=8 does"),
+        ({"rollout": {"tensor": 3}}, "rollout.tensor=3 does not divide cluster.gpus_per_node=8"),
+    ],
+)
+def test_placement_is_checked(sections: dict[str, Any], expected: str) -> None:
+    run = config(**sections)
+    (problem,) = checks.placement_problems(run, Hardware.of(run))
+    assert expected in problem
+
+
+def test_colocated_engines_need_no_gpus_of_their_own() -> None:
+    run = config(cluster={"nodes": 1, "placement": "colocated"}, trainer={"parallel": {"data": 8}})
+    assert not list(checks.placement_problems(run, Hardware.of(run)))
+
+
+def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
+    save_file({"a": np.ones((2, 3), np.float32), "extra": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    problems = list(checks.tensor_problems(tmp_path, {"a": (3, 2), "b": (1,)}))
+    assert len(problems) == 3
+    for words in ("are missing (b)", "not of this architecture (extra)", "a is [2, 3], should be [3, 2]"):
+        assert any(words in problem for problem in problems), words
+
+
+def test_installed_versions_suit() -> None:
+    assert not list(checks.version_problems())

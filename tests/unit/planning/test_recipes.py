@@ -1,0 +1,112 @@
+"""``slime-like plan`` on the recipes in ``configs/``, and what it says of runs that cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.commands import plan as plan_command
+from slime_like.config.load import load_config
+from slime_like.planning.plan import PlanOptions, make_plan
+from slime_like.planning.search import search
+
+ROOT = Path(__file__).parents[3]
+# GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
+RECIPES = {
+    "qwen2.5_0.5b": 8,
+    "qwen2.5_7b": 8,
+    "llama3.1_8b": 8,
+    "qwen3_4b": 8,
+    "qwen3_8b": 8,
+    "qwen3_30b_a3b": 16,
+    "qwen3_32b": 32,
+    "qwen2.5_32b": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_fits_the_gpus_it_names(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [])
+    plan = make_plan(config, PlanOptions())
+    assert plan.problems == []
+    assert plan.fits
+    assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
+    assert plan.step is not None and plan.step.total > 0
+    dense = config.trainer.parallel.expert == 1
+    if dense:  # a tied embedding lies on the first and on the last stage
+        layout = config.trainer.parallel
+        held = sum(own.estimate.memory.parameters * layout.tensor for own in plan.kinds)
+        assert held == pytest.approx(_parameters(config.model.path), rel=0.01)
+
+
+def _parameters(model: Path) -> int:
+    from slime_like.config.dimensions import ModelDimensions
+
+    return ModelDimensions.from_checkpoint(model).num_parameters
+
+
+def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", "--output", str(output), "--mean-response", "500"]) == 0
+    printed, written = capsys.readouterr().out, json.loads(output.read_text())
+    assert "verdict: fits" in printed and written["verdict"] == "fits"
+    (kind,) = written["kinds"]
+    assert f"{kind['estimate']['memory']['parameters']:,}" in printed
+    training = next(phase for phase in kind["phases"] if phase["phase"] == "training")
+    assert training["total"] == sum(item["nbytes"] for item in training["items"])
+    assert written["workload"]["mean_response"] == 500
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cluster.gpu_memory_gib", "16"], ["training", "more than the GPU's 16.0"]),
+        (["--cluster.nodes", "1", "--trainer.parallel.data", "8"], ["use 2 nodes"]),
+        (["--rollout.max_new_tokens", "30000"], ["max_position_embeddings", "target_tokens_per_batch"]),
+        (["--preflight"], ["data.train=", "no *.safetensors file"]),
+    ],
+)
+def test_everything_wrong_is_listed(flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--trainer.target_tokens_per_batch", "4096", "--rollout.max_new_tokens", "1024"]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "verdict: does not fit" in printed
+    for word in words:
+        assert word in printed[printed.index("problem: ") :]
+
+
+def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from slime_like.errors import ConfigError
+
+    with pytest.raises(ConfigError) as refused:
+        plan_command.run(["configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
+    found = refused.value.problems
+    assert any("does not divide the model's 4 KV heads" in problem for problem in found)
+    assert any("does not divide cluster.gpus_per_node" in problem for problem in found)
+
+
+def test_search_lists_what_fits_fastest_first() -> None:
+    flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
+    found = search(_small(flags), PlanOptions(), wanted=3)
+    assert len(found) == 3
+    assert [own.seconds for own in found] == sorted(own.seconds for own in found)
+    for own in found:
+        assert own.parallel.world_size == 4
+        assert own.tightest.fits
+
+
+def test_search_finds_nothing_where_nothing_fits() -> None:
+    assert search(_small(["--cluster.gpu_memory_gib", "4"]), PlanOptions(), wanted=3) == []
+
+
+def _small(flags: list[str]) -> Any:
+    base = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
+    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*base, *flags])

@@ -1,0 +1,101 @@
+"""What a trace counts, against sizes and operation counts worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slime_like.planning.trace import META, Trace
+
+
+def test_storages_count_while_they_live_and_once() -> None:
+    with Trace() as trace:
+        a = torch.empty(100, dtype=torch.float32, device=META)
+        view = a.view(10, 10)[2:]
+        b = a + 1
+        assert trace.live == 800
+        del a
+        assert trace.live == 800  # the view holds it
+        del view, b
+        assert (trace.live, trace.peak) == (0, 800)
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    weight = torch.empty(1000, device=META)
+    with Trace() as trace:
+        weight.add_(1).view(10, 100)
+        assert trace.peak == 0
+
+
+def test_autograd_keeps_what_backward_needs() -> None:
+    x = torch.empty(8, 16, device=META, requires_grad=True)
+    with Trace() as trace:
+        y = x.exp()  # keeps its result
+        z = y.sum()
+        del y
+        assert trace.live == 8 * 16 * 4 + 4
+        z.backward()
+        assert x.grad is not None
+        x.grad = None
+        del z
+        assert trace.live == 0
+
+
+def test_labels_name_what_is_made_under_them() -> None:
+    with Trace() as trace:
+        kept = torch.empty(10, device=META)
+        with trace.label("head"):
+            torch.empty(1000, device=META)
+        assert trace.peak_labelled == {"": 40, "head": 4000}
+        assert kept.numel() == 10
+
+
+def test_real_rows_of_shapes() -> None:
+    x = torch.empty(10, 4, device=META, requires_grad=True)
+    rows, mask = torch.tensor([3, 1, 3]), torch.tensor([True] * 4 + [False] * 6)
+    with Trace() as trace:
+        taken = x.index_select(0, rows)
+        assert taken.shape == (3, 4) and taken.is_meta
+        taken.sum().backward()
+        assert x.detach()[:, 0].masked_select(mask).shape == (4,)
+    assert trace.peak > 0
+
+
+def test_matrix_products() -> None:
+    a, b = torch.empty(3, 5, device=META, requires_grad=True), torch.empty(5, 7, device=META, requires_grad=True)
+    with Trace() as trace:
+        (a @ b).sum().backward()
+        torch.bmm(torch.empty(2, 3, 5, device=META), torch.empty(2, 5, 7, device=META))
+    assert trace.counted.matmul_flops == 2 * 3 * 5 * 7 * (3 + 2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_segments(causal: bool) -> None:
+    """Two products forward, five backward; half of them under a causal mask."""
+    q = torch.empty(10, 4, 16, device=META, dtype=torch.bfloat16)
+    boundaries = torch.tensor([0, 6, 10], dtype=torch.int32)
+    with Trace() as trace:
+        torch.ops.aten._flash_attention_forward(q, q, q, boundaries, boundaries, 6, 6, 0.0, causal, False)
+    whole = 2 * 2 * (6 * 6 + 4 * 4) * 4 * 16
+    assert trace.counted.attention_flops == (whole / 2 if causal else whole)
+
+
+def test_messages_by_group() -> None:
+    """Ring algorithms: all-reducing n bytes over k ranks sends 2 n (k - 1) / k, gathering the own part k - 1 times."""
+    dist.init_process_group("cpu:fake,meta:fake", rank=1, world_size=8, store=FakeStore())
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    try:
+        group = dist.new_group([0, 1, 2, 3])
+        x, whole = torch.empty(32, device=META), torch.empty(128, device=META)
+        with Trace() as trace:
+            dist.all_reduce(x, group=group)
+            dist.all_gather_into_tensor(whole, x, group=group)
+            dist.reduce_scatter_tensor(x, whole, group=group)
+            operations = [dist.P2POp(dist.isend, x, 2, group), dist.P2POp(dist.irecv, x, 0, group)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+    finally:
+        dist.destroy_process_group()
+    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 3 * 128 + 3 * 128 + 128, 4)}
