@@ -61,12 +61,12 @@ class Child:
         self._pump.join(self._stop_s)
         return code
 
-    def stop(self) -> None:
-        """Ask it to end as Ctrl-C does, then make it."""
+    def stop(self, within_s: float | None = None) -> None:
+        """Ask it to end as Ctrl-C does, and make it after ``within_s`` seconds, by default those it was given."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(self._stop_s)
+                self._process.wait(self._stop_s if within_s is None else within_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()

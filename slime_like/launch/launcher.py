@@ -33,6 +33,7 @@ _LEAVE_S = 60.0
 _SEE_FILE_S = 10.0
 _SETTLE_S = 3.0
 _HEAR_S = 30.0
+_LAST_WORDS_S = 10.0
 
 
 def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
@@ -194,7 +195,11 @@ class _Lead:
             LaunchError: a node was lost.
         """
         with Child(arguments, environment, self._options.stop_s) as child:
-            code = child.wait(lambda: self._watch(child.command, node))
+            try:
+                code = child.wait(lambda: self._watch(child.command, node))
+            except LaunchError:
+                child.stop(_LAST_WORDS_S)  # what it would end in good order is gone
+                raise
             if not code:
                 return Verdict(0)
             if node is not None:  # perhaps because a node was lost, which says more

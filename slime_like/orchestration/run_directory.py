@@ -99,7 +99,7 @@ def _differences(before: RunConfig, now: RunConfig) -> list[str]:
     return [
         f"{name}: {value_text(_value(before, name))} -> {value_text(_value(now, name))}"
         for name in all_fields()
-        if name not in ("resume", "run_dir") and _value(before, name) != _value(now, name)
+        if name not in ("resume", "run_dir", "cluster.address") and _value(before, name) != _value(now, name)
     ]
 
 
