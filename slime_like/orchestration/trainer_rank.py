@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import resource
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,7 +27,8 @@ from slime_like.interfaces import (
     TrainerBackend,
     WeightBucket,
 )
-from slime_like.network import interface_of, is_free
+from slime_like.network import is_free
+from slime_like.orchestration.node import node_address, use_cluster_interface
 from slime_like.orchestration.plugins import load_backend
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
 from slime_like.weights.transports.base import Sender, TransportSettings
@@ -92,7 +91,7 @@ class TrainerRank:
         Raises:
             TrainerError: the port that the configuration names is taken.
         """
-        host = _node_address()
+        host = node_address()
         port = self._config.trainer.rendezvous_port
         if port is not None and not is_free(host, port):
             raise TrainerError(
@@ -110,7 +109,7 @@ class TrainerRank:
         deadline = time.monotonic() + timeout_s
         while not witness.exists() and time.monotonic() < deadline:  # network file systems show a new file late
             time.sleep(0.1)
-        return witness.exists(), _node_address()
+        return witness.exists(), node_address()
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
         self._coordinates = self._open_backend(placement).setup()
@@ -121,10 +120,7 @@ class TrainerRank:
         return self._coordinates
 
     def _open_backend(self, placement: RankPlacement) -> TrainerBackend:
-        # Collectives, too, go through the cluster's own interface; what the user has set stays.
-        interface = _interface(_node_address())
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # NCCL would take every name that begins so
+        use_cluster_interface(gloo=True)
         backend_class = load_backend(self._config.trainer.backend)
         self._backend = backend_class(self._config, placement)
         return self._backend
@@ -250,7 +246,7 @@ class TrainerRank:
         if place is None or (place.data, place.context, place.tensor) != (0, 0, 0):
             return None
         sync = self._config.sync
-        settings = TransportSettings(_node_address(), sync.directory, sync.timeout_s, delta)
+        settings = TransportSettings(node_address(), sync.directory, sync.timeout_s, delta)
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 
@@ -326,22 +322,6 @@ class TrainerRank:
             self._sender.close()
         if self._backend is not None:
             self._backend.shutdown()
-
-
-def _node_address() -> str:
-    """This node's address in the cluster."""
-    address: str = ray._private.worker.global_worker.node_ip_address
-    return address
-
-
-def _interface(address: str) -> str:
-    """Name of the network interface that has ``address``."""
-    name = interface_of(address)
-    if name is None:
-        raise TrainerError(
-            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it"
-        )
-    return name
 
 
 def _free_port(host: str) -> int:
