@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -15,13 +15,11 @@ from slime_like.interrupts import raise_if_interrupted
 
 _PREFIX = "slime-like: "
 _LINES = 60
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
-_LIBC = ctypes.CDLL(None)
 
 
 class Child:
-    """``slime-like ARGUMENTS``. Context manager: outside, the process has ended."""
+    """``slime-like ARGUMENTS``, which ends with this process. Context manager: outside, it has ended."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], stop_s: float) -> None:
         """
@@ -32,12 +30,11 @@ class Child:
         self._stop_s = stop_s
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime_like.cli", *arguments],
+            [sys.executable, "-m", "slime_like.launch.tethered", str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=dict(environment),
             start_new_session=True,  # one Ctrl-C is enough, and it comes from us
-            preexec_fn=_end_with_parent,
         )
         self._pump = threading.Thread(target=self._copy, name="stderr", daemon=True)
         self._pump.start()
@@ -88,8 +85,3 @@ class Child:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
-
-
-def _end_with_parent() -> None:
-    """In the child, before it runs: be asked to end when the parent is killed outright."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

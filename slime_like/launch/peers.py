@@ -85,6 +85,8 @@ class RollCall:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts; else the port would stay open
         self._listener.close()
         with self._lock:
             for peer in self._peers.values():
@@ -200,8 +202,7 @@ class Membership:
         while time.monotonic() < deadline:
             raise_if_interrupted()
             try:
-                connection = socket.create_connection((head, port), min(_HANDSHAKE_S, timeout_s))
-                return cls(Channel(connection, key, leads=False, timeout_s=_HANDSHAKE_S), silence_s)
+                return cls(_connect(head, port, key, min(_HANDSHAKE_S, timeout_s)), silence_s)
             except WrongKeyError as error:
                 raise LaunchError(
                     f"{where} answers, but {error}: give every node the same TOKEN_FILE, or another PORT where "
@@ -250,3 +251,12 @@ class Membership:
         while not self._closing.wait(HEARTBEAT_S):
             with contextlib.suppress(LostError):
                 self._channel.send(Alive())
+
+
+def _connect(head: str, port: int, key: bytes, timeout_s: float) -> Channel:
+    connection = socket.create_connection((head, port), timeout_s)
+    try:
+        return Channel(connection, key, leads=False, timeout_s=timeout_s)
+    except BaseException:
+        connection.close()
+        raise
