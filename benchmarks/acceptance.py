@@ -14,7 +14,9 @@ from typing import Any
 from slime_like.observability.metrics import read_metrics
 
 MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
-EIGHT_RANKS = "tp2-pp2-cp2"
+EIGHT_RANKS, FSDP = "tp2-pp2-cp2", "fsdp"
+RESUMED = "fsdp-on-two-ranks"
+"""Begins in the middle of another run: it has no accuracy from before."""
 
 
 def accuracies(run_dir: Path) -> tuple[float, float]:
@@ -28,10 +30,12 @@ def accuracies(run_dir: Path) -> tuple[float, float]:
 def rows(out: Path) -> list[dict[str, Any]]:
     table = []
     learning = [(directory.name, directory / "rl") for directory in sorted(out.glob("seed-*"))]
-    for name, run_dir in [*learning, (EIGHT_RANKS, out / EIGHT_RANKS)]:
+    for name, run_dir in [*learning, (EIGHT_RANKS, out / EIGHT_RANKS), (FSDP, out / FSDP)]:
         before, after = accuracies(run_dir)
         held = before <= MOST_BEFORE and after >= LEAST_AFTER
         table.append({"run": name, "before": before, "after": after, "held": held})
+    (before, _), (_, after) = accuracies(out / FSDP), accuracies(out / RESUMED)
+    table.append({"run": RESUMED, "before": before, "after": after, "held": after >= LEAST_AFTER})
     before, after = accuracies(out / "control")
     table.append({"run": "control", "before": before, "after": after, "held": after - before <= MOST_CONTROL_RISE})
     return table

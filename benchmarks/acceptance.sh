@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What takes longer than the test suite may: accuracy over seeds and on eight ranks, the control that must not learn,
-# a run that is killed ten times, and every engine on two hosts.
+# What takes longer than the test suite may: accuracy over seeds, on eight ranks and with FSDP (also gone on with, from the
+# middle, on two ranks), the control that must not learn, a run that is killed ten times, and every engine on two hosts.
 #   bash benchmarks/acceptance.sh [OUT_DIR]      results go to benchmarks/results/acceptance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
@@ -17,6 +17,9 @@ from_seed_0() { # $1: name of the run; further flags
         --resume never --logging.progress plain "$@"
 }
 from_seed_0 control --debug.shuffle_advantages true
+from_seed_0 fsdp --trainer.backend fsdp --checkpoint.every 60
+from_seed_0 fsdp-on-two-ranks --trainer.backend fsdp --trainer.parallel.data 2 \
+    --resume "$OUT/fsdp/checkpoints/step-000060"
 from_seed_0 tp2-pp2-cp2 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 2 --trainer.parallel.context 2
 "$VENV/bin/python" -m benchmarks.acceptance "$OUT" benchmarks/results/acceptance.md
 "$VENV/bin/python" -m benchmarks.kills "$OUT/kills" benchmarks/results/kills.md

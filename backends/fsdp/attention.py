@@ -72,7 +72,8 @@ def forward(
             f"{type(module).__name__} asks for {', '.join(others) or 'dropout'} in attention, which packed attention "
             "does not compute; use a model without"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(q, k, v, packed, scale)[None], None
 
@@ -82,7 +83,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Boundaries, scale: float) -
     if packed.gather is not None:
         return allgather_attention(q, k, v, packed.gather, scale, kernel, packed.group)
     if packed.llama3 is not None:
-        return llama3_attention(q.contiguous(), k.contiguous(), v.contiguous(), packed.llama3, scale, packed.group)
+        return llama3_attention(q, k, v, packed.llama3, scale, packed.group)
     if packed.segments is None:
         raise TrainerError("a micro-batch without boundaries reached the attention; build it with BatchBuilder")
     return packed_attention(q, k, v, packed.segments, scale, kernel)

@@ -1,4 +1,4 @@
-"""Every parallel layout, through the whole loop, does what one rank does."""
+"""Every parallel layout, and the other trainer, does through the whole loop what one rank of Megatron does."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ LAYOUTS = {
         "--sync.transport", "gloo", "--sync.delta", "always",
     ),
     "replicas and engines": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2"),
+    "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
     "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
 }  # fmt: skip
 

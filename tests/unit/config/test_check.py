@@ -33,6 +33,13 @@ def test_a_sound_configuration_has_no_problem(flags: list[str]) -> None:
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
 
 
+def test_the_asynchronous_fsdp_recipe_lacks_its_model_and_data_only(flags: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", max_position_embeddings=32768)
+    recipe = load_config(Path("configs/async_grpo_fsdp.yaml"), flags)
+    assert check(recipe) == []
+    assert recipe.algorithm.reduction == "samples" and recipe.algorithm.epochs * recipe.algorithm.minibatches == 1
+
+
 @pytest.mark.parametrize("attention", ["transformer_engine", "ring_flash_attn"])
 def test_attention_that_is_not_installed_is_refused(
     attention: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
@@ -54,10 +61,37 @@ def test_transformer_engine_in_float32_is_refused(flags: list[str], monkeypatch:
 
 
 STREAM = ["--rollout.stream", "true"]
+FSDP = ["--trainer.backend", "fsdp"]
+
 AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
 
 # TMP stands for the test's directory.
 FAULTS: list[tuple[list[str], str]] = [
+    *(
+        (
+            [*FSDP, f"--trainer.parallel.{axis}", "2", *more],
+            f"trainer.parallel.{axis}=2: trainer.backend=fsdp knows data and context ranks only, and shards the model "
+            f"over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron",
+        )
+        for axis, more in (("tensor", []), ("pipeline", []))
+    ),
+    (
+        [*FSDP, "--trainer.attention", "ring"],
+        "trainer.attention=ring is not computed by trainer.backend=fsdp; use auto (allgather), or ring_flash_attn",
+    ),
+    (
+        [*FSDP, "--trainer.optimizer.distributed", "false"],
+        "trainer.optimizer.distributed=false: trainer.backend=fsdp always shards optimizer state; leave it true",
+    ),
+    (
+        [*FSDP, "--trainer.activation_offload", "true"],
+        "trainer.activation_offload is not offered by trainer.backend=fsdp; use trainer.recompute=full, or "
+        "trainer.backend=megatron",
+    ),
+    (
+        ["--trainer.fsdp.accumulate", "sharded"],
+        "trainer.fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp",
+    ),
     (["--model.path", "TMP/none"], "model.path=TMP/none is no directory; give a Hugging Face checkpoint directory"),
     (["--model.path", "TMP"], "model.path=TMP: no config.json there; give a Hugging Face checkpoint directory"),
     (["--run_dir", "TMP/train.jsonl"], "run_dir=TMP/train.jsonl is a file; give a directory"),

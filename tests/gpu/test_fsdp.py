@@ -1,0 +1,60 @@
+"""The FSDP trainer on a CUDA device in bfloat16: scoring, a step, and its way to host memory and back."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.fsdp.trainer import FsdpTrainer
+from slime_like.algorithms.packing import pack_sequences, real_tokens
+from slime_like.interfaces import RankPlacement
+from tests.parallel.fsdp_steps import fsdp_config
+from tests.parallel.parity import Case, samples_with_loss
+from tests.parallel.reference import Reference, ReferenceStep
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+pytestmark = pytest.mark.gpu
+
+MEAN_BOUND = 1e-2  # nats per token
+LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "weights in host memory"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(family, tmp_path / "model")
+    sequences = scored_sequences(LENGTHS)
+    case = Case(checkpoint, sequences, ReferenceStep([], [], 0.0, 0.0, {}))
+    config = fsdp_config(case, tmp_path / "run", {"offload": offload}, "bfloat16")
+    reference = Reference(checkpoint, config.algorithm)
+    reference.model.bfloat16().double()
+    expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
+    trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+    trainer.setup()
+    pack = pack_sequences(sequences)
+    scored = trainer.score([pack])
+    trainer.begin_step(samples_with_loss(sequences), real_tokens([pack]))
+    trainer.accumulate([pack], last=True)
+    trainer.finish_step(samples_with_loss(sequences))
+    before = trainer.score([pack])
+    trainer.offload(keep_weights=True)
+    trainer.offload()
+    moved = torch.cuda.memory_allocated()
+    trainer.onload()
+    after = trainer.score([pack])
+    trainer.shutdown()
+    assert scored is not None and before is not None and after is not None
+    gaps = (scored[0].logprobs.cpu().double() - expected).abs()
+    assert float(gaps.mean()) < MEAN_BOUND
+    assert not torch.equal(before[0].logprobs, scored[0].logprobs)
+    assert torch.equal(before[0].logprobs, after[0].logprobs)
+    assert moved < 1 << 20
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

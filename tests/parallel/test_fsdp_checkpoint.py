@@ -1,0 +1,243 @@
+"""FSDP checkpoints continue training bit for bit on as many ranks, to rounding on others, and are refused when damaged.
+
+Compared: with a run that was never interrupted (its weights after two further AdamW steps, which show moments and step
+counts too), with the weights as they were when the checkpoint was written, and random numbers drawn after loading with
+those drawn after saving. A conversion from disk is compared with the ranks' own export. One fork writes; each further
+layout is one fork that reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch import distributed as dist
+from transformers import AutoModelForCausalLM
+
+from backends.fsdp.checkpoint_writer import CheckpointWriter
+from backends.fsdp.converter import FsdpConverter
+from backends.fsdp.trainer import FsdpTrainer
+from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
+from slime_like.config import RunConfig
+from slime_like.conversion import ConversionOptions
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import CheckpointError, TrainerError
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_ranks
+from tests.parallel.tiny import scored_sequences
+
+DENOMINATOR = 4.0
+WROTE = {"data": 2, "context": 2}
+
+
+@dataclass
+class Record:
+    """One rank's weights at the checkpoint and after two more steps, numbers drawn right after it, and errors."""
+
+    at_checkpoint: dict[str, Tensor]
+    later: dict[str, Tensor]
+    drawn: Tensor
+    errors: list[str]
+
+
+def _config(model: Path, root: Path, layout: dict[str, int], dtype: str = "float32", steps: int = 20) -> RunConfig:
+    optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
+    trainer = {"backend": "fsdp", "parallel": layout, "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
+    return RunConfig(run_dir=root, steps=steps, model={"path": model, "dtype": dtype}, trainer=trainer)
+
+
+def _step(trainer: FsdpTrainer) -> None:
+    sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
+    packs = [pack_sequences(sequences[:2]), pack_sequences(sequences[2:])]
+    place = trainer.groups.coordinates
+    mine = packs[place.data :: place.data_size] or [zero_weight_pack(packs[0])]
+    trainer.begin_step()
+    trainer.accumulate(mine)
+    trainer.finish_step(DENOMINATOR)
+
+
+def _exported(trainer: FsdpTrainer) -> dict[str, Tensor]:
+    """On the first rank: everything in Hugging Face's form."""
+    return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
+
+
+def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> Record:
+    """The same state twice: at once, and behind training, where nothing is written before every weight has changed."""
+    trainer = FsdpTrainer(config, placement)
+    trainer.setup()
+    torch.manual_seed(100 + placement.rank)
+    for _ in range(2):
+        _step(trainer)
+    trainer.save(root / "whole")
+    trainer.export_hf(root / "exported")
+    gate, write = threading.Event(), CheckpointWriter.write
+
+    def late(writer: CheckpointWriter) -> None:
+        assert gate.wait(60)
+        write(writer)
+
+    CheckpointWriter.write = late  # type: ignore[method-assign]
+    trainer.start_save(root / "behind")
+    drawn, at_checkpoint = torch.rand(4), _exported(trainer)
+    for _ in range(2):
+        _step(trainer)
+    assert not trainer.is_save_written()
+    assert not list((root / "behind").glob("*.distcp"))
+    dist.barrier()
+    gate.set()
+    trainer.finish_save()
+    record = Record(at_checkpoint, _exported(trainer), drawn, [])
+    trainer.shutdown()
+    return record
+
+
+def _load_and_go_on(
+    placement: RankPlacement, config: RunConfig, checkpoints: list[Path], damaged: list[Path]
+) -> list[Record]:
+    """The trainer has already trained elsewhere: nothing of that may survive. Damaged ones are refused before."""
+    trainer = FsdpTrainer(config, placement)
+    trainer.setup()
+    records = []
+    for checkpoint in checkpoints:
+        _step(trainer)
+        errors = [_refusal(trainer, directory) for directory in damaged]
+        trainer.load(checkpoint)
+        drawn, at_checkpoint = torch.rand(4), _exported(trainer)
+        for _ in range(2):
+            _step(trainer)
+        records.append(Record(at_checkpoint, _exported(trainer), drawn, errors))
+    trainer.shutdown()
+    return records
+
+
+def _refusal(trainer: FsdpTrainer, directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        trainer.load(directory)
+    return str(caught.value)
+
+
+def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
+    """Directories, and what the message must name: a flipped byte of a weight, one cut off, the small files."""
+    stored = json.loads((root / "whole" / "checksums.json").read_text())["content"]["pieces"]
+    ((file, offset),) = [
+        (file, entry[1]) for file, entries in stored.items() for entry in entries if "exp_avg_sq.model.norm" in entry[0]
+    ][:1]
+    copies = []
+    for number, (name, place, named) in enumerate(
+        [
+            (file, offset + 700, "optimizer.exp_avg_sq.model.norm.weight"),
+            (".metadata", 20, ".metadata"),
+            ("common.json", 5, "common.json"),
+            ("checksums.json", None, "checksums.json is missing"),
+        ]
+    ):
+        directory = root / f"damaged-{number}"
+        shutil.copytree(root / "whole", directory)
+        if place is None:
+            (directory / name).unlink()
+        else:
+            content = bytearray((directory / name).read_bytes())
+            content[place] ^= 1
+            (directory / name).write_bytes(content)
+        copies.append((directory, named))
+    return copies
+
+
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    assert found.keys() == expected.keys()
+    gaps = {name: float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()}
+    worst = max(gaps, key=gaps.__getitem__)
+    assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
+
+
+@pytest.fixture(scope="module", params=[("qwen2", "float32"), ("qwen3_moe", "bfloat16")], ids=lambda p: p[0])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[Record]]:
+    """A directory with the model and its checkpoints, the model's precision, and what was true when they were made.
+
+    One model is tied, the other a mixture of experts."""
+    family, dtype = request.param
+    root = tmp_path_factory.mktemp(family)
+    make_tiny_model(root / "model", family, tie_word_embeddings=family == "qwen2")
+    config = _config(root / "model", root, WROTE, dtype)
+    return root, dtype, run_ranks(_save_and_go_on, 4, root / "first", config, root)
+
+
+def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(
+    written: tuple[Path, str, list[Record]], tmp_path: Path
+) -> None:
+    root, dtype, saved = written
+    damaged = _damaged_copies(root)
+    config = _config(root / "model", root, WROTE, dtype)
+    checkpoints = [root / "whole", root / "behind"]
+    loaded = run_ranks(_load_and_go_on, 4, tmp_path, config, checkpoints, [directory for directory, _ in damaged])
+    for rank, records in enumerate(loaded):
+        for record in records:
+            assert torch.equal(record.drawn, saved[rank].drawn)
+            if rank == 0:
+                _same(record.at_checkpoint, saved[0].at_checkpoint, 0.0)
+                _same(record.later, saved[0].later, 0.0)
+            for message, (directory, named) in zip(record.errors, damaged, strict=True):
+                assert str(directory) in message
+                assert named in message or "its own message says why" in message
+    assert any("exp_avg_sq.model.norm" in record.errors[0] for records in loaded for record in records)
+    name = "model.norm.weight"
+    assert not torch.equal(saved[0].later[name].float(), saved[0].at_checkpoint[name].float()) or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("layout", [{}, {"context": 3}], ids=["one rank", "context 3"])
+def test_other_ranks_continue_to_rounding(
+    layout: dict[str, int], written: tuple[Path, str, list[Record]], tmp_path: Path
+) -> None:
+    root, dtype, saved = written
+    config = _config(root / "model", root, layout, dtype)
+    world = config.trainer.parallel.world_size
+    loaded = run_ranks(_load_and_go_on, world, tmp_path, config, [root / "whole"], [])
+    _same(loaded[0][0].at_checkpoint, saved[0].at_checkpoint, 0.0)
+    # Sums over ranks are added in another order, and AdamW divides by small second moments.
+    _same(loaded[0][0].later, saved[0].later, 2e-5 if dtype == "float32" else 2e-2)
+
+
+def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, list[Record]], tmp_path: Path) -> None:
+    """Bit for bit what the ranks sent and exported; transformers reads it and finds nothing missing."""
+    root, dtype, saved = written
+    config = _config(root / "model", root, {}, dtype)
+    options = ConversionOptions(dtype, 1 << 30, 2, False)  # type: ignore[arg-type]  # one of the literal's
+    converter = FsdpConverter()
+    converter.to_hugging_face(config, root / "whole", tmp_path / "hf", options, lambda done, total: None)
+    for directory in (tmp_path / "hf", root / "exported"):
+        found = load_file(directory / "model.safetensors")
+        _same(found, saved[0].at_checkpoint, 0.0)
+        assert all(str(tensor.dtype) == f"torch.{dtype}" for tensor in found.values())
+        _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> list[str]:
+    messages = []
+    for config, port in zip(configs, (0, 1), strict=True):
+        trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", placement.master_port if port == 0 else 0))
+        trainer.setup()
+        messages.append(_refusal(trainer, checkpoint))
+        trainer.shutdown()
+    with pytest.raises(TrainerError, match="no save was started"):
+        trainer.finish_save()
+    return messages
+
+
+def test_another_model_and_another_schedule_are_refused(
+    written: tuple[Path, str, list[Record]], tmp_path: Path
+) -> None:
+    root, dtype, _ = written
+    make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
+    configs = [_config(tmp_path / "other", root, {}, dtype), _config(root / "model", root, {}, dtype, steps=30)]
+    ((other, longer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
+    assert "is of another model" in other and "use the model.path that wrote it" in other
+    assert "another learning-rate schedule: updates 20 (now 30)" in longer

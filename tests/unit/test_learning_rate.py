@@ -1,0 +1,32 @@
+"""The FSDP trainer's learning rates are those of Megatron's own scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from backends.common.learning_rate import learning_rate, total_updates
+from slime_like.config import RunConfig
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_rates_are_megatrons(decay: str, warmup: int) -> None:
+    optimizer: dict[str, Any] = {"lr": 3e-4, "min_lr": 1e-5, "warmup_steps": warmup, "decay": decay}
+    config = RunConfig(
+        run_dir=Path("runs"), steps=5, model={"path": "m"}, algorithm={"minibatches": 2},
+        trainer={"optimizer": optimizer},
+    )  # fmt: skip
+    group: dict[str, Any] = {"lr": 0.0}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=3e-4, min_lr=1e-5, lr_warmup_steps=warmup,
+        lr_decay_steps=total_updates(config), lr_decay_style=decay, start_wd=0.0, end_wd=0.0, wd_incr_steps=1,
+        wd_incr_style="constant",
+    )  # fmt: skip
+    for update in range(1, total_updates(config) + 3):
+        scheduler.step(1)
+        assert learning_rate(config, update) == pytest.approx(group["lr"], rel=1e-12), update
