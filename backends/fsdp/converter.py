@@ -10,7 +10,9 @@ from torch import Tensor
 from backends.common.hf_source import HuggingFaceSource
 from backends.common.hf_writing import to_hugging_face
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
+from backends.fsdp.model import meta_model
 from backends.fsdp.names import pieces, stored_shapes
+from backends.fsdp.weights import checkpoint_shapes
 from slime_like.config import RunConfig
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.errors import ConfigError
@@ -18,6 +20,10 @@ from slime_like.errors import ConfigError
 
 class FsdpConverter:
     """See ``slime_like.conversion.Converter``."""
+
+    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        """Nothing is cut or arranged: a model's own parameters are the tensors."""
+        return checkpoint_shapes(meta_model(config, torch.float32))
 
     def to_checkpoint(
         self, config: RunConfig, output: Path, options: ConversionOptions, report: Report

@@ -99,25 +99,30 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     Raises:
         ConfigError: the model keeps buffers that cannot be made anew.
     """
+    model = meta_model(config, torch.float32)
+    recompute_layers(model, config.trainer.recompute)
+    _shard(model, config, groups)
+    model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
+    _restore_buffers(model.hugging_face, device)
+    return model
+
+
+def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
+    """The model of ``config.json`` as shapes alone."""
     attention.register()
     remote = config.model.trust_remote_code
     hf_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=remote)
     with torch.device("meta"):
         hugging_face = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=remote
+            hf_config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=remote
         )
     # transformers leaves a padding token's embedding without gradient; here a token's id says nothing about it.
     hugging_face.get_input_embeddings().padding_idx = None
     hugging_face.eval()  # no dropout: old and current logprobs mean the same
-    model = LogprobModel(hugging_face, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
-    _recompute(model, config.trainer.recompute)
-    _shard(model, config, groups)
-    model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
-    _restore_buffers(hugging_face, device)
-    return model
+    return LogprobModel(hugging_face, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
 
 
-def _recompute(model: LogprobModel, what: str) -> None:
+def recompute_layers(model: LogprobModel, what: str) -> None:
     """Recompute whole layers in backward, or their MLPs alone, whose activations are the widest."""
     for layer in model.layers:
         if what == "full":

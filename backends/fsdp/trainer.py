@@ -38,6 +38,7 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.fsdp.converter import FsdpConverter
+    from slime_like.planning.estimate import RankEstimate, RankKind
 
 
 class FsdpTrainer:
@@ -73,6 +74,20 @@ class FsdpTrainer:
         except ConfigError as error:
             return problems + error.problems
         return problems
+
+    @staticmethod
+    def rank_kinds(config: RunConfig) -> list[RankKind]:
+        """All ranks of the layout, which hold and do the same."""
+        from backends.fsdp.planning import estimate
+
+        return estimate.rank_kinds(config)
+
+    @staticmethod
+    def estimate(config: RunConfig, rank: int) -> RankEstimate:
+        """Memory, work and traffic of one rank on GPUs, without one."""
+        from backends.fsdp.planning import estimate
+
+        return estimate.estimate(config, rank)
 
     @staticmethod
     def converter() -> FsdpConverter:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
+from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.plugins import load_backend
 from slime_like.planning import checks
@@ -58,6 +60,13 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     """
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     backend = load_backend(config.trainer.backend)
+    if config.trainer.backend == FSDP:
+        raise ConfigError(
+            [
+                "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp has not; plan single "
+                "values of trainer.parallel.context and data instead"
+            ]
+        )
     own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
     possible = [tried for tried in own if _least_bytes(tried, dimensions) < hardware.memory_bytes]
     found: list[Candidate] = []

@@ -167,6 +167,11 @@ def _matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None
     counted.matmul_flops += 2.0 * math.prod(out.shape) * first.shape[-1]
 
 
+def _grouped_matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    """Of experts: (T, K) rows with (E, K, N) weights, or (K, T) with (T, N) for the weights' gradient."""
+    counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
+
+
 def _flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
     counted.attention_flops += 2 * _flash_pairs(inputs[0], inputs[3], inputs[4], causal=args[8])
 
@@ -202,6 +207,7 @@ _FLOPS: dict[Any, Callable[[Any, list[Tensor], Any, Counted], None]] = {
     _aten.addmm: _matmul,
     _aten.addmm_: _matmul,
     _aten.baddbmm: _matmul,
+    _aten._grouped_mm: _grouped_matmul,
     _aten._flash_attention_forward: _flash_forward,
     _aten._flash_attention_backward: _flash_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_forward,

@@ -70,9 +70,10 @@ def _step(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: floa
 
 
 def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
-    """As micro-batches stream in a step consists of several windows; their split must not show."""
+    """As micro-batches stream in a step consists of several windows, each scored first; neither must show."""
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
+    trainer.score(packs[1:], "reference")
     if packs[1:]:
         trainer.accumulate(packs[1:], last=True)
 

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
+from backends.common.worst_batch import worst_packs
 from backends.megatron.alone import alone_as
 from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
 from backends.megatron.model import build_meta_chunks
@@ -17,7 +18,6 @@ from backends.megatron.overlap import Communication
 from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes, total
-from backends.megatron.planning.worst_batch import worst_packs
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.planning.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work

@@ -1,0 +1,238 @@
+"""One rank on GPUs, worked out without one: its rows of every parameter, and a step of the model followed on shapes.
+
+The model is followed whole, as it is while its layers are gathered one after the other; what FSDP itself holds and
+sends meanwhile follows from the parameters' sizes alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from backends.common.collectives import join_context_parts
+from backends.common.worst_batch import worst_packs
+from backends.fsdp import parallel
+from backends.fsdp.micro_batch import BatchBuilder
+from backends.fsdp.model import LogprobModel, meta_model, recompute_layers
+from backends.fsdp.parallel import Groups
+from slime_like.algorithms import head
+from slime_like.config import RunConfig
+from slime_like.planning.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.planning.trace import Counted, Trace
+from slime_like.trajectory import PackedTrajectory
+
+_MASTER = torch.float32
+_HEAD = "head"
+
+
+def rank_kinds(config: RunConfig) -> list[RankKind]:
+    """All ranks are alike. The last context rank keeps most of the gathered keys; it stands first."""
+    layout = config.trainer.parallel
+    ranks = list(range(layout.world_size))
+    ranks.insert(0, ranks.pop(layout.context - 1))
+    return [RankKind("all ranks", tuple(ranks))]
+
+
+def estimate(config: RunConfig, rank: int) -> RankEstimate:
+    """See ``slime_like.interfaces.TrainerBackend.estimate``."""
+    with _alone_as(config, rank) as groups:
+        return _Rank(config, groups).estimate(rank)
+
+
+@contextlib.contextmanager
+def _alone_as(config: RunConfig, rank: int) -> Iterator[Groups]:
+    """Be ``rank`` of the layout: collectives return at once and do nothing."""
+    world = config.trainer.parallel.world_size
+    dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=world, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    try:
+        yield parallel.build_groups(config)
+    finally:
+        parallel.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What is gathered at once: numbers of parameters of every layer, and of all else."""
+
+    layers: tuple[int, ...]
+    root: int
+
+    @classmethod
+    def of(cls, model: LogprobModel) -> _Units:
+        layers = tuple(sum(p.numel() for p in layer.parameters()) for layer in model.layers)
+        return cls(layers, sum(p.numel() for p in model.parameters()) - sum(layers))
+
+    @property
+    def whole(self) -> int:
+        return sum(self.layers) + self.root
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Bytes and work of one micro-batch, what FSDP holds and sends apart."""
+
+    peak: int
+    head: int
+    saved: int
+    forward_peak: int
+    scoring: Counted
+    training: Counted
+
+
+class _Rank:
+    """This process as one rank, on shapes."""
+
+    def __init__(self, config: RunConfig, groups: Groups) -> None:
+        self._config, self._groups = config, groups
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._model = meta_model(config, self._dtype)
+        recompute_layers(self._model, config.trainer.recompute)
+        self._units = _Units.of(self._model)
+        self._trace = Trace()
+        for parameter in self._model.parameters():
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+
+    def estimate(self, rank: int) -> RankEstimate:
+        packs = worst_packs(self._config, "contiguous")
+        found = [self._passes(pack) for pack in packs]
+        worst = max(range(len(packs)), key=lambda index: found[index].peak)
+        own, pack = found[worst], packs[worst]
+        return RankEstimate(
+            rank=rank,
+            memory=self._memory(own),
+            forward=self._work(own.scoring, self._gathers(1)),
+            training=self._work(own.training, self._gathers(2) + (self._sums() if self._sums_always else ())),
+            update=Work(0.0, 0.0, () if self._sums_always else self._sums()),
+            micro_batch_tokens=pack.packed_seq_len,
+            longest=pack.max_seqlen,
+            layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",
+        )
+
+    @property
+    def _by_package(self) -> bool:
+        return self._config.trainer.attention == "ring_flash_attn"
+
+    @property
+    def _sums_always(self) -> bool:
+        return self._config.trainer.fsdp.accumulate == "sharded"
+
+    # ------------------------------------------------------------------------------------------------------- memory
+    def _memory(self, own: _Passes) -> TrainerMemory:
+        shards = sum(_rows(p) * (p[0].numel() if p.ndim else 1) for p in self._model.parameters())
+        state, on_host = shards * _MASTER.itemsize, self._config.trainer.optimizer.offload
+        between = 0 if self._sums_always else self._units.whole * _MASTER.itemsize
+        gathered = self._gathered_bytes()
+        return TrainerMemory(
+            parameters=shards,
+            parameter_bytes=0 if on_host else state,
+            gradient_bytes=between + (0 if on_host else state),
+            optimizer_bytes=0 if on_host else 2 * state,
+            activation_bytes=own.peak - own.head + self._reduced_bytes(),
+            head_bytes=own.head,
+            saved_bytes=own.saved,
+            in_flight=1,
+            forward_bytes=own.forward_peak,
+            update_bytes=0,
+            communication_bytes=gathered,
+            host_optimizer_bytes=4 * state if on_host else 0,
+            host_reference_bytes=state if self._config.algorithm.needs_reference else 0,
+        )
+
+    def _gathered_bytes(self) -> int:
+        """Whole weights: the root's all along, and a layer's with the next one, which comes meanwhile."""
+        layers = sorted(self._units.layers)
+        held = sum(layers) if not self._config.trainer.fsdp.reshard_after_forward else sum(layers[-2:])
+        return (self._units.root + held) * self._dtype.itemsize
+
+    def _reduced_bytes(self) -> int:
+        """The largest message of gradients, in float32, beside the gradients themselves."""
+        return max(self._units.root, *self._units.layers) * _MASTER.itemsize
+
+    # ------------------------------------------------------------------------------------------------------- passes
+    def _passes(self, pack: PackedTrajectory) -> _Passes:
+        trace, builder = self._trace, BatchBuilder(torch.device("cpu"), self._groups.context, False)
+        with trace, _head_labelled(trace):
+            with torch.no_grad():
+                trace.counted = scoring = Counted()
+                base = trace.live
+                trace.restart_peak()
+                self._loss(builder, pack)
+                forward_peak = trace.peak - base
+            trace.counted = training = Counted()
+            base = trace.live
+            trace.restart_peak()
+            loss = self._loss(builder, pack)
+            saved = trace.live - base
+            loss.backward()
+            peak, own_head = trace.peak - base, trace.peak_labelled.get(_HEAD, 0)
+        return _Passes(peak, own_head, saved, forward_peak, scoring, training)
+
+    def _loss(self, builder: BatchBuilder, pack: PackedTrajectory) -> Tensor:
+        batch = builder.build(pack)
+        (scored,) = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses, False)
+        values = torch.stack([batch.shard.scatter(scored[0]), batch.shard.scatter(scored[1])])
+        return join_context_parts(values, self._groups.context).sum()
+
+    # --------------------------------------------------------------------------------------------------------- work
+    def _work(self, counted: Counted, traffic: tuple[Traffic, ...]) -> Work:
+        sent = tuple(Traffic("context", ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items())
+        return Work(counted.matmul_flops, counted.attention_flops, sent + traffic)
+
+    def _gathers(self, passes: int) -> tuple[Traffic, ...]:
+        """Weights: layers once per pass, all else once for both."""
+        if not self._config.trainer.fsdp.reshard_after_forward:
+            passes = 1
+        count = passes * sum(self._units.layers) + self._units.root
+        return self._over_all_ranks(count * self._dtype.itemsize, passes * len(self._units.layers) + 1)
+
+    def _sums(self) -> tuple[Traffic, ...]:
+        """Gradients, each to the rank that keeps it."""
+        return self._over_all_ranks(self._units.whole * _MASTER.itemsize, len(self._units.layers) + 1)
+
+    def _over_all_ranks(self, nbytes: int, calls: int) -> tuple[Traffic, ...]:
+        size = dist.get_world_size()
+        if size == 1:
+            return ()
+        return (Traffic("data", tuple(range(size)), round(nbytes * (size - 1) / size), calls),)
+
+
+def _rows(parameter: nn.Parameter) -> int:
+    """Rows of this rank: FSDP cuts the first axis as ``torch.chunk`` does."""
+    size, rank, rows = dist.get_world_size(), dist.get_rank(), parameter.shape[0]
+    each = -(-rows // size)
+    return max(0, min(each, rows - rank * each))
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    """It is summed, and leaves, as soon as it is whole."""
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def _head_labelled(trace: Trace) -> Iterator[None]:
+    """What the head makes is counted as the head's."""
+    function = head._FusedLogprobs
+    originals = function.forward, function.backward
+
+    def forward(*arguments: object) -> object:
+        with trace.label(_HEAD):
+            return originals[0](*arguments)  # type: ignore[arg-type]
+
+    def backward(*arguments: object) -> object:
+        with trace.label(_HEAD):
+            return originals[1](*arguments)  # type: ignore[arg-type]
+
+    function.forward, function.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        function.forward, function.backward = (staticmethod(own) for own in originals)  # type: ignore[assignment]
