@@ -170,19 +170,19 @@ class RewardPool:
         """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0."""
         failed = [answer for answer in answers if answer.get("reason") == "error"]
         if len(failed) == len(answers) and len(failed) >= _SUSPICIOUS_ITEMS:
-            self._refuse(failed[0], f"all {len(failed)} responses of a batch, first")
+            self._refuse(failed[0], f"failed on all {len(failed)} responses of a batch, first")
 
     def _refuse_broken_group_function(self, answers: list[dict[str, Any]]) -> None:
         """The same of whole groups, of which a batch may have one only: so they are counted over batches."""
         for answer in answers:
             self._failed_groups = self._failed_groups + 1 if answer.get("reason") == "error" else 0
             if self._failed_groups >= _SUSPICIOUS_ITEMS:
-                self._refuse(answer, f"{self._failed_groups} groups in succession, last")
+                self._refuse(answer, f"failed on {self._failed_groups} groups in succession, last")
 
-    def _refuse(self, failed: dict[str, Any], on: str) -> None:
+    def _refuse(self, failed: dict[str, Any], what: str) -> None:
         raise RewardError(
-            f"reward function {failed.get('function')} failed on {on} with {failed.get('detail')}; correct the "
-            "function or the answers in the data"
+            f"reward function {failed.get('function')} {what} with {failed.get('detail')}; correct the function or the "
+            "answers in the data"
         )
 
 
