@@ -19,9 +19,8 @@ class DataConfig(Section):
     token_ids_key: str = Field(
         "input_token_ids", description="Row key of a pre-tokenised prompt; where present it wins over the text."
     )
-    environment_key: str = Field(
-        "environment",
-        description="Row key of a mapping that rollout.environment is given with the row, if it is there.",
+    environment_key: str | None = Field(
+        None, description="Row key of a mapping that rollout.environment is given; a row may lack it."
     )
     apply_chat_template: bool = Field(True, description="Render prompts with the tokenizer's chat template.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never cut.")

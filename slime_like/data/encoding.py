@@ -40,7 +40,7 @@ class RowEncoder:
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key
-        value = row.get(key)
+        value = None if key is None else row.get(key)
         if value is None:
             return None
         try:

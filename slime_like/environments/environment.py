@@ -14,7 +14,7 @@ class Task:
     Attributes:
         prompt: the prompt's text, special tokens included.
         answer: the row's ground truth.
-        fields: the row's own settings (``data.environment_key``), empty where it has none.
+        fields: the row's own settings (``data.environment_key``), empty where there are none.
     """
 
     prompt: str

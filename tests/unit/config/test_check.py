@@ -210,6 +210,35 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--reward.functions", "[{name: 'slime_like.rewards.math_answer:mathverify'}]"],
         "reward.functions.0.name=slime_like.rewards.math_answer:mathverify leads nowhere: ",
     ),
+    (
+        ["--rollout.environment.name", "calculators"],
+        "rollout.environment.name=calculators is unknown; use calculator or `package.module:name`",
+    ),
+    (
+        ["--rollout.environment.name", "rollout.environments.calculator:Calculators"],
+        "rollout.environment.name=rollout.environments.calculator:Calculators leads nowhere: ",
+    ),
+    (
+        ["--rollout.environment.name", "calculator", "--rollout.environment.options.open", "x"],
+        "rollout.environment.options={'open': 'x'} do not fit: options of environment 'calculator': got an unexpected",
+    ),
+    (
+        ["--rollout.environment.name", "calculator", "--rollout.environment.template", "<tool>"],
+        "rollout.environment.template='<tool>' must hold {observation} once",
+    ),
+    (
+        ["--rollout.environment.name", "calculator", "--rollout.environment.max_turn_tokens", "300"],
+        "rollout.environment.max_turn_tokens=300 is more than rollout.max_new_tokens=256",
+    ),
+    (
+        ["--rollout.environment.max_turns", "3"],
+        "rollout.environment.max_turns is set, but rollout.environment.name is none",
+    ),
+    (
+        ["--reward.functions", "[{name: environment}]"],
+        "reward.functions.0.name=environment needs an environment that gives rewards; set rollout.environment.name",
+    ),
+    (["--rollout.python", "TMP/python"], "rollout.python=TMP/python is no program; give the path of a Python"),
     (["--algorithm.loss", "a-b:c"], "algorithm.loss=a-b:c is no import path; give `package.module:name`"),
     (
         ["--algorithm.overlong_buffer", "257"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.config import DataConfig
-from slime_like.data.prompts import PromptSource, load_tokenizer
+from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
 from slime_like.data.tiny_model import byte_tokenizer, make_tiny_model
 from slime_like.errors import DataError
 
@@ -60,6 +61,18 @@ READ: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"prompt": "\U0001f600\\ud800", "answer": "2"}, {"apply_chat_template": False}, "\U0001f600\\ud800", "2"),
     ({"prompt": "é", "answer": "ü"}, {"apply_chat_template": False}, "é", "ü"),
 ]
+
+
+def test_a_row_may_say_something_to_an_environment(tmp_path: Path) -> None:
+    """Also behind a prompt that is dropped, and over a checkpoint, where a prompt is JSON."""
+    rows: list[dict[str, Any]] = [{"prompt": prompt, "answer": "a"} for prompt in ("x" * 99, "b", "c")]
+    rows[1]["game"] = {"size": 3, "moves": ["a"]}
+    source = source_of(tmp_path / "games.jsonl", rows, environment_key="game", shuffle=False)
+    first, second = source.next(2)
+    assert first.environment == {"size": 3, "moves": ["a"]} and second.environment is None
+    again = json.loads(json.dumps(asdict(first)))
+    assert Prompt(**{**again, "tokens": tuple(again["tokens"])}) == first
+    assert source_of(tmp_path / "plain.jsonl", rows, shuffle=False).next(1)[0].environment is None
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -182,6 +195,11 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ('{"input_token_ids": [1, true], "answer": "b"}', {}, "FILE:1: 'input_token_ids' is no list of whole numbers"),
     ('{"input_token_ids": [1, 264], "answer": "b"}', {}, "FILE:1: 'input_token_ids' has the id 264, but the tokenizer"),
     ('{"input_token_ids": [-1], "answer": "b"}', {}, "FILE:1: 'input_token_ids' has the id -1, but the tokenizer"),
+    (
+        '{"prompt": "a", "answer": "b", "game": "chess"}',
+        {"environment_key": "game"},
+        "FILE:1: 'game' is no mapping that JSON can express (is a str); correct it, or set data.environment_key",
+    ),
     ("", {}, "FILE:0: no row is left (0 prompts are over data.max_prompt_tokens=16)"),
     ('{"prompt": "' + "x" * 99 + '", "answer": "b"}', {}, "FILE:0: no row is left (1 prompts are over"),
 ]
