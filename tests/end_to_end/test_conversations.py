@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.data.calculator_data import make_calculator_data
 from slime_like.data.ledger import audit_run
 from slime_like.data.tiny_model import make_tiny_model
-from tests.processes import run
+from tests.interpreter import make_interpreter
+from tests.processes import Command
 
 WARM_START_STEPS, BATCH = 120, 64
 
@@ -59,21 +61,32 @@ def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def wait_for_steps(command: Command, metrics: Path, count: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
+        assert command.process.poll() is None and time.monotonic() < deadline, command.output
+        time.sleep(0.1)
+
+
 def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> None:
+    """The engine lives in another interpreter, and dies: the groups that it had are begun again, and none is lost."""
     run_dir = tmp_path / "run"
-    finished = run(
-        [
-            "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
-            "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "12",
-            "--evaluation.files", str(imitator / "data" / "eval.jsonl"), "--evaluation.max_prompts", "48",
-            "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
-            "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
-            "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
-        ],
-        tmp_path / "log",
-    )  # fmt: skip
+    flags = [
+        "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
+        "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "12",
+        "--evaluation.files", str(imitator / "data" / "eval.jsonl"), "--evaluation.max_prompts", "48",
+        "--rollout.python", str(make_interpreter(tmp_path / "other")),
+        "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
+        "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
+        "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16", "--logging.progress", "plain",
+    ]  # fmt: skip
+    with Command(flags, tmp_path / "log") as command:
+        wait_for_steps(command, run_dir / "metrics.jsonl", 4, timeout_s=200)
+        command.named("slime_like.hosting.engine_main").kill()
+        finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
+    assert "engine 0 (transformers) was started again" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 12 * 16, audit.problems
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,28 @@
+"""Another interpreter for engines, made cheaply."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import slime_like
+
+HIDDEN = ("ray", "megatron", "math_verify", "ring_flash_attn", "tensorboard", "matplotlib")
+"""What an engine's environment need not have."""
+
+
+def make_interpreter(root: Path, version: str = slime_like.__version__) -> Path:
+    """A virtual environment of its own, whose packages are those of this one, without the trainer's."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True, timeout=60)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(root)}))
+    here = Path(slime_like.__file__).parents[1]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r}))"
+    (packages / "shared.pth").write_text(f"{blocked}\n{here}\n{sysconfig.get_path('purelib')}\n")
+    own = packages / f"slime_like-{version}.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {version}\n")
+    (own / "entry_points.txt").write_text(metadata.distribution("slime-like").read_text("entry_points.txt") or "")
+    return root / "bin" / "python"
