@@ -3,12 +3,13 @@
 For one layer and one sequence s of T_s tokens, with E experts of which every token takes k (DeepSeek-V3,
 arXiv:2412.19437, eqs. 17 to 20; Switch Transformer, arXiv:2101.03961, eqs. 4 to 6, on one sequence):
 
-    L_s = E * sum_e f_e * P_e,   f_e = (tokens of s that go to expert e) / (k * T_s),   P_e = mean over s of softmax_e
+    L_s = E * sum_e f_e * P_e,   f_e = (tokens of s that go to expert e) / (k * T_s),   P_e = mean over s of p_e
 
-It is 1 where the load is even. A layer's loss is the mean of L_s over all tokens of the step, sum_s T_s * L_s / sum_s
-T_s; the objective gets ``coefficient`` times the sum over layers. A sequence lies in one pack, so that its f is known
-as soon as its layer has run: neither packing, nor windows, nor any parallel axis can show in the result. Prompt and
-masked tokens count, for they are routed too; padding and fillers do not.
+where p is the softmax of a token's logits, or, if the model's router has sigmoids, their share of the sum. It is 1
+where the load is even. A layer's loss is the mean of L_s over all tokens of the step, sum_s T_s * L_s / sum_s T_s; the
+objective gets ``coefficient`` times the sum over layers. A sequence lies in one pack, so that its f is known as soon as
+its layer has run: neither packing, nor windows, nor any parallel axis can show in the result. Prompt and masked tokens
+count, for they are routed too; padding and fillers do not.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from slime_like.interfaces import WeightBucket
 SHARD_BYTES = 1 << 30
 """Largest safetensors file; a sender holds one file's tensors at a time."""
 
+_DRAFT_LAYERS = "num_nextn_predict_layers"
 _COPIED = (
     "config.json",
     "generation_config.json",
@@ -142,7 +143,10 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer; the configuration is told the weights' type."""
+    """Configuration and tokenizer. The configuration is told the weights' type, and of no layers that are not written.
+
+    Those for multi-token prediction, which some models store behind their own, are not even read.
+    """
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):
             if file.is_file():
@@ -150,7 +154,10 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
-    path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n", encoding="utf-8")
+    config[key] = str(dtype).removeprefix("torch.")
+    if _DRAFT_LAYERS in config:
+        config[_DRAFT_LAYERS] = 0
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def replace_directory(partial: Path, directory: Path) -> None:

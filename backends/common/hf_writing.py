@@ -26,6 +26,7 @@ from backends.common.hf_files import INDEX, Shape, holds_nan
 from backends.common.integrity import ChecksumStream
 from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
 from slime_like.config import RunConfig
+from slime_like.config.dimensions import keeps_type
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.jobs import Tracker
 
@@ -67,7 +68,7 @@ def to_hugging_face(
     """See ``Converter.to_hugging_face``; ``source`` has the tensors of ``checkpoint``."""
     wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
     groups = [
-        _Group({name: source.tensors[name].shape for name in names}, wanted or _stored_type(source, names))
+        _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names, wanted))
         for names in source.groups
     ]
     jobs = _jobs(groups, options.max_file_bytes)
@@ -82,9 +83,11 @@ def to_hugging_face(
         return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
 
 
-def _stored_type(source: TensorSource, names: Sequence[str]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
-    return dtype
+def _type_of(source: TensorSource, names: Sequence[str], wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is not None and not keeps_type(names[0]):
+        return wanted
+    stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
+    return stored
 
 
 def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:

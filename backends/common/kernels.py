@@ -1,6 +1,7 @@
 """Variable-length attention kernels behind one signature, each with its log-sum-exp: what a ring needs.
 
 Shapes: q (Tq, H, D); k and v (Tk, G, D) with G dividing H (grouped-query attention); out like q; lse (H, Tq) float32.
+Through ``kernel_for`` values may have narrower heads than queries and keys; out has theirs.
 ``cu_seqlens_*`` are boundaries of the flat token axes; segment i of q attends to segment i of k. ``causal`` needs equal
 lengths of both segments. Kernels are plain forward and backward functions; autograd is the caller's business.
 """
@@ -231,6 +232,45 @@ def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, sc
     }
 
 
+class NarrowValues:
+    """Another kernel, which wants heads of one width, for values that are narrower: zeros beside them change nothing.
+
+    Args:
+        kernel: the other.
+    """
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self._kernel.forward(q, k, _as_wide(v, q), q_segments, k_segments, causal, scale)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = [_as_wide(x, q) for x in (grad, v, out)]
+        dq, dk, dv = self._kernel.backward(wide[0], q, k, wide[1], wide[2], lse, q_segments, k_segments, causal, scale)
+        return dq, dk, dv[..., : v.shape[-1]]
+
+
+def _as_wide(x: Tensor, like: Tensor) -> Tensor:
+    missing = like.shape[-1] - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
 @cache
 def kernel_for(device_type: str) -> AttentionKernel:
     """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere.
@@ -240,8 +280,8 @@ def kernel_for(device_type: str) -> AttentionKernel:
     if device_type == "meta":
         return CudaFlash()
     if device_type != "cuda":
-        return CpuFlash()
-    return CudaFlash() if find_spec("flash_attn") is None else FlashAttention()
+        return NarrowValues(CpuFlash())
+    return NarrowValues(CudaFlash() if find_spec("flash_attn") is None else FlashAttention())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -24,7 +25,8 @@ class PackedLayout(PackedSeqParams):
     """Everything about one micro-batch that layers need beside hidden states; it travels with the micro-batch.
 
     Attributes:
-        cos, sin: (T_local, 1, head_dim / 2) rotary table of the local tokens.
+        cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
+        interleaved: it turns neighbouring elements, not those half a head apart.
         segments: boundaries of the local tokens (no context parallelism).
         ring: boundaries of the local zigzag chunks (context parallelism around a ring).
         gather: boundaries of the local contiguous part (context parallelism by all-gather).
@@ -34,11 +36,28 @@ class PackedLayout(PackedSeqParams):
 
     cos: Tensor | None = None
     sin: Tensor | None = None
+    interleaved: bool = False
     segments: Segments | None = None
     ring: RingSegments | None = None
     gather: GatherSegments | None = None
     llama3: Llama3Segments | None = None
     responses: ResponseRows | None = None
+
+    @staticmethod
+    def given(packed_seq_params: PackedLayout | None) -> PackedLayout:
+        """What a layer was called with.
+
+        Raises:
+            ValueError: nothing, or what has no rotary table.
+        """
+        if packed_seq_params is None or packed_seq_params.cos is None:
+            raise ValueError("attention needs the micro-batch's PackedLayout as packed_seq_params")
+        return packed_seq_params
+
+    def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Queries or keys, (T_local, heads, rotary_dim) each, turned to their positions."""
+        assert self.cos is not None and self.sin is not None
+        return tuple(apply_rotary(x, self.cos, self.sin, self.interleaved) for x in heads)
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -46,7 +65,12 @@ class PackedCoreAttention(torch.nn.Module):
 
     A drop-in for Megatron's ``core_attention``. It takes (T, H, D) queries and (T, G, D) keys and values and reads
     boundaries and angles from the micro-batch's ``PackedLayout`` only.
+
+    Attributes:
+        rotates: queries and keys come without rotary embedding.
     """
+
+    rotates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,21 +98,31 @@ class PackedCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """Returns (T, H * D)."""
-        layout = packed_seq_params
-        if layout is None or layout.cos is None or layout.sin is None:
-            raise ValueError("PackedCoreAttention needs the micro-batch's PackedLayout as packed_seq_params")
-        query = apply_rotary(query, layout.cos, layout.sin)
-        key = apply_rotary(key, layout.cos, layout.sin)
+        """Returns (T, H * D), D being that of the values."""
+        layout = PackedLayout.given(packed_seq_params)
+        if self.rotates:
+            query, key = layout.rotated(query, key)
         kernel = kernel_for(query.device.type)
         if layout.ring is not None:
             out = zigzag_ring_attention(query, key, value, layout.ring, self.scale, kernel, self.group)
         elif layout.gather is not None:
             out = allgather_attention(query, key, value, layout.gather, self.scale, kernel, self.group)
         elif layout.llama3 is not None:
-            out = llama3_attention(query, key, value, layout.llama3, self.scale, self.group)
+            out = self._llama3(query, key, value, layout.llama3)
         elif layout.segments is not None:
             out = packed_attention(query, key, value, layout.segments, self.scale, kernel)
         else:
             raise ValueError("the micro-batch's PackedLayout has no boundaries of its sequences")
         return out.reshape(out.shape[0], -1)
+
+    def _llama3(self, query: Tensor, key: Tensor, value: Tensor, segments: Llama3Segments) -> Tensor:
+        """The package gathers keys and values in one buffer: narrower values are filled up with zeros."""
+        width = value.shape[-1]
+        value = F.pad(value, (0, query.shape[-1] - width))
+        return llama3_attention(query, key, value, segments, self.scale, self.group)[..., :width]
+
+
+class RotatedCoreAttention(PackedCoreAttention):
+    """The same for queries and keys that have their rotary embedding."""
+
+    rotates = False

@@ -8,15 +8,27 @@ from typing import Literal
 from slime_like.algorithms.context import Layout
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.attention import attention_problems
+from slime_like.config.dimensions import ModelDimensions
 
 Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"]
 
 
-def attention_of(trainer: TrainerConfig, on_cuda: bool) -> Attention:
+def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
     """What was asked for; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
     if trainer.attention != "auto":
         return trainer.attention
-    return "transformer_engine" if on_cuda and find_spec("transformer_engine") is not None else "ring"
+    can_run = on_cuda and dimensions.latent is None and find_spec("transformer_engine") is not None
+    return "transformer_engine" if can_run else "ring"
+
+
+def latent_problems(trainer: TrainerConfig, dimensions: ModelDimensions) -> list[str]:
+    """What latent attention is not computed by, with the remedy."""
+    if dimensions.latent is None or trainer.attention != "transformer_engine":
+        return []
+    return [
+        "trainer.attention=transformer_engine is not there for latent attention (DeepSeek-V3's); use auto, ring or "
+        "allgather"
+    ]
 
 
 def context_layout_of(attention: Attention) -> Layout:

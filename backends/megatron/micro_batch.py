@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from backends.common.allgather import GatherSegments
 from backends.common.balance import BalanceLoss, RoutedTokens
@@ -17,7 +16,7 @@ from backends.common.packs import ResponseRows, on_device
 from backends.common.ring_flash_attn import Llama3Segments
 from backends.megatron.attention_choice import Attention, context_layout_of
 from backends.megatron.ring import RingSegments
-from backends.megatron.rotary import rotary_table
+from backends.megatron.rotary import Rotary, rotary_table
 from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing import response_tokens
@@ -48,7 +47,7 @@ class BatchBuilder:
     Attributes:
         device: where the model computes.
         dtype: the model's dtype.
-        inv_freq: (head_dim / 2,) rotary frequencies.
+        rotary: the model's rotary embedding.
         context_group: ranks that share every pack.
         attention: what computes attention; it decides how packs are cut over those ranks.
         sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
@@ -57,7 +56,7 @@ class BatchBuilder:
 
     device: torch.device
     dtype: torch.dtype
-    inv_freq: Tensor
+    rotary: Rotary
     context_group: dist.ProcessGroup
     attention: Attention
     sequence_group: dist.ProcessGroup | None
@@ -89,7 +88,8 @@ class BatchBuilder:
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> RoutedLayout:
-        cos, sin = rotary_table(self.inv_freq, shard.position_ids, self.dtype)
+        table = rotary_table(self.rotary.inv_freq, shard.position_ids, torch.float32)
+        cos, sin = ((part * self.rotary.magnitude).to(self.dtype) for part in table)
         boundaries = shard.cu_seqlens_padded
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
         return RoutedLayout(
@@ -102,6 +102,7 @@ class BatchBuilder:
             max_seqlen_kv=shard.max_seqlen_padded,
             cos=cos,
             sin=sin,
+            interleaved=self.rotary.interleaved,
             **self._boundaries(shard),
             responses=ResponseRows(
                 index=shard.response_index,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from backends.megatron.attention_choice import attention_of
@@ -33,8 +33,10 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
     """Megatron's configuration of this model under the run's parallel layout."""
     dtype = getattr(torch, config.model.dtype)
-    return TransformerConfig(
+    kind = TransformerConfig if dimensions.latent is None else MLATransformerConfig
+    return kind(
         **_architecture(dimensions),
+        **_latent_attention(dimensions),
         **_experts(config, dimensions),
         **_parallelism(config, dtype),
         **_stages(config, dimensions.num_layers),
@@ -72,7 +74,7 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
         "kv_channels": dimensions.head_dim,
         "ffn_hidden_size": dimensions.ffn_hidden_size,
         "layernorm_epsilon": dimensions.norm_eps,
-        "qk_layernorm": dimensions.qk_norm,
+        **({} if dimensions.latent else {"qk_layernorm": dimensions.qk_norm}),
         "add_qkv_bias": dimensions.qkv_bias,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
@@ -80,6 +82,24 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
+    latent, scaling = dimensions.latent, dimensions.rope_scaling or {}
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "qk_layernorm": True,
+        # Of Megatron's own rotary embedding only the softmax's scale is used, which YaRN changes.
+        "rope_type": "rope",
+        "rotary_scaling_factor": scaling.get("factor", 1.0),
+        "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
     }
 
 
@@ -100,6 +120,32 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         "moe_permute_fusion": False,
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
+        **_dense_and_shared(dimensions),
+        **_sigmoid_router(dimensions),
+    }
+
+
+def _dense_and_shared(dimensions: ModelDimensions) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if dimensions.dense_layers:
+        own["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
+    if dimensions.moe_shared_ffn_hidden_size:
+        own["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
+    return own
+
+
+def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
+    """The bias is no setting: ``BalancedRouter`` holds it, and nothing updates it."""
+    if not dimensions.moe_sigmoid:
+        return {}
+    grouped = dimensions.moe_groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": dimensions.moe_groups if grouped else None,
+        "moe_router_group_topk": dimensions.moe_top_groups if grouped else None,
+        "moe_router_topk_scaling_factor": dimensions.moe_scaling,
+        # As the published model, and engines: choices by groups are too close for less.
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -169,7 +215,7 @@ def _build_chunk(
     config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, vp_stage: int | None
 ) -> LogprobModel:
     ignore_virtual = vp_stage is None
-    attention = attention_of(config.trainer, torch.cuda.is_available())
+    attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
     model = LogprobModel(
         config=transformer,
         transformer_layer_spec=block_spec(transformer, attention, vp_stage),

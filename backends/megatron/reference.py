@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.head import LogprobModel
+from backends.megatron.weight_state import named_weights
 
 
 class ReferenceWeights:
@@ -21,7 +22,7 @@ class ReferenceWeights:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model computes with the reference's weights; afterwards the policy's are back, bit for bit."""
-        policy = [parameter.detach().clone() for parameter in _parameters(self._chunks)]
+        policy = [weight.detach().clone() for weight in _weights(self._chunks)]
         _copy_into(self._chunks, self._frozen)
         try:
             yield
@@ -39,15 +40,15 @@ def preserved_weights(chunks: Sequence[LogprobModel]) -> Iterator[None]:
         _copy_into(chunks, saved)
 
 
-def _parameters(chunks: Sequence[LogprobModel]) -> list[Tensor]:
-    return [parameter for chunk in chunks for parameter in chunk.parameters()]
+def _weights(chunks: Sequence[LogprobModel]) -> list[Tensor]:
+    return [weight for chunk in chunks for _, weight in named_weights(chunk)]
 
 
 def _host_copies(chunks: Sequence[LogprobModel]) -> list[Tensor]:
-    return [parameter.detach().to("cpu", copy=True) for parameter in _parameters(chunks)]
+    return [weight.detach().to("cpu", copy=True) for weight in _weights(chunks)]
 
 
 @torch.no_grad()
 def _copy_into(chunks: Sequence[LogprobModel], values: list[Tensor]) -> None:
-    for parameter, value in zip(_parameters(chunks), values, strict=True):
-        parameter.copy_(value)
+    for weight, value in zip(_weights(chunks), values, strict=True):
+        weight.copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +13,89 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A model's rotary embedding.
+
+    Attributes:
+        inv_freq: (rotary_dim / 2,) float32 angles per position.
+        magnitude: what cosines and sines are multiplied by.
+        interleaved: neighbouring elements are turned, not those half a head apart.
+    """
+
+    inv_freq: Tensor
+    magnitude: float
+    interleaved: bool
+
+    @classmethod
+    def of(cls, dimensions: ModelDimensions, device: torch.device) -> Rotary:
+        interleaved = dimensions.latent is not None and dimensions.latent.interleaved
+        return cls(inverse_frequencies(dimensions).to(device), rotary_magnitude(dimensions), interleaved)
+
+
 def inverse_frequencies(dimensions: ModelDimensions) -> Tensor:
-    """(head_dim / 2,) float32 angles per position (https://arxiv.org/abs/2104.09864, section 3.4.2), scaled if asked.
+    """(rotary_dim / 2,) float32 angles per position (https://arxiv.org/abs/2104.09864, section 3.4.2), scaled if asked.
 
     Computed in float32 as engines and Hugging Face do: at position 10^5 one unit in the last place is 0.01 rad.
 
     Raises:
         ConfigError: a scaling that is not computed here.
     """
-    exponent = torch.arange(0, dimensions.head_dim, 2, dtype=torch.float32) / dimensions.head_dim
+    exponent = torch.arange(0, dimensions.rotary_dim, 2, dtype=torch.float32) / dimensions.rotary_dim
     frequencies = 1.0 / dimensions.rope_theta**exponent
     scaling = dimensions.rope_scaling
     if scaling is None:
         return frequencies
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = _kind(dimensions)
     if kind == "linear":
         return frequencies / scaling["factor"]
     if kind == "llama3":
         return _llama3(frequencies, scaling)
-    raise ConfigError([f"config.json: rope scaling {kind!r} is not supported; use linear, llama3 or none"])
+    if kind == "yarn":
+        return _yarn(frequencies, dimensions, scaling)
+    raise ConfigError([f"config.json: rope scaling {kind!r} is not supported; use linear, llama3, yarn or none"])
+
+
+def rotary_magnitude(dimensions: ModelDimensions) -> float:
+    """What cosines and sines are multiplied by: above 1 under YaRN (https://arxiv.org/abs/2309.00071, section 3.4)."""
+    scaling = dimensions.rope_scaling
+    if scaling is None or _kind(dimensions) != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return _mscale(scaling["factor"], scaling["mscale"]) / _mscale(scaling["factor"], scaling["mscale_all_dim"])
+    return _mscale(scaling["factor"], 1.0)
+
+
+def _kind(dimensions: ModelDimensions) -> Any:
+    scaling = dimensions.rope_scaling or {}
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(frequencies: Tensor, dimensions: ModelDimensions, scaling: dict[str, Any]) -> Tensor:
+    """Dimensions that turn rarely within the original context are divided by the factor, those that turn often kept.
+
+    Section 3.2 of the paper, with the ramp over dimensions, between whole ones, as all published models have it.
+    """
+    context = scaling["original_max_position_embeddings"]
+
+    def dimension_that_turns(times: float) -> float:
+        spread = math.log(context / (2 * math.pi * times)) / math.log(dimensions.rope_theta)
+        return dimensions.rotary_dim * spread / 2
+
+    low = dimension_that_turns(scaling.get("beta_fast") or 32.0)
+    high = dimension_that_turns(scaling.get("beta_slow") or 1.0)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dimensions.rotary_dim - 1)
+    steps = torch.arange(len(frequencies), dtype=torch.float32) - low
+    ramp = (steps / (high - low if high > low else 1e-3)).clamp(0.0, 1.0)
+    return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
@@ -43,32 +108,40 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def rotary_table(inv_freq: Tensor, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (T, 1, head_dim / 2) in ``dtype``, of the positions (T,)."""
+    """cos and sin, each (T, 1, rotary_dim / 2) in ``dtype``, of the positions (T,)."""
     angles = torch.outer(position_ids.to(inv_freq.dtype), inv_freq).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1.0)
+        ctx.interleaved = interleaved
+        return _rotated(x, cos, sin, 1.0, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, -1.0), None, None
+        return _rotated(grads[0], cos, sin, -1.0, ctx.interleaved), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float, interleaved: bool) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x1, x2 = x.chunk(2, dim=-1)
-    out1, out2 = out.chunk(2, dim=-1)
+    (x1, x2), (out1, out2) = _pairs(x, interleaved), _pairs(out, interleaved)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
     return out
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (T, heads, head_dim) by the table's angles, pairing dimension i with i + head_dim / 2."""
-    return _Rotate.apply(x, cos, sin)
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate (T, heads, rotary_dim) by the table's angles.
+
+    Args:
+        interleaved: pair dimension 2i with 2i + 1, else i with i + rotary_dim / 2.
+    """
+    return _Rotate.apply(x, cos, sin, interleaved)

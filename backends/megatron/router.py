@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backends.common.balance import RoutedTokens, sequence_load
 from backends.megatron.attention import PackedLayout
+from backends.megatron.weight_state import EXPERT_BIAS
 
 
 @dataclass
@@ -39,7 +40,19 @@ class _AddLoss(torch.autograd.Function):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router, whose probabilities carry the balancing loss where a micro-batch brings one."""
+    """Megatron's top-k router, whose probabilities carry the balancing loss where a micro-batch brings one.
+
+    A router of sigmoids has a bias that chooses experts and has no part in their weights. It comes with the checkpoint
+    and stays as it is: engines route by it too, and its own rule of change follows a load that small batches of
+    responses do not have.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.score_function == "sigmoid":
+            del self.expert_bias
+            zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer(EXPERT_BIAS, zeros)
 
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """(t, E) probabilities and routing map. ``padding_mask`` is the micro-batch's ``RoutedTokens``, or ``None``.
@@ -50,12 +63,20 @@ class BalancedRouter(TopKRouter):
         if padding_mask is None or not torch.is_grad_enabled():
             return probs, routing_map
         tokens: RoutedTokens = padding_mask
-        scores = logits.view(-1, logits.shape[-1]).softmax(dim=-1, dtype=torch.float32)
+        scores = _shares(logits.view(-1, logits.shape[-1]), self.score_function)
         load = sequence_load(routing_map, tokens, self.topk, self.tp_cp_group)
         # The sum over tokens of <f of its sequence, its softmax> is sum_s T_s * <f, P>: every rank adds its own tokens.
         loss = scores.shape[-1] * (scores * load[tokens.sequence]).sum()
         tokens.loss.sums.append(loss.detach().double())
         return _AddLoss.apply(probs, tokens.loss.scale * loss), routing_map
+
+
+def _shares(logits: Tensor, score_function: str) -> Tensor:
+    """(t, E) float32, rows adding up to 1."""
+    if score_function == "softmax":
+        return logits.softmax(dim=-1, dtype=torch.float32)
+    scores = logits.float().sigmoid()
+    return scores / scores.sum(dim=-1, keepdim=True)
 
 
 class BalancedMoELayer(MoELayer):

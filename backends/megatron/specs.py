@@ -11,9 +11,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from backends.megatron.attention import PackedCoreAttention
+from backends.megatron.attention import PackedCoreAttention, RotatedCoreAttention
 from backends.megatron.attention_choice import Attention
+from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
 
@@ -26,59 +28,80 @@ def block_spec(
     Transformer Engine's attention comes with its layers; every other one with ours.
     """
     on_engine = attention == "transformer_engine"
-    layer = transformer_engine_layer_spec(config) if on_engine else local_layer_spec(config)
+    layer = transformer_engine_layer_spec if on_engine else local_layer_spec
     norm = _transformer_engine_norm() if on_engine else RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[layer(config, _experts_of(config, number)) for number in numbers], layer_norm=norm
+    )
 
 
-def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def _experts_of(config: TransformerConfig, layer: int) -> int | None:
+    """How many experts the layer has; ``None`` where it is dense."""
+    pattern = config.moe_layer_freq
+    return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
+
+
+def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One transformer layer of torch operations only: packed attention, and a norm that allows sequence parallelism."""
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.sharded_state_dict_keys_map = fused_norm_names(config)
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    return _with_balanced_experts(spec, config)
+    spec.submodules.sharded_state_dict_keys_map = fused_norm_names(config, num_experts)
+    attention = spec.submodules.self_attention
+    if config.multi_latent_attention:
+        attention.module = PackedLatentAttention
+        attention.submodules.core_attention = RotatedCoreAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+    else:
+        attention.submodules.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    return _with_balanced_experts(spec, num_experts)
 
 
-def transformer_engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def transformer_engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, its attention.
 
-    Raises ImportError, with the package's name, where Transformer Engine is not installed.
+    Not for latent attention. Raises ImportError, with the package's name, where Transformer Engine is not installed.
     """
     # Imports Transformer Engine, which is there on some machines only.
     from backends.megatron.transformer_engine import RotatedDotProductAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
     spec.submodules.self_attention.submodules.core_attention = RotatedDotProductAttention
-    return _with_balanced_experts(spec, config)
+    return _with_balanced_experts(spec, num_experts)
 
 
-def fused_norm_names(config: TransformerConfig) -> dict[str, str]:
+def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict[str, str]:
     """Local names of norms to canonical ones: Transformer Engine's, which keeps a norm's weight in the matrix it feeds.
 
-    A mixture of experts has no one matrix behind its norm; there the norm stands alone in both specs.
+    A mixture of experts has no one matrix behind its norm, nor has latent attention behind the layer's; there the norm
+    stands alone in both specs.
     """
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
+    if config.multi_latent_attention:
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    else:
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names
 
 
-def _with_balanced_experts(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    if config.num_moe_experts is not None:
+def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
+    if num_experts is not None:
         spec.module = RoutedLayer
         spec.submodules.mlp.module = BalancedMoELayer
         spec.submodules.mlp.submodules.router = BalancedRouter

@@ -21,7 +21,7 @@ from backends.common.rendezvous import set_threads
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.attention_choice import attention_of, machine_problems
+from backends.megatron.attention_choice import attention_of, latent_problems, machine_problems
 from backends.megatron.checkpoint import load_weights
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.cpu_runtime import megatron_runtime
@@ -31,7 +31,7 @@ from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, offload_problems, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
-from backends.megatron.rotary import inverse_frequencies
+from backends.megatron.rotary import Rotary, inverse_frequencies
 from backends.megatron.schedule import Schedule
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
@@ -81,6 +81,7 @@ class MegatronTrainer:
             inverse_frequencies(dimensions)
         except ConfigError as error:
             return problems + error.problems
+        problems += latent_problems(config.trainer, dimensions)
         return problems + layout_problems(config.trainer.parallel, dimensions)
 
     @staticmethod
@@ -189,9 +190,9 @@ class MegatronTrainer:
         return BatchBuilder(
             device=self.device,
             dtype=getattr(torch, self.config.model.dtype),
-            inv_freq=inverse_frequencies(self.dimensions).to(self.device),
+            rotary=Rotary.of(self.dimensions, self.device),
             context_group=parallel_state.get_context_parallel_group(),
-            attention=attention_of(self.config.trainer, torch.cuda.is_available()),
+            attention=attention_of(self.config.trainer, self.dimensions, torch.cuda.is_available()),
             sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
         )
 
@@ -229,7 +230,7 @@ class MegatronTrainer:
 
     def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
         balance = self._step.balance
-        balanced = None if balance is None else balance.mean(self.dimensions.num_layers, self.device)
+        balanced = None if balance is None else balance.mean(len(self.dimensions.expert_layers), self.device)
         if self._step.sums is None:
             return None
         stats = reduced_over_data(self._step.sums, self._replicas).to_stats(

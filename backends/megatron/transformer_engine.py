@@ -14,7 +14,6 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
-from backends.megatron.rotary import apply_rotary
 
 
 class RotatedDotProductAttention(TEDotProductAttention):
@@ -31,16 +30,7 @@ class RotatedDotProductAttention(TEDotProductAttention):
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
         """(T, H, D) queries, (T, G, D) keys and values; returns (T, H * D)."""
-        layout = packed_seq_params
-        if layout is None or layout.cos is None or layout.sin is None:
-            raise ValueError("Transformer Engine's attention needs the micro-batch's PackedLayout as packed_seq_params")
-        out: Tensor = super().forward(
-            apply_rotary(query, layout.cos, layout.sin),
-            apply_rotary(key, layout.cos, layout.sin),
-            value,
-            attention_mask,
-            attn_mask_type,
-            attention_bias,
-            layout,
-        )
+        layout = PackedLayout.given(packed_seq_params)
+        query, key = layout.rotated(query, key)
+        out: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, layout)
         return out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 
 from slime_like.errors import CheckpointError
 
@@ -13,8 +15,18 @@ EXTRA_STATE = "_extra_state"
 here. Local modules have none to write, and could not read any."""
 
 
+EXPERT_BIAS = "expert_bias"
+"""The one weight that is no parameter: float32 whatever the model's type, without a gradient."""
+
+
+def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """All that a checkpoint holds of a chunk: parameters, and the buffers that are weights."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
+
+
 def sharded_weights(chunk: GPTModel, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Parameters alone. Keys of the dictionary are the modules', those inside its values the canonical ones."""
+    """Weights alone. Keys of the dictionary are the modules', those inside its values the canonical ones."""
     state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
     return {key: value for key, value in state.items() if not key.endswith(EXTRA_STATE)}
 

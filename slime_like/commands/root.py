@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slime_like.config import RunConfig
     from slime_like.orchestration.step import TrainSummary
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Families ``make-tiny-model`` offers; listed here so that ``--help`` need not import torch."""
 
 

@@ -84,7 +84,7 @@ def _dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[st
 
 
 def _weights(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
-    return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions.num_layers)]
+    return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
 
 
 def _start_weights(config: RunConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,36 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+
+
+class _UnsupportedError(Exception):
+    """A feature this system does not compute; the rest of a sentence about ``config.json``."""
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        query_rank: of the compressed query; ``None`` where queries are projected at once.
+        kv_rank: of what the keys and values of all heads are made from.
+        nope_dim, rope_dim: a query or key head's parts without and with rotary embedding; all heads share the latter
+            part of the key.
+        value_dim: of a value head.
+        interleaved: rotary embedding turns neighbouring elements, not those half a head apart.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +58,16 @@ class ModelDimensions:
         rope_scaling: the checkpoint's own scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
-        num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
         eos_token_ids: from ``generation_config.json`` where present, else from ``config.json``.
+        num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
+        latent: sizes of latent attention, where the model has it. ``head_dim`` is then that of queries and keys.
+        dense_layers: the first layers, which have no experts though the others do.
+        moe_shared_ffn_hidden_size: of the experts that every token goes to, together.
+        moe_sigmoid: a router's scores are sigmoids, and a bias that is no parameter has a part in the choice alone
+            (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); else they are a softmax.
+        moe_groups, moe_top_groups: experts are chosen from the best groups only.
+        moe_scaling: factor of the chosen experts' weights.
+        draft_layers: layers for multi-token prediction that may be stored behind the model's own, and are not read.
     """
 
     family: str
@@ -52,17 +90,68 @@ class ModelDimensions:
     moe_top_k: int = 0
     moe_ffn_hidden_size: int = 0
     moe_norm_topk_prob: bool = True
+    latent: LatentAttention | None = None
+    dense_layers: int = 0
+    moe_shared_ffn_hidden_size: int = 0
+    moe_sigmoid: bool = False
+    moe_groups: int = 1
+    moe_top_groups: int = 1
+    moe_scaling: float = 1.0
+    draft_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a query or key head that carry rotary embedding."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def expert_layers(self) -> range:
+        """Numbers of the layers with experts."""
+        return range(self.dense_layers, self.num_layers) if self.num_experts else range(0)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of one layer's attention matrices."""
+        if self.latent is None:
+            return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        own = self.latent
+        direct = self.hidden_size if own.query_rank is None else own.query_rank
+        query = self.num_heads * self.head_dim * direct + self.hidden_size * (own.query_rank or 0)
+        keys = self.hidden_size * (own.kv_rank + own.rope_dim)
+        keys += own.kv_rank * self.num_heads * (own.nope_dim + own.value_dim)
+        return query + keys + self.num_heads * own.value_dim * self.hidden_size
+
+    def mlp_parameters(self, experts: int) -> int:
+        """Elements of all layers' feed-forward matrices, ``experts`` of each layer's experts and routers included."""
+        of_experts = len(self.expert_layers)
+        routed = 3 * experts * self.moe_ffn_hidden_size + 3 * self.moe_shared_ffn_hidden_size + self.num_experts
+        dense = 3 * self.ffn_hidden_size
+        return self.hidden_size * ((self.num_layers - of_experts) * dense + of_experts * routed)
 
     @property
     def active_parameters(self) -> int:
         """Parameters of the matrix products one token goes through: all layers, ``moe_top_k`` experts, the head."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        if self.num_experts:
-            experts = 3 * self.moe_top_k * self.hidden_size * self.moe_ffn_hidden_size
-            mlp = experts + self.num_experts * self.hidden_size
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        attention = self.num_layers * self.attention_parameters
+        return attention + self.mlp_parameters(self.moe_top_k) + self.vocab_size * self.hidden_size
+
+    def is_draft(self, name: str) -> bool:
+        """Does the Hugging Face tensor belong to a layer for multi-token prediction?"""
+        found = _LAYER.match(name)
+        return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
+
+    def is_ignored(self, name: str) -> bool:
+        """Is the Hugging Face tensor stored by some checkpoints without being a weight of the model's own?
+
+        The copy of a tied embedding, rotary frequencies that follow from the configuration, layers for multi-token
+        prediction.
+        """
+        tied_head = self.tied_embeddings and name == "lm_head.weight"
+        return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
 
     @property
     def num_parameters(self) -> int:
@@ -104,24 +193,31 @@ class ModelDimensions:
             )
         if raw.get("use_sliding_window") or (family == "mistral" and raw.get("sliding_window")):
             raise ConfigError([f"{path}: sliding-window attention is not supported; use a checkpoint without it"])
-        if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
+        if raw.get("mlp_only_layers") or sparse != (1, 1):
             raise ConfigError(
                 [f"{path}: layers without experts between layers with them are not supported; use another checkpoint"]
             )
         try:
-            return cls(
-                family=family,
-                eos_token_ids=_eos_ids(raw, path.parent),
-                **_sizes(raw),
-                **_rope(raw),
-                **_features(raw, family),
-            )
+            own = _latent_features(raw) if family == "deepseek_v3" else _features(raw, family)
+            fields = {**_sizes(raw), **_rope(raw), **own}
+            return cls(family=family, eos_token_ids=_eos_ids(raw, path.parent), **fields)
         except KeyError as error:
             raise ConfigError(
                 [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
             ) from error
+        except _UnsupportedError as error:
+            raise ConfigError([f"{path}: {error}"]) from error
         except ValueError as error:
             raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+
+
+def keeps_type(name: str) -> bool:
+    """Does the Hugging Face tensor keep its type on disk whatever the others are cast to?
+
+    Routers' biases do: rounded, they would choose other experts.
+    """
+    return name.endswith(".e_score_correction_bias")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -140,7 +236,7 @@ def _sizes(raw: dict[str, Any]) -> dict[str, Any]:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != layers:
         raise ValueError(f"num_hidden_layers={layers}, but layer_types has {len(kinds)} entries")
-    if raw.get("head_dim") is None and hidden % heads:
+    if raw.get("head_dim") is None and raw.get("kv_lora_rank") is None and hidden % heads:
         raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim")
     return {
         "num_layers": layers,
@@ -184,6 +280,55 @@ def _features(raw: dict[str, Any], family: str) -> dict[str, Any]:
     return features
 
 
+def _latent_features(raw: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's: latent attention, leading dense layers, shared experts, sigmoid routers that choose by groups."""
+    layers, experts, top_k = (
+        _count(raw, key) for key in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
+    )
+    groups, top_groups = _count(raw, "n_group"), _count(raw, "topk_group")
+    dense = _whole(raw, "first_k_dense_replace")
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, only) != only:
+            raise _UnsupportedError(f"{key}={raw[key]} is not supported; only {only} is")
+    if _flag(raw, "attention_bias"):
+        raise _UnsupportedError("attention_bias=true is not supported with latent attention; use another checkpoint")
+    if dense >= layers:
+        raise _UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
+    if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
+        raise _UnsupportedError(
+            f"num_experts_per_tok={top_k} of topk_group={top_groups} groups is not supported: groups are ranked by "
+            "their best two experts, as in DeepSeek-V3, which Megatron does where twice as many experts are chosen"
+        )
+    if experts % groups:
+        raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
+    latent = LatentAttention(
+        query_rank=None if raw.get("q_lora_rank") is None else _count(raw, "q_lora_rank"),
+        kv_rank=_count(raw, "kv_lora_rank"),
+        nope_dim=_count(raw, "qk_nope_head_dim"),
+        rope_dim=_count(raw, "qk_rope_head_dim"),
+        value_dim=_count(raw, "v_head_dim"),
+        interleaved=_flag({"rope_interleave": True, **raw}, "rope_interleave"),
+    )
+    ffn = _count(raw, "moe_intermediate_size")
+    return {
+        "qkv_bias": False,
+        "qk_norm": False,
+        "latent": latent,
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "num_kv_heads": _count(raw, "num_attention_heads"),
+        "dense_layers": dense,
+        "num_experts": experts,
+        "moe_top_k": top_k,
+        "moe_ffn_hidden_size": ffn,
+        "moe_shared_ffn_hidden_size": ffn * _count(raw, "n_shared_experts"),
+        "moe_sigmoid": True,
+        "moe_groups": groups,
+        "moe_top_groups": top_groups,
+        "moe_scaling": _number(raw, "routed_scaling_factor"),
+        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
+    }
+
+
 def _eos_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
     generation, where = directory / "generation_config.json", ""
     eos = raw.get("eos_token_id")
@@ -207,6 +352,11 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{key}={value!r} is no whole number of at least 1")
     return value
+
+
+def _whole(raw: dict[str, Any], key: str) -> int:
+    """A whole number of at least 0; raises as ``_count``."""
+    return 0 if raw.get(key) == 0 else _count(raw, key)
 
 
 def _number(raw: dict[str, Any], key: str) -> float:

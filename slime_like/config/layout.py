@@ -28,22 +28,45 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
 
 
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    what = {"KV heads": dimensions.num_kv_heads, "attention heads": dimensions.num_heads}
-    if dimensions.num_experts == 0:
-        what["FFN columns"] = dimensions.ffn_hidden_size
-    elif parallel.expert == 1:  # with expert parallelism every expert is whole
-        what["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size
-    fitting = [size for size in _divisors(dimensions.num_kv_heads) if all(n % size == 0 for n in what.values())]
+    what = {"attention heads": dimensions.num_heads, **_split_sizes(parallel, dimensions)}
+    groups = dimensions.num_kv_heads
+    # Where there are more ranks than KV heads, as many ranks share each; Megatron gathers and cuts them.
+    fitting = [
+        size
+        for size in _divisors(dimensions.num_heads)
+        if (groups % size == 0 or size % groups == 0) and all(n % size == 0 for n in what.values())
+    ]
     problems = [
         f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {_either(fitting)}"
         for name, count in what.items()
         if count % parallel.tensor
     ][:1]  # one is enough: the remedy is the same for all
+    if not problems and parallel.tensor not in fitting:
+        problems.append(
+            f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
+            f"KV heads; use {_either(fitting)}"
+        )
     if parallel.sequence and parallel.tensor == 1:
         problems.append(
             "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
         )
     return problems
+
+
+def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
+    """What else is cut into as many parts as there are tensor-parallel ranks."""
+    what = {}
+    if dimensions.latent is not None:
+        what["columns of compressed keys and values"] = dimensions.latent.kv_rank + dimensions.latent.rope_dim
+        if dimensions.latent.query_rank is not None:
+            what["columns of compressed queries"] = dimensions.latent.query_rank
+    if len(dimensions.expert_layers) < dimensions.num_layers:
+        what["FFN columns"] = dimensions.ffn_hidden_size
+    if dimensions.num_experts and parallel.expert == 1:  # with expert parallelism every expert is whole
+        what["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size
+    if dimensions.moe_shared_ffn_hidden_size:
+        what["FFN columns of the shared experts"] = dimensions.moe_shared_ffn_hidden_size
+    return what
 
 
 def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:

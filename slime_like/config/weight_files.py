@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from slime_like.config.dimensions import ModelDimensions
 
 INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
@@ -20,23 +21,24 @@ class _DamagedError(Exception):
     """Half a sentence about one file."""
 
 
-def weight_file_problems(directory: Path, num_layers: int) -> list[str]:
+def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
     """What is wrong with the safetensors files of ``directory``, each a sentence with its remedy.
 
     Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
-    ``config.json`` that speaks of another number of layers (``num_layers``) than is stored.
+    ``config.json`` that speaks of another number of layers than is stored.
     """
     try:
         files = _files(directory)
         missing = [file for file in files if not file.is_file()]
         if missing:
             return [f"{file} is missing, though {INDEX} lists it; copy or download it again" for file in missing]
-        layers = {layer for file in files for layer in _layers(_header(file))}
+        names = [name for file in files for name in _header(file) if not dimensions.is_draft(name)]
     except (_DamagedError, OSError) as error:
         return [f"{error}; copy or download it again"]
-    if len(layers) != num_layers:
+    layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
+    if len(layers) != dimensions.num_layers:
         return [
-            f"{directory}/config.json says num_hidden_layers={num_layers}, but the weights beside it are of "
+            f"{directory}/config.json says num_hidden_layers={dimensions.num_layers}, but the weights beside it are of "
             f"{len(layers)} layers; use the config.json and the weights of the same model"
         ]
     return []
@@ -89,10 +91,3 @@ def _header(file: Path) -> dict[str, Any]:
     if size != expected:
         raise _DamagedError(f"{file} has {size} bytes, but its header tells of {expected}: it is cut off or damaged")
     return header
-
-
-def _layers(header: dict[str, Any]) -> Iterator[int]:
-    for name in header:
-        found = _LAYER.match(name)
-        if found:
-            yield int(found[1])

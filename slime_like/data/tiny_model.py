@@ -65,10 +65,40 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 48,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 """Configuration class of transformers, and what differs from ``_SIZES``."""
 
 
+_ROUTER_BIAS = "e_score_correction_bias"
 _DEMONSTRATIONS = 4
 
 
@@ -79,7 +109,8 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     that one which is lost or swapped shows in the logits.
 
     Args:
-        family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3 or qwen3_moe.
+        family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3, qwen3_moe or
+            deepseek_v3 (latent attention with YaRN, one dense layer, shared experts, routers with a bias).
         overrides: fields of the family's transformers configuration, e.g. ``num_hidden_layers=4``,
             ``tie_word_embeddings=True`` or ``dtype="bfloat16"`` (float32 by default).
 
@@ -92,7 +123,7 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
-    model = model.to(dtype)
+    _cast(model, dtype)
     model.generation_config = transformers.GenerationConfig(**_special_ids())
     with _without_progress_bar():
         model.save_pretrained(directory)
@@ -130,6 +161,14 @@ def _special_ids() -> dict[str, int]:
     return {f"{kind}_token_id": SPECIAL_TOKENS.index(f"<{kind}>") for kind in ("pad", "bos", "eos")}
 
 
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Routers' biases stay in float32, as in published checkpoints."""
+    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
+    model.to(dtype)
+    for name, bias in biases.items():
+        model.get_buffer(name).data = bias
+
+
 @torch.no_grad()
 def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
@@ -139,6 +178,9 @@ def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.normal_(0.0, 0.1, generator=generator)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_ROUTER_BIAS):
+            buffer.normal_(0.0, 0.1, generator=generator)
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

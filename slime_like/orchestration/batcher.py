@@ -132,7 +132,7 @@ class ExperienceBatcher:
         if self._config.trainer.balance == "tokens":
             return None
         model = self._dimensions
-        attention = model.num_heads * model.head_dim
+        attention = model.num_heads * (model.head_dim + model.value_dim) // 2
         return training_flops(lengths, attention, model.active_parameters, model.num_layers)
 
     @cached_property

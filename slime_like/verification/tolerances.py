@@ -62,7 +62,5 @@ def step_flags(dimensions: ModelDimensions, dtype: str) -> list[str]:
 def parameter_count(dimensions: ModelDimensions) -> int:
     """Elements of all matrices."""
     d = dimensions
-    attention = 2 * d.hidden_size * d.head_dim * (d.num_heads + d.num_kv_heads)
-    ffn = 3 * d.hidden_size * (d.num_experts * d.moe_ffn_hidden_size if d.num_experts else d.ffn_hidden_size)
     embeddings = d.vocab_size * d.hidden_size * (1 if d.tied_embeddings else 2)
-    return embeddings + d.num_layers * (attention + ffn + d.num_experts * d.hidden_size)
+    return embeddings + d.num_layers * d.attention_parameters + d.mlp_parameters(d.num_experts)

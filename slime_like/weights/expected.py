@@ -10,14 +10,11 @@ from safetensors import safe_open
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError, WeightSyncError
 
-_TIED_HEAD = "lm_head.weight"
-
 
 def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a full weight update of this model carries. Reads headers only.
 
-    The copy of a tied embedding that some checkpoints store is left out, and so are buffers that are computed from the
-    configuration (old rotary frequencies): neither is a weight of its own.
+    What some checkpoints store without its being a weight of its own is left out (``ModelDimensions.is_ignored``).
 
     Raises:
         CheckpointError: no safetensors file there.
@@ -27,16 +24,12 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(
             f"model.path={directory}: no *.safetensors file there; export the checkpoint with safetensors"
         )
-    tied = ModelDimensions.from_checkpoint(directory).tied_embeddings
+    dimensions = ModelDimensions.from_checkpoint(directory)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as reader:
             shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == _TIED_HEAD)
-    }
+    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
 
 
 def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:

@@ -19,11 +19,22 @@ Experts stand under every tensor rank of their stage, wherever their expert-para
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _REPLICATED = {
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_LATENT_REPLICATED = {
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+}
+_LATENT_ROWS = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
 
 
@@ -67,10 +78,16 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
     if _EXPERT.search(name):
         return _expert(name, parts, dimensions)
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    if rest in _REPLICATED:
+    replicated = _REPLICATED if dimensions.latent is None else _REPLICATED | _LATENT_REPLICATED
+    if rest in replicated:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=1e-7, msg=f"{name} differs between tensor ranks")
-        return {prefix + _REPLICATED[rest]: parts[0]}
+        return {prefix + replicated[rest]: parts[0]}
+    if rest in _LATENT_ROWS:
+        return {prefix + _LATENT_ROWS[rest]: torch.cat(parts)}
+    if rest.startswith("mlp.shared_experts."):
+        renamed = _converted(name.replace("shared_experts.", ""), parts, dimensions)
+        return {key.replace(".mlp.", ".mlp.shared_experts."): value for key, value in renamed.items()}
     if rest.startswith("self_attention.linear_qkv."):
         return _split_qkv(prefix, rest.rsplit(".", 1)[1], torch.cat(parts), dimensions)
     if rest == "self_attention.linear_proj.weight":
@@ -121,7 +138,7 @@ def _expert(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict
 def _stacked_experts(full: dict[str, Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
     """Hugging Face's module holds all experts of a layer in one tensor: gate rows above up rows, and down."""
     stacked = {name: value for name, value in full.items() if not _EXPERT.search(name)}
-    for layer in range(dimensions.num_layers if dimensions.num_experts else 0):
+    for layer in range(dimensions.dense_layers, dimensions.num_layers if dimensions.num_experts else 0):
         for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
             prefix = f"decoder.layers.{layer}.mlp.experts.local_experts"
             experts = [full[f"{prefix}.{expert}.{ours}.weight"] for expert in range(dimensions.num_experts)]

@@ -36,7 +36,8 @@ class Reference:
     """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus.
 
     Routers: Hugging Face's own loss, of one layer and one sequence at a time, over its experts per token (it counts
-    choices, not their share); summed over layers, weighed by the sequences' shares of the step's tokens.
+    choices, not their share); summed over layers, weighed by the sequences' shares of the step's tokens. Routers of
+    sigmoids have none there: theirs is written out (DeepSeek-V3, arXiv:2412.19437, eqs. 17 to 20).
     """
 
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
@@ -44,6 +45,10 @@ class Reference:
             checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         self.algorithm = algorithm
+        self._routed: list[tuple[Tensor, Tensor]] = []
+        for name, module in self.model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
         """Forward and backward over all sequences."""
@@ -51,38 +56,40 @@ class Reference:
         logprobs, entropies, total, total_balance = [], [], 0.0, 0.0
         tokens = sum(sequence.total_len for sequence in sequences)
         for sequence in sequences:
-            logprob, entropy, routers = self._forward(sequence)
+            logprob, entropy = self.score(sequence)
             loss = self._loss(sequence, logprob, entropy) / denominator
-            balance = sequence.total_len / tokens * self._balance(routers)
+            balance = sequence.total_len / tokens * self._balance()
             (loss + self.algorithm.moe_aux_loss_coef * balance).backward()
             logprobs.append(logprob.detach())
             entropies.append(entropy.detach())
             total += loss.item()
-            total_balance += float(torch.as_tensor(balance).detach()) / self.model.config.num_hidden_layers
+            total_balance += float(torch.as_tensor(balance).detach()) / max(1, len(self._routed))
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         return ReferenceStep(logprobs, entropies, total, total_balance, gradients)
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
         """Logprob of each response token given all tokens before it, and the entropy there, at its temperature."""
-        logprobs, entropy, _ = self._forward(sequence)
-        return logprobs, entropy
-
-    def _forward(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Also (T, E) router logits of every layer."""
+        self._routed.clear()
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        has_experts = hasattr(self.model.config, "num_experts_per_tok")
-        options = {"output_router_logits": True} if has_experts else {}
-        output = self.model(input_ids=tokens[None], **options)
+        output = self.model(input_ids=tokens[None])
         logits = output.logits[0] / sequence.temperature
         distribution = torch.log_softmax(logits[sequence.prompt_len - 1 : -1], dim=-1)
         logprobs = distribution.gather(1, sequence.response_tokens[:, None]).squeeze(1)
-        return logprobs, -(distribution.exp() * distribution).sum(1), output.router_logits if has_experts else ()
+        return logprobs, -(distribution.exp() * distribution).sum(1)
 
-    def _balance(self, routers: tuple[Tensor, ...]) -> Tensor | float:
-        if not routers:
-            return 0.0
-        experts, top_k = routers[0].shape[1], self.model.config.num_experts_per_tok
-        return sum(load_balancing_loss_func((logits,), experts, top_k) / top_k for logits in routers)
+    def _balance(self) -> Tensor | float:
+        """Of the sequence that was scored last: (T, E) logits and (T, k) choices of every layer with experts."""
+        total: Tensor | float = 0.0
+        for logits, chosen in self._routed:
+            experts, top_k = logits.shape[1], self.model.config.num_experts_per_tok
+            if self.model.config.model_type == "deepseek_v3":
+                affinity = logits.sigmoid()
+                share = (affinity / affinity.sum(1, keepdim=True)).mean(0)
+                load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
+                total = total + experts * (load * share).sum()
+            else:
+                total = total + load_balancing_loss_func((logits,), experts, top_k) / top_k
+        return total
 
     def _loss(self, sequence: ScoredTrajectory, logprobs: Tensor, entropy: Tensor) -> Tensor:
         config = self.algorithm

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.common.flash_attn_on_cpu import flash_attn_modules
-from backends.common.kernels import CpuFlash, CudaFlash, FlashAttention, Segments
+from backends.common.kernels import CpuFlash, CudaFlash, FlashAttention, Segments, kernel_for
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
@@ -36,6 +36,22 @@ def test_cpu_kernel_is_softmax_attention(
     for ours, expected in pairs:
         assert expected is not None
         assert relative_error(ours, expected) < bound
+
+
+def test_values_may_be_narrower_than_queries_and_keys() -> None:
+    """As in latent attention; beside them a kernel sees zeros."""
+    generator, lengths = torch.Generator().manual_seed(0), [7, 1, 12]
+    q, k = (torch.randn(20, HEADS, WIDTH, generator=generator) for _ in range(2))
+    v, grad = (torch.randn(20, HEADS, 10, generator=generator) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
+    out.backward(grad.double())
+    kernel, segments = kernel_for("cpu"), segments_of(lengths)
+    found, found_lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
+    grads = kernel.backward(grad, q, k, v, found, found_lse, segments, segments, True, SCALE)
+    for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
+        assert expected is not None and ours.shape == expected.shape
+        assert relative_error(ours, expected.detach()) < 2e-6
 
 
 def test_cuda_kernel_reads_grouped_heads_in_place() -> None:

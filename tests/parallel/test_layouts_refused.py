@@ -11,11 +11,13 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from tests.parallel.tiny import save_checkpoint
 
+_FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """4 layers, 4 heads, 2 KV heads; the mixture of experts has 4 experts."""
-    return {family: save_checkpoint(family, tmp_path_factory.mktemp(family)) for family in ("qwen3", "qwen3_moe")}
+    """4 layers, 4 heads, 2 KV heads (4 in latent attention); the mixtures have 4 and 8 experts."""
+    return {family: save_checkpoint(family, tmp_path_factory.mktemp(family)) for family in _FAMILIES}
 
 
 def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
@@ -25,8 +27,8 @@ def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "trainer", "words"),
     [
-        ("qwen3", {"parallel": {"tensor": 4}}, ["trainer.parallel.tensor=4", "2 KV heads", "use 1 or 2"]),
-        ("qwen3", {"parallel": {"tensor": 3}}, ["trainer.parallel.tensor=3", "2 KV heads"]),
+        ("qwen3", {"parallel": {"tensor": 8}}, ["trainer.parallel.tensor=8", "4 attention heads", "use 1, 2 or 4"]),
+        ("qwen3", {"parallel": {"tensor": 3}}, ["trainer.parallel.tensor=3", "4 attention heads"]),
         ("qwen3", {"parallel": {"pipeline": 5}}, ["trainer.parallel.pipeline=5", "4 layers"]),
         ("qwen3", {"parallel": {"pipeline": 2, "virtual_pipeline": 4}}, ["virtual_pipeline=4", "4 layers"]),
         ("qwen3", {"parallel": {"virtual_pipeline": 2}}, ["needs trainer.parallel.pipeline above 1"]),
@@ -35,6 +37,8 @@ def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
         ("qwen3_moe", {"parallel": {"expert": 3, "data": 3}}, ["trainer.parallel.expert=3", "4 experts"]),
         ("qwen3_moe", {"parallel": {"expert": 4, "data": 2}}, ["trainer.parallel.expert=4", "= 2"]),
         ("qwen3_moe", {"parallel": {"tensor": 2}}, ["trainer.parallel.tensor=2", "sequence=true"]),
+        ("deepseek_v3", {"parallel": {"tensor": 3, "sequence": True}}, ["tensor=3", "4 attention heads", "2 or 4"]),
+        ("deepseek_v3", {"attention": "transformer_engine"}, ["attention=transformer_engine", "latent attention"]),
         ("qwen3", {"optimizer": {"decay": "linear", "warmup_steps": 100}}, ["warmup_steps=100", "100 optimizer steps"]),
         ("qwen3", {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, ["min_lr=1e-05", "lr=1e-06"]),
     ],

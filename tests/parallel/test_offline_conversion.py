@@ -28,14 +28,17 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.weight_files import weight_file_problems
 from slime_like.conversion import ConversionOptions, ConversionSummary
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
+from slime_like.weights.expected import expected_tensors
 from tests.parallel.ranks import run_ranks
 from tests.unit.conversion.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("qwen3_moe", "deepseek_v3")
 CONVERTER = MegatronConverter()
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
 # Four KV heads admit tensor=4; four layers admit interleaving.
@@ -96,16 +99,18 @@ def _same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- round trips
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", [*DENSE, "qwen3_moe"])
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_every_bit_comes_back_from_every_layout(family: str, dtype: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", family, dtype=dtype, **SIZES)
     original = load_file(tmp_path / "hf" / "model.safetensors")
-    for name, layout in (EXPERT_LAYOUTS if family == "qwen3_moe" else DENSE_LAYOUTS).items():
+    for name, layout in (EXPERT_LAYOUTS if family in EXPERTS else DENSE_LAYOUTS).items():
         _to_megatron(tmp_path / "hf", tmp_path / name, layout, max_file_bytes=10_000_000)
         _same_bits(_read_back(tmp_path / name), original)
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen2", "tp2-pp2"), ("qwen3_moe", "tp2-pp2-ep2")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", "tp2-pp2"), ("qwen3_moe", "tp2-pp2-ep2"), ("deepseek_v3", "tp4")]
+)
 def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout: str, tmp_path: Path) -> None:
     """Files of different types in one model, as many as the size asks for, and the same logits."""
     make_tiny_model(tmp_path / "hf", family, dtype="bfloat16", **SIZES)
@@ -138,6 +143,31 @@ def test_a_wanted_type_is_rounded_to_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
 
 
+def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
+    """Rounded, it would choose other experts."""
+    make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES)
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", dtype="bfloat16")
+    _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
+    for written in (_read_back(tmp_path / "meg"), _written(tmp_path / "back")):
+        kinds = {name.endswith("e_score_correction_bias"): tensor.dtype for name, tensor in written.items()}
+        assert kinds[True] == torch.float32 and kinds[False] != torch.float32
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    """A published checkpoint stores them behind its own; what is written has none, and says so."""
+    make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES, num_nextn_predict_layers=1)
+    file = tmp_path / "hf" / "model.safetensors"
+    own = load_file(file)
+    drafts = {"model.layers.4.eh_proj.weight": torch.zeros(2, 4), "model.layers.4.mlp.gate.weight": torch.zeros(8, 2)}
+    save_file(own | drafts, file, metadata={"format": "pt"})
+    dimensions = ModelDimensions.from_checkpoint(tmp_path / "hf")
+    assert weight_file_problems(tmp_path / "hf", dimensions) == []
+    assert expected_tensors(tmp_path / "hf").keys() == own.keys()
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2, "sequence": True})
+    _same_bits(_read_back(tmp_path / "meg"), own)
+    assert json.loads((tmp_path / "meg" / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converted: list[Path]) -> list[list[str]]:
     """Names of the parameters that Megatron's loader fills otherwise than ours from the Hugging Face files."""
     different = []
@@ -167,14 +197,14 @@ def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converte
 )
 def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
     """On ranks laid out otherwise, in the model's own type."""
-    families = ("qwen2", "qwen3_moe")
+    families = ("qwen2", *EXPERTS)
     for family in families:
         make_tiny_model(tmp_path / family, family, **SIZES)
-        sequence = {"sequence": True} if family == "qwen3_moe" and "tensor" in written_as else {}
+        sequence = {"sequence": True} if family in EXPERTS and "tensor" in written_as else {}
         _to_megatron(tmp_path / family, tmp_path / f"{family}-meg", {**written_as, **sequence})
     configs = [_config(tmp_path / family, read_as) for family in families]
     converted = [tmp_path / f"{family}-meg" for family in families]
-    assert run_ranks(_load_both_ways, 2, tmp_path / "ranks", configs, converted) == [[[], []]] * 2
+    assert run_ranks(_load_both_ways, 2, tmp_path / "ranks", configs, converted) == [[[], [], []]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- completeness
@@ -184,8 +214,10 @@ def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: 
         ("Qwen3-32B", {"tensor": 8, "pipeline": 4}),
         ("Qwen2.5-32B", {"tensor": 8, "pipeline": 4}),
         ("Llama-3-70B", {"tensor": 8, "pipeline": 4}),
-        # Its four KV heads admit no more tensor ranks.
         ("Qwen3-30B-A3B", {"tensor": 4, "sequence": True, "pipeline": 4, "data": 2, "expert": 8}),
+        # Two ranks for each of its four KV heads.
+        ("Qwen3-30B-A3B", {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}),
+        ("DeepSeek-V3", {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}),
     ],
 )
 def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
@@ -196,6 +228,7 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
     assert len(plans) == 32
     stored = sum(own.numel for plan in plans for own in plan.parameters)
     published = {"Qwen3-32B": 32.8e9, "Qwen2.5-32B": 32.8e9, "Llama-3-70B": 70.6e9, "Qwen3-30B-A3B": 30.5e9}
+    published["DeepSeek-V3"] = 671.0e9  # without its layer for multi-token prediction
     assert stored == pytest.approx(published[name], rel=0.002)  # vocabulary padding is stored, too
 
 

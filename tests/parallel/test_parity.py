@@ -38,6 +38,8 @@ LAYOUTS: dict[str, Settings] = {
     "single-distributed": {"distributed": True},
     "tp2": {"tensor": 2},
     "tp2-sp": {"tensor": 2, "sequence": True},
+    "tp4-shared-kv-heads": {"tensor": 4},
+    "tp4-sp-shared-kv-heads": {"tensor": 4, "sequence": True},
     "pp2": {"pipeline": 2},
     "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "pp3-uneven": {"pipeline": 3},
@@ -89,7 +91,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize("layout", [name for name, settings in LAYOUTS.items() if "expert" not in settings])
+@pytest.mark.parametrize("layout", [name for name, settings in LAYOUTS.items() if not {"expert"} & settings.keys()])
 def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) -> None:
     _compare(cases("qwen3"), LAYOUTS[layout], tmp_path)
 
@@ -111,6 +113,17 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_moe", "pp2-interleaved"),
         ("qwen3_moe", "cp2-ep2-distributed-overlap"),
         ("qwen3_moe", "full-recompute"),
+        ("qwen3", "tp4-shared-kv-heads"),
+        ("qwen2", "tp4-sp-shared-kv-heads"),
+        ("deepseek_v3", "single"),
+        ("deepseek_v3", "tp2-sp"),
+        ("deepseek_v3", "tp2-sp-ep2"),
+        ("deepseek_v3", "pp2-dp2-ep2"),
+        ("deepseek_v3", "cp2-ep2-distributed"),
+        ("deepseek_v3", "cp2-allgather"),
+        ("deepseek_v3", "cp2-ring-flash-attn"),
+        ("deepseek_v3", "full-recompute"),
+        ("deepseek_v3_direct", "tp2-sp"),
     ],
 )
 def test_other_families_compute_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
+from tests.unit.conversion.models import PUBLISHED, dimensions
 
 Spec = Literal["transformer_engine", "ring"]
 UPDATE_BOUND = 1e-4
@@ -140,7 +141,7 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
 def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped: bool) -> dict[str, Tensor]:
     """Two steps, a checkpoint, a third step; the weights after it."""
     if not mapped:
-        specs.fused_norm_names = lambda config: {}
+        specs.fused_norm_names = lambda config, num_experts: {}
     own = _on_stand_ins(placement, config)
     own.setup()
     _steps(own, 2)
@@ -211,18 +212,19 @@ def test_without_the_map_of_names_it_cannot(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_asked_for_is_taken(asked: Any, layout: str) -> None:
-    attention = attention_of(TrainerConfig(attention=asked), on_cuda=True)
+    attention = attention_of(TrainerConfig(attention=asked), dimensions(), on_cuda=True)
     assert attention == asked and context_layout_of(attention) == layout
 
 
 def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     monkeypatch.setattr("backends.megatron.attention_choice.find_spec", lambda name: name in found or None)
-    auto = TrainerConfig()
-    assert attention_of(auto, on_cuda=True) == attention_of(auto, on_cuda=False) == "ring"
+    auto, model = TrainerConfig(), dimensions()
+    assert attention_of(auto, model, on_cuda=True) == attention_of(auto, model, on_cuda=False) == "ring"
     found.append("transformer_engine")
-    assert attention_of(auto, on_cuda=True) == "transformer_engine"
-    assert attention_of(auto, on_cuda=False) == "ring"
+    assert attention_of(auto, model, on_cuda=True) == "transformer_engine"
+    assert attention_of(auto, model, on_cuda=False) == "ring"
+    assert attention_of(auto, PUBLISHED["DeepSeek-V3"], on_cuda=True) == "ring"
 
 
 def test_a_machine_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -40,6 +42,34 @@ _LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Values narrower than queries and keys, a rotary table and a softmax that YaRN scales, two groups of four chosen.
+_DEEPSEEK: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "num_nextn_predict_layers": 0,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 
 def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
@@ -52,6 +82,9 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(directory)
     return directory
 
@@ -66,6 +99,10 @@ def _model(family: str) -> torch.nn.Module:
     if family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts, head_dim=32, tie_word_embeddings=False))
+    if family == "deepseek_v3":
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK, q_lora_rank=32))
+    if family == "deepseek_v3_direct":  # queries that are not compressed, as in Moonlight-16B-A3B
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_DEEPSEEK, "n_group": 1, "topk_group": 1}, q_lora_rank=None))
     raise ValueError(family)
 
 

@@ -37,8 +37,7 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
 
 def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
     checkpoint = HfCheckpoint(hf_dir)
-    # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
-    ignored = {"lm_head.weight"} if dimensions.tied_embeddings else set()
+    ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
     return checkpoint
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch.nn import Parameter
+from torch import Tensor
 
 from backends.common.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.rules import Rule
 from backends.megatron.conversion.transforms import Piece, Shape, TensorRank
+from backends.megatron.weight_state import named_weights
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
 
@@ -27,7 +28,7 @@ _TRANSFORMER_ENGINE_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter of this rank.
+    """One parameter of this rank, or buffer that is a weight.
 
     Attributes:
         name: Megatron's name with global layer and expert numbers.
@@ -36,7 +37,7 @@ class Placement:
     """
 
     name: str
-    parameter: Parameter
+    parameter: Tensor
     rule: Rule
     layer: int | None
     expert: int | None
@@ -98,7 +99,7 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
     return placements
 
 
-def _place(name: str, parameter: Parameter, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
+def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
     for rule in rules:
         match = rule.pattern.fullmatch(name)
         if match:
@@ -120,11 +121,9 @@ def _expert_tensor_rank() -> TensorRank:
     )
 
 
-def _global_parameters(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
-) -> Iterator[tuple[str, Parameter]]:
+def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:
     for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in named_weights(chunk):
             yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
 
 

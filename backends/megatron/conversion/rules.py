@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import LatentAttention, ModelDimensions
 
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -26,21 +26,38 @@ class HfTensor:
 
 
 def hf(name: str, *sizes: str) -> HfTensor:
-    """Short form for rule tables. Sizes: hidden, query, key_value, head, ffn, expert_ffn, experts, vocabulary."""
+    """Short form for rule tables, with names of ``_named_sizes``."""
     return HfTensor(name, sizes)
 
 
 def _named_sizes(dimensions: ModelDimensions) -> dict[str, int]:
-    return {
+    latent = {} if dimensions.latent is None else _latent_sizes(dimensions, dimensions.latent)
+    return latent | {
         "hidden": dimensions.hidden_size,
         "query": dimensions.num_heads * dimensions.head_dim,
         "key_value": dimensions.num_kv_heads * dimensions.head_dim,
         "head": dimensions.head_dim,
         "ffn": dimensions.ffn_hidden_size,
         "expert_ffn": dimensions.moe_ffn_hidden_size,
+        "shared_ffn": dimensions.moe_shared_ffn_hidden_size,
         "experts": dimensions.num_experts,
         "vocabulary": dimensions.vocab_size,
     }
+
+
+def _latent_sizes(dimensions: ModelDimensions, latent: LatentAttention) -> dict[str, int]:
+    return {
+        "query_rank": latent.query_rank or 0,
+        "kv_rank": latent.kv_rank,
+        "compressed": latent.kv_rank + latent.rope_dim,
+        "expanded": dimensions.num_heads * (latent.nope_dim + latent.value_dim),
+        "value": dimensions.num_heads * latent.value_dim,
+    }
+
+
+def every_layer(dimensions: ModelDimensions) -> range:
+    """What a rule holds for, unless it says otherwise."""
+    return range(dimensions.num_layers)
 
 
 @dataclass(frozen=True)
@@ -52,12 +69,14 @@ class Rule:
         transform: how ``sources`` lie in it.
         sources: in the order that the transform counts them.
         exported: False for the second copy of a tied embedding.
+        layers: numbers of the layers that have the parameter.
     """
 
     megatron: str
     transform: Transform
     sources: tuple[HfTensor, ...]
     exported: bool = True
+    layers: Callable[[ModelDimensions], range] = every_layer
 
     @property
     def per_expert(self) -> bool:
@@ -76,7 +95,7 @@ class Rule:
 
     def instances(self, dimensions: ModelDimensions) -> Iterator[tuple[int | None, int | None]]:
         """Every (layer, expert) that the rule stands for; ``None`` where it has no such number."""
-        layers = range(dimensions.num_layers) if "{layer}" in self.megatron else (None,)
+        layers = self.layers(dimensions) if "{layer}" in self.megatron else (None,)
         experts = range(dimensions.num_experts) if self.per_expert else (None,)
         return ((layer, expert) for layer in layers for expert in experts)
 
@@ -90,9 +109,10 @@ class Family:
 
     def rules_for(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         """The rules of one model. A tied head is read from the embedding and never exported."""
+        rules = (rule for rule in self.rules if any(True for _ in rule.instances(dimensions)))
         if not dimensions.tied_embeddings:
-            return self.rules
-        return tuple(TIED_OUTPUT if rule.megatron == OUTPUT_LAYER else rule for rule in self.rules)
+            return tuple(rules)
+        return tuple(TIED_OUTPUT if rule.megatron == OUTPUT_LAYER else rule for rule in rules)
 
     def hf_shapes(self, dimensions: ModelDimensions) -> dict[str, Shape]:
         """Name and shape of every Hugging Face tensor of the model."""

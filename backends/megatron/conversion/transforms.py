@@ -8,7 +8,7 @@ directions come from one declaration and cannot disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -126,18 +126,21 @@ class GateUp:
 class GroupedQkv:
     """Query, key and value interleaved by query group: each group holds its query heads, one key, one value head.
 
-    A rank has whole groups. Weights and biases alike: heads are counted in rows.
+    Ranks hold equal parts: whole groups, or, where there are more ranks than groups, so many rows of one. Weights and
+    biases alike: heads are counted in rows.
     """
 
     pads: ClassVar[bool] = False
     sharded: ClassVar[bool] = True
 
     def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        return (sum(shape[0] // tp.size for shape in shapes), *shapes[0][1:])
+        return (sum(shape[0] for shape in shapes) // tp.size, *shapes[0][1:])
 
     def pieces(
         self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
     ) -> tuple[Piece, ...]:
+        if dimensions.num_kv_heads % tp.size:
+            return tuple(_rows_of_one_group(shapes, tp, dimensions))
         groups = dimensions.num_kv_heads // tp.size
         queries = dimensions.num_heads // dimensions.num_kv_heads
         heads = ((0, queries), (queries, 1), (queries + 1, 1))
@@ -147,6 +150,22 @@ class GroupedQkv:
             view = _group_heads(groups, dimensions.head_dim, first, count)
             pieces.append(Piece(source, 0, tp.rank * length, length, view))
         return tuple(pieces)
+
+
+def _rows_of_one_group(shapes: Sequence[Shape], tp: TensorRank, dimensions: ModelDimensions) -> Iterator[Piece]:
+    """Of several ranks that share a query group: the consecutive rows of query, key and value in one rank's part."""
+    sharing = tp.size // dimensions.num_kv_heads
+    group, part = divmod(tp.rank, sharing)
+    per_group = [shape[0] // dimensions.num_kv_heads for shape in shapes]
+    length = sum(per_group) // sharing
+    begin, end = part * length, (part + 1) * length
+    first = 0  # of the source's rows, within the group
+    for source, rows in enumerate(per_group):
+        start, stop = max(begin, first), min(end, first + rows)
+        if start < stop:
+            view = _rows(start - begin, stop - start)
+            yield Piece(source, 0, group * rows + start - first, stop - start, view)
+        first += rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ FAULTS: list[tuple[list[str], str]] = [
     ),
     (
         ["--trainer.parallel.tensor", "3"],
-        "trainer.parallel.tensor=3 does not divide the model's 8 KV heads; use 1, 2, 4 or 8",
+        "trainer.parallel.tensor=3 does not divide the model's 8 attention heads; use 1, 2, 4 or 8",
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import LatentAttention, ModelDimensions
 
 _SMALL: dict[str, Any] = {
     "family": "qwen3",
@@ -60,4 +60,36 @@ PUBLISHED = {
         **_sizes(48, 2048, 32, 4, 128, 6144, 151936),
     ),
 }
+_DEEPSEEK: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "qk_norm": False,
+    "num_experts": 256,
+    "moe_top_k": 8,
+    "moe_sigmoid": True,
+    "moe_groups": 8,
+    "moe_top_groups": 4,
+    "moe_scaling": 2.5,
+    "dense_layers": 3,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_ffn_hidden_size": 2048,
+    "draft_layers": 1,
+}
+PUBLISHED["DeepSeek-V3"] = dimensions(
+    latent=LatentAttention(1536, 512, 128, 64, 128), **_DEEPSEEK, **_sizes(61, 7168, 128, 128, 192, 18432, 129280)
+)
+PUBLISHED["Moonlight-16B-A3B"] = dimensions(
+    latent=LatentAttention(None, 512, 128, 64, 128),
+    **_DEEPSEEK
+    | {
+        "num_experts": 64,
+        "moe_top_k": 6,
+        "moe_groups": 1,
+        "moe_top_groups": 1,
+        "dense_layers": 1,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_ffn_hidden_size": 2816,
+        "draft_layers": 0,
+    },
+    **_sizes(27, 2048, 16, 16, 192, 11264, 163840),
+)
 """From each model's published config.json."""

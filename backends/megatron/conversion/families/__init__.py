@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backends.megatron.conversion.families.deepseek_v3 import DEEPSEEK_V3
 from backends.megatron.conversion.families.llama import LLAMA
 from backends.megatron.conversion.families.mistral import MISTRAL
 from backends.megatron.conversion.families.qwen2 import QWEN2
@@ -11,7 +12,7 @@ from backends.megatron.conversion.rules import Family
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
 
-_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
 
 
 def family_of(dimensions: ModelDimensions) -> Family:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, hf
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, every_layer, hf
 from backends.megatron.conversion.transforms import GateUp, GroupedQkv, Replicated, Split, Transform, Vocabulary
+from slime_like.config.dimensions import ModelDimensions
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
 
-def layer_rule(megatron: str, transform: Transform, *sources: HfTensor) -> Rule:
+Layers = Callable[[ModelDimensions], range]
+
+
+def layer_rule(megatron: str, transform: Transform, *sources: HfTensor, layers: Layers = every_layer) -> Rule:
     """A rule inside a transformer layer; both sides' names are given without the layer's prefix."""
     named = tuple(HfTensor(HF_LAYER + source.name, source.sizes) for source in sources)
-    return Rule(LAYER + megatron, transform, named)
+    return Rule(LAYER + megatron, transform, named, layers=layers)
+
+
+def in_layers(rules: Sequence[Rule], layers: Layers) -> tuple[Rule, ...]:
+    """The same rules, for some layers only."""
+    return tuple(replace(rule, layers=layers) for rule in rules)
 
 
 OUTER = (

@@ -22,6 +22,7 @@ from backends.megatron.alone import alone_as
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
 from backends.megatron.model import build_meta_chunks
+from backends.megatron.weight_state import named_weights
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
@@ -100,7 +101,7 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
             own = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
             objects += [value for value in own.values() if isinstance(value, ShardedObject)]
-            named = dict(chunk.named_parameters())
+            named = dict(named_weights(chunk))
             placements = {id(placed.parameter): placed for placed in place_parameters([chunk], dimensions)}
             parameters += [
                 ParameterPlan(placements[id(parameter)], own[name]) for name, parameter in named.items() if name in own

@@ -31,7 +31,7 @@ from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import ModelDimensions, keeps_type
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.errors import CheckpointError
 from slime_like.jobs import Tracker
@@ -76,10 +76,8 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
     source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
     plans = plan_ranks(config, dimensions)
     with HfCheckpoint(source) as checkpoint:
-        # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
-        checkpoint.require(
-            family_of(dimensions).hf_shapes(dimensions), {"lm_head.weight"} if dimensions.tied_embeddings else set()
-        )
+        ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
+        checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
         jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
@@ -94,22 +92,25 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
 
 
 def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[list[_Cast]]:
-    """The type of every rank's parameters: the wanted one, or that of the tensors they are made of.
+    """The type of every rank's parameters: the wanted one, or that of the tensors they are made of, if they keep it.
 
     Raises:
         CheckpointError: tensors of different types become one tensor (Megatron keeps a kind's layers together).
     """
-    if options.dtype != "auto":
-        return [[_Cast(own, getattr(torch, options.dtype)) for own in plan.parameters] for plan in plans]
+    wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
     together: dict[str, dict[str, list[str]]] = {}
     casts: list[list[_Cast]] = []
     for plan in plans:
         casts.append([])
         for own in plan.parameters:
             names = own.placement.source_names()
+            stored = DTYPES[checkpoint.dtype(names[0])]
+            if wanted is not None:
+                casts[-1].append(_Cast(own, stored if keeps_type(names[0]) else wanted))
+                continue
             for name in names:
                 together.setdefault(own.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
-            casts[-1].append(_Cast(own, DTYPES[checkpoint.dtype(names[0])]))
+            casts[-1].append(_Cast(own, stored))
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(

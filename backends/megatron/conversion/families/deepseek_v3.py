@@ -1,0 +1,86 @@
+"""DeepSeek-V3 and models of its shape: latent attention, shared experts, leading dense layers, biased routers."""
+
+from __future__ import annotations
+
+from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, in_layers, layer_rule
+from backends.megatron.conversion.rules import Family, hf
+from backends.megatron.conversion.transforms import GateUp, Replicated, Split
+from slime_like.config.dimensions import ModelDimensions
+
+
+def _dense(dimensions: ModelDimensions) -> range:
+    return range(dimensions.dense_layers)
+
+
+def _with_experts(dimensions: ModelDimensions) -> range:
+    return dimensions.expert_layers
+
+
+def _compressing_queries(dimensions: ModelDimensions) -> range:
+    return range(dimensions.num_layers if dimensions.latent and dimensions.latent.query_rank else 0)
+
+
+def _projecting_queries(dimensions: ModelDimensions) -> range:
+    return range(dimensions.num_layers - len(_compressing_queries(dimensions)))
+
+
+_QUERY = (
+    layer_rule("self_attention.linear_q_proj.weight", Split(axis=0), hf("self_attn.q_proj.weight", "query", "hidden")),
+)
+
+_COMPRESSED_QUERY = (
+    layer_rule(
+        "self_attention.linear_q_down_proj.weight",
+        Split(axis=0),
+        hf("self_attn.q_a_proj.weight", "query_rank", "hidden"),
+    ),
+    layer_rule("self_attention.q_layernorm.weight", Replicated(), hf("self_attn.q_a_layernorm.weight", "query_rank")),
+    layer_rule(
+        "self_attention.linear_q_up_proj.weight",
+        Split(axis=0),
+        hf("self_attn.q_b_proj.weight", "query", "query_rank"),
+    ),
+)
+
+_KEY_VALUE = (
+    layer_rule(
+        "self_attention.linear_kv_down_proj.weight",
+        Split(axis=0),
+        hf("self_attn.kv_a_proj_with_mqa.weight", "compressed", "hidden"),
+    ),
+    layer_rule("self_attention.kv_layernorm.weight", Replicated(), hf("self_attn.kv_a_layernorm.weight", "kv_rank")),
+    layer_rule(
+        "self_attention.linear_kv_up_proj.weight",
+        Split(axis=0),
+        hf("self_attn.kv_b_proj.weight", "expanded", "kv_rank"),
+    ),
+    layer_rule("self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "value")),
+)
+
+_SHARED_EXPERTS = (
+    layer_rule("mlp.router.expert_bias", Replicated(), hf("mlp.gate.e_score_correction_bias", "experts")),
+    layer_rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        GateUp(),
+        hf("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden"),
+        hf("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden"),
+    ),
+    layer_rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        Split(axis=1),
+        hf("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn"),
+    ),
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    (
+        *OUTER,
+        *NORMS,
+        *in_layers(_QUERY, _projecting_queries),
+        *in_layers(_COMPRESSED_QUERY, _compressing_queries),
+        *_KEY_VALUE,
+        *in_layers(MLP, _dense),
+        *in_layers((*EXPERTS, *_SHARED_EXPERTS), _with_experts),
+    ),
+)

@@ -1,0 +1,101 @@
+"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences.
+
+Projections, their parameters and their sharding are Megatron's. What lies between them is ours: Megatron rotates by
+positions that it counts itself, right for its own context parallelism only, and its local layers lose the other ranks'
+part of the shared key's gradient under tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from backends.megatron.attention import PackedLayout
+from backends.megatron.norm import RMSNorm
+
+_NORM_EPS = 1e-6
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a compressed query, key or value, whose eps the published models do not take from ``config.json``."""
+
+    def __init__(self, config: Any, hidden_size: int, **unused: Any) -> None:
+        super().__init__(config, hidden_size, _NORM_EPS)
+
+
+class PackedLatentAttention(MLASelfAttention):
+    """Megatron's layer, with angles from the micro-batch's ``PackedLayout``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with _without_transformer_engine():
+            super().__init__(*arguments, **options)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """(T, H, nope + rope) queries and keys and (T, H, value_dim) values of this rank's heads.
+
+        ``hidden_states``: (T, 1, hidden), or this tensor-parallel rank's part of them under sequence parallelism.
+        """
+        layout, config = PackedLayout.given(packed_seq_params), self.config
+        parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        query, query_turning = self._heads(self._query(hidden_states)).split(parts, dim=-1)
+        compressed, key_turning = self._compressed(self.linear_kv_down_proj, hidden_states).split(
+            [config.kv_lora_rank, parts[1]], dim=-1
+        )
+        # Every rank uses the shared part of the key for its own heads alone: their gradients add up.
+        key_turning = copy_to_tensor_model_parallel_region(key_turning)
+        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(self._scattered(compressed)))
+        key, value = self._heads(keys_and_values).split([parts[0], config.v_head_dim], dim=-1)
+        query_turning, key_turning = layout.rotated(query_turning, key_turning)
+        key_turning = key_turning.expand(-1, key.shape[1], -1)
+        query, key = torch.cat([query, query_turning], dim=-1), torch.cat([key, key_turning], dim=-1)
+        return query, key, value.contiguous(), None, None
+
+    def _query(self, hidden_states: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            compressed = self._scattered(self._compressed(self.linear_q_down_proj, hidden_states))
+            query, _ = self.linear_q_up_proj(self.q_layernorm(compressed))
+        return query
+
+    def _compressed(self, projection: torch.nn.Module, hidden_states: Tensor) -> Tensor:
+        """(T, 1, rank), whole on every rank; Megatron's local layers share the work of computing it."""
+        own, _ = projection(hidden_states)
+        return gather_from_tensor_model_parallel_region(own)
+
+    def _scattered(self, compressed: Tensor) -> Tensor:
+        """This rank's tokens where the next projection gathers them."""
+        return scatter_to_sequence_parallel_region(compressed) if self.config.sequence_parallel else compressed
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], self.num_attention_heads_per_partition, -1)
+
+
+@contextlib.contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Megatron 0.16.1 takes the module that wraps the package for the package, and fails where it is not installed."""
+    believed = multi_latent_attention.HAVE_TE
+    multi_latent_attention.HAVE_TE = believed and find_spec("transformer_engine") is not None
+    try:
+        yield
+    finally:
+        multi_latent_attention.HAVE_TE = believed
