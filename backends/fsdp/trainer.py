@@ -70,9 +70,14 @@ class FsdpTrainer:
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = [*schedule_problems(config), *fsdp_problems(config), *attention_problems(config)]
         try:
-            ModelDimensions.from_checkpoint(config.model.path)
+            dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:
             return problems + error.problems
+        if dimensions.moe_sigmoid:
+            problems.append(
+                "trainer.backend=fsdp does not train routers with a bias that is no parameter (DeepSeek-V3's); use "
+                "trainer.backend=megatron"
+            )
         return problems
 
     @staticmethod

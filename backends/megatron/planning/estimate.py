@@ -11,7 +11,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from backends.common.worst_batch import worst_packs
 from backends.megatron.alone import alone_as
-from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
+from backends.megatron.attention_choice import Attention, context_layout_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
@@ -43,8 +43,8 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 
 def planned_attention(config: RunConfig) -> Attention:
     """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
-    asked = attention_of(config.trainer, on_cuda=False)
-    return "ring" if asked == "transformer_engine" else asked
+    asked = config.trainer.attention
+    return "ring" if asked in ("auto", "transformer_engine") else asked
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:

@@ -22,7 +22,7 @@ from backends.megatron.cpu_runtime import Patch, applied
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
 from backends.megatron.planning.in_flight import PassMemory
-from backends.megatron.rotary import inverse_frequencies
+from backends.megatron.rotary import Rotary
 from slime_like.algorithms import head
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
@@ -70,7 +70,7 @@ class Passes:
         self._builder = BatchBuilder(
             device=torch.device("cpu"),
             dtype=self._dtype,
-            inv_freq=inverse_frequencies(dimensions),
+            rotary=Rotary.of(dimensions, torch.device("cpu")),
             context_group=parallel_state.get_context_parallel_group(),
             attention=attention,
             sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
