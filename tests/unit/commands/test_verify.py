@@ -24,7 +24,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--batch", "none.pt"], "none.pt:0: no such rollout dump"),
     (
         ["--layouts", "tp2", "tp3"],
-        "layout tp3: trainer.parallel.tensor=3 does not divide the model's 8 attention",
+        "layout tp3: trainer.parallel.tensor=3 does not divide the model's 16 attention",
     ),
     (["--layouts", "dp2-ep2"], "layout dp2-ep2: trainer.parallel.expert=2, but the model has no experts"),
     (["--layouts", "dp17"], "layout dp17: has 17 replicas, and the batch has 16 sequences"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,19 @@ from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.config import ParallelConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.check import check
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import LatentAttention, ModelDimensions
 from slime_like.config.layout import layers_per_stage, layout_problems
 from slime_like.config.load import load_config
 from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError
-from tests.unit.config.checkpoint import EXPERTS, QWEN3_8_KV_HEADS, sound_flags, write_checkpoint, write_weights
+from tests.unit.config.checkpoint import (
+    DEEPSEEK_V3,
+    EXPERTS,
+    QWEN3_8_KV_HEADS,
+    sound_flags,
+    write_checkpoint,
+    write_weights,
+)
 
 
 @pytest.fixture
@@ -311,7 +319,7 @@ FAULTS: list[tuple[list[str], str]] = [
     ),
     (
         ["--trainer.parallel.tensor", "3"],
-        "trainer.parallel.tensor=3 does not divide the model's 8 attention heads; use 1, 2, 4 or 8",
+        "trainer.parallel.tensor=3 does not divide the model's 16 attention heads; use 1, 2, 4, 8 or 16",
     ),
 ]
 
@@ -440,7 +448,12 @@ def test_layers_spread_over_stages(layers: int, stages: int, expected: list[int]
 
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"tensor": 4, "sequence": True, "pipeline": 3, "virtual_pipeline": 2, "context": 5, "data": 7}, []),
-    ({}, {"tensor": 16}, ["trainer.parallel.tensor=16 does not divide the model's 8 KV heads; use 1, 2, 4 or 8"]),
+    ({}, {"tensor": 16}, []),  # two ranks for each KV head
+    (
+        {"num_attention_heads": 12, "num_key_value_heads": 6},
+        {"tensor": 4},
+        ["trainer.parallel.tensor=4 is neither a divisor nor a multiple of the model's 6 KV heads; use 1, 2, 3, 6"],
+    ),
     (
         {"intermediate_size": 100},
         {"tensor": 8},
@@ -476,7 +489,49 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["trainer.parallel.expert=4 does not divide tensor * context * data = 2; use 1 or 2"],
     ),
     (EXPERTS, {"tensor": 2}, ["trainer.parallel.tensor=2 on a mixture of experts needs sequence parallelism"]),
+    (DEEPSEEK_V3, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}, []),
+    (
+        DEEPSEEK_V3 | {"kv_lora_rank": 500},
+        {"tensor": 8, "sequence": True, "expert": 8},
+        ["trainer.parallel.tensor=8 does not divide the model's 564 columns of compressed keys and values; use 1, 2"],
+    ),
+    (
+        DEEPSEEK_V3 | {"moe_intermediate_size": 1028},
+        {"tensor": 8, "sequence": True, "expert": 8},
+        ["trainer.parallel.tensor=8 does not divide the model's 1028 FFN columns of the shared experts; use 1, 2 or 4"],
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"topk_method": "greedy"}, "topk_method=greedy is not supported; only noaux_tc is"),
+        ({"scoring_func": "softmax"}, "scoring_func=softmax is not supported; only sigmoid is"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported; only True is"),
+        ({"attention_bias": True}, "attention_bias=true is not supported with latent attention"),
+        ({"moe_layer_freq": 2}, "layers without experts between layers with them are not supported"),
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace=61 leaves no layer of 61 with experts"),
+        ({"topk_group": 2}, "num_experts_per_tok=8 of topk_group=2 groups is not supported"),
+        ({"n_group": 7}, "n_group=7 does not divide n_routed_experts=256"),
+        ({"kv_lora_rank": None}, "key 'kv_lora_rank' is missing"),
+    ],
+)
+def test_what_is_not_computed_of_deepseek_v3_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | change))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        ModelDimensions.from_checkpoint(tmp_path)
+
+
+def test_deepseek_v3_s_published_configuration_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    found = ModelDimensions.from_checkpoint(tmp_path)
+    assert found.latent == LatentAttention(1536, 512, 128, 64, 128, interleaved=True)
+    assert (found.head_dim, found.rotary_dim, found.value_dim, found.num_kv_heads) == (192, 64, 128, 128)
+    assert found.expert_layers == range(3, 61) and found.moe_shared_ffn_hidden_size == 2048
+    assert found.rope_scaling is not None and found.rope_scaling["mscale_all_dim"] == 1.0
+    assert found.active_parameters / 1e9 == pytest.approx(37.0, abs=1.0)  # its paper says 37 billion
+    assert found.is_draft("model.layers.61.eh_proj.weight") and not found.is_draft("model.layers.60.mlp.gate.weight")
 
 
 @pytest.mark.parametrize(("model", "layout", "sentences"), LAYOUTS, ids=[str(case[1]) for case in LAYOUTS])
