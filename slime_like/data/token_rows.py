@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from slime_like.algorithms.context import padded_length
 from slime_like.config import TrainerConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.rows import Row, read_rows
+from slime_like.data.token_budget import TokenBudget
 from slime_like.trajectory import UnscoredTrajectory
 
 
@@ -47,8 +47,7 @@ class TokenRows:
     def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
         self._path = path
         self._dimensions = dimensions
-        self._context = trainer.parallel.context
-        self._budget = trainer.target_tokens_per_batch
+        self._budget = TokenBudget(trainer)
 
     def totals(self) -> RowTotals:
         """Check every row and count."""
@@ -89,12 +88,8 @@ class TokenRows:
             raise row.fault(
                 f"has {tokens} tokens, more than the model's max_position_embeddings={longest}; cut or remove the row"
             )
-        padded = padded_length(tokens, self._context)
-        if padded > self._budget:
-            raise row.fault(
-                f"takes {padded} tokens of a micro-batch (padding for trainer.parallel.context={self._context} "
-                f"included), more than trainer.target_tokens_per_batch={self._budget}; raise that"
-            )
+        if excess := self._budget.excess(tokens):
+            raise row.fault(excess)
 
 
 def _temperature(row: Row) -> float:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from slime_like.algorithms.context import padded_length
 from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
 from slime_like.algorithms.partition import Partition, partition_by_tokens, partition_full_batches, training_flops
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import DataError
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
@@ -116,16 +116,7 @@ class ExperienceBatcher:
 
     def _lengths(self, sequences: Sequence[ScoredTrajectory]) -> list[int]:
         """Tokens that each takes of a micro-batch."""
-        context, budget = self._config.trainer.parallel.context, self._config.trainer.target_tokens_per_batch
-        lengths = [padded_length(t.total_len, context) for t in sequences]
-        for trajectory, length in zip(sequences, lengths, strict=True):
-            if length > budget:
-                raise DataError(
-                    f"sequence {trajectory.sequence_id} takes {length} tokens of a micro-batch (padding for "
-                    f"trainer.parallel.context={context} included), more than "
-                    f"trainer.target_tokens_per_batch={budget}; raise that, or lower the limits of prompt and response"
-                )
-        return lengths
+        return TokenBudget(self._config.trainer).padded_lengths(sequences)
 
     def _costs(self, lengths: Sequence[int]) -> list[float] | None:
         """What replicas are balanced by; none means tokens."""

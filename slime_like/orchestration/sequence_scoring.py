@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from slime_like.algorithms.context import padded_length
 from slime_like.algorithms.packing import Trajectory, pack_sequences, unpack_response_logprobs
 from slime_like.algorithms.partition import partition_by_tokens
 from slime_like.config import TrainerConfig
-from slime_like.errors import DataError, TrainerError
+from slime_like.data.token_budget import TokenBudget
+from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.orchestration.batcher import fill_to_equal_counts
 from slime_like.trajectory import PackedTrajectory
@@ -81,15 +81,7 @@ def score_sequences(
 
 def _partition(sequences: Sequence[Trajectory], trainer: TrainerConfig, replicas: int) -> list[list[list[int]]]:
     """[replica][pack] indices; replicas beyond the number of sequences get none."""
-    lengths = [padded_length(sequence.total_len, trainer.parallel.context) for sequence in sequences]
-    budget = trainer.target_tokens_per_batch
-    for sequence, length in zip(sequences, lengths, strict=True):
-        if length > budget:
-            raise DataError(
-                f"sequence {sequence.sequence_id} takes {length} tokens of a micro-batch (padding for "
-                f"trainer.parallel.context={trainer.parallel.context} included), more than "
-                f"trainer.target_tokens_per_batch={budget}; raise that"
-            )
+    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
     used = min(replicas, len(sequences))
     return partition_by_tokens(lengths, budget, used) + [[] for _ in range(replicas - used)]
 

@@ -1,0 +1,40 @@
+"""What sequences take of a micro-batch, and whether they fit one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime_like.algorithms.context import padded_length
+from slime_like.algorithms.packing import Trajectory
+from slime_like.config import TrainerConfig
+from slime_like.errors import DataError
+
+
+class TokenBudget:
+    """``trainer.target_tokens_per_batch``, and the padding that ``trainer.parallel.context`` adds to a sequence."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._context = trainer.parallel.context
+        self._tokens = trainer.target_tokens_per_batch
+
+    def padded_lengths(self, sequences: Sequence[Trajectory]) -> list[int]:
+        """Tokens that each takes of a micro-batch.
+
+        Raises:
+            DataError: a sequence does not fit one; it is named.
+        """
+        for sequence in sequences:
+            if excess := self.excess(sequence.total_len):
+                raise DataError(f"sequence {sequence.sequence_id} {excess}")
+        return [padded_length(sequence.total_len, self._context) for sequence in sequences]
+
+    def excess(self, tokens: int) -> str | None:
+        """Why a sequence of so many tokens does not fit a micro-batch; ``None`` if it does."""
+        padded = padded_length(tokens, self._context)
+        if padded <= self._tokens:
+            return None
+        return (
+            f"takes {padded} tokens of a micro-batch (padding for trainer.parallel.context={self._context} included), "
+            f"more than trainer.target_tokens_per_batch={self._tokens}; raise that, or lower the limits of prompt and "
+            "response"
+        )
