@@ -141,6 +141,11 @@ def test_zero_weight_pack() -> None:
     assert torch.equal(filler.old_logprobs, packed.old_logprobs[:4])
 
 
+def test_a_filler_of_unscored_sequences() -> None:
+    packed = pack_sequences([unscored(1), unscored(2)])
+    assert_same(unpack_sequences(zero_weight_pack(packed))[0], replace(unscored(1), loss_mask=torch.zeros(4) > 0))
+
+
 def test_one_buffer_holds_every_tensor() -> None:
     """The byte buffer is exercised on the meta device for its offsets, and on the CPU for its content."""
     tensors = {
