@@ -58,6 +58,21 @@ def batch(shapes: list[tuple[int, int]], seed: int = 0) -> list[ScoredTrajectory
     return [scored(i, p, r, seed) for i, (p, r) in enumerate(shapes)]
 
 
+# ---------------------------------------------------------------------------------------------- hypothesis strategies
+PADDINGS = st.integers(0, 50)
+CP_SIZES = st.integers(1, 8)
+LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
+SEEDS = st.integers(0, 10**6)
+
+# Of a vocabulary spread over ranks, with padding at its end: some shards may hold nothing else.
+SHARDED = {
+    "vocab_size": st.integers(1, 40),
+    "extra": st.integers(0, 12),
+    "ranks": st.sampled_from([1, 2, 4]),
+    "chunk": st.integers(1, 9),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+}
+
 SHAPES = [(3, 4), (1, 1), (5, 2), (2, 7), (4, 1)]
 
 

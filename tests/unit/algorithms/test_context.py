@@ -17,16 +17,14 @@ from slime_like.algorithms import (
     split_for_context_parallel,
 )
 from slime_like.trajectory import PackedTrajectory
-from tests.unit.algorithms.cases import SHAPES, batch, shapes
-
-LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
+from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 
 def pack(shapes: list[tuple[int, int]], padding: int = 0) -> PackedTrajectory:
     return pack_sequences(batch(shapes), target_tokens_per_batch=sum(p + r for p, r in shapes) + padding)
 
 
-@given(shapes=shapes(), padding=st.integers(0, 50), cp=st.integers(1, 8), layout=LAYOUTS, multiple=st.integers(1, 4))
+@given(shapes=shapes(), padding=PADDINGS, cp=CP_SIZES, layout=LAYOUTS, multiple=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> None:  # type: ignore[no-untyped-def]
     packed = pack(shapes, padding)

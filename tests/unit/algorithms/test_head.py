@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, vocab_parallel_logprobs
+from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7
 
@@ -110,14 +111,7 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype, seed
     }
 
 
-@given(
-    count=st.integers(1, 30),
-    vocab_size=st.integers(1, 40),
-    extra=st.integers(0, 12),
-    ranks=st.sampled_from([1, 2, 4]),
-    chunk=st.integers(1, 9),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
+@given(count=st.integers(1, 30), **SHARDED)
 @settings(max_examples=40, deadline=None)
 def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
     """Also where the last shards hold nothing but padding."""
@@ -138,14 +132,7 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
     assert not d_weight[vocab_size:].any()
 
 
-@given(
-    count=st.integers(0, 30),
-    vocab_size=st.integers(1, 40),
-    extra=st.integers(0, 12),
-    ranks=st.sampled_from([1, 2, 4]),
-    chunk=st.integers(1, 9),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
+@given(count=st.integers(0, 30), **SHARDED)
 @settings(max_examples=40, deadline=None)
 def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
     """The same from logits: no reduction in backward, and none of the padding's columns has a gradient."""

@@ -58,6 +58,24 @@ def test_importance_weights(correction: str, level: str) -> None:
     assert result.weights[inputs.loss_mask].tolist() == pytest.approx(expected, rel=1e-12)
     assert result.changed[inputs.loss_mask].tolist() == changed and any(changed)
     assert (result.weights[~inputs.loss_mask] == 1).all()
+    # Whatever the bounds left of it, the ratio itself is the level's.
+    assert result.ratio[inputs.loss_mask].tolist() == pytest.approx(ratios, rel=1e-12)
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_a_ratio_on_a_bound_stays(correction: str) -> None:
+    """The bounds belong to the interval; and no weight has a graph, whatever went in."""
+    logprobs, mask = torch.zeros(2, requires_grad=True), torch.ones(2, dtype=torch.bool)
+    result = importance_weights(logprobs, torch.zeros(2), mask, None, correction, low=1.0, high=1.0)
+    assert result.weights.tolist() == [1.0, 1.0] and not result.changed.any()
+    assert not result.weights.requires_grad and not result.ratio.requires_grad
+
+
+def test_the_off_policy_threshold_belongs_to_the_kept() -> None:
+    two, mask, lens = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([1, 1])
+    exactly = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold=0.5)
+    beyond = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold=0.25)
+    assert exactly.tolist() == [True, True] and beyond.tolist() == [False, True]
 
 
 def test_correction_scales_the_policy_term_alone() -> None:

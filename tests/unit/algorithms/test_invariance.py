@@ -33,7 +33,7 @@ from slime_like.algorithms import (
 )
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.unit.algorithms.cases import VOCABULARY, batch, shapes
+from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, shapes
 
 HIDDEN = 6
 CONSTANT_LENGTH = 70
@@ -232,11 +232,11 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 @pytest.mark.parametrize("name", CASES)
 @given(
     shapes=shapes(40, 300),
-    padding=st.integers(0, 50),
-    cp=st.integers(1, 8),
-    layout=st.sampled_from(["zigzag", "contiguous"]),
+    padding=PADDINGS,
+    cp=CP_SIZES,
+    layout=LAYOUTS,
     chunk=st.integers(8, 512),
-    seed=st.integers(0, 10**6),
+    seed=SEEDS,
 )
 @settings(max_examples=3, deadline=None, phases=PHASES)
 def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
@@ -270,7 +270,7 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@given(shapes=shapes(40, 300), padding=st.integers(0, 50), seed=st.integers(0, 10**6))
+@given(shapes=shapes(40, 300), padding=PADDINGS, seed=SEEDS)
 @settings(max_examples=4, deadline=None, phases=PHASES)
 def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
     """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""

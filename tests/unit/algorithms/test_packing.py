@@ -22,7 +22,7 @@ from slime_like.algorithms import (
 )
 from slime_like.algorithms.packing_faults import first_fault
 from slime_like.algorithms.transfer import move_together
-from tests.unit.algorithms.cases import SHAPES, batch, scored, shapes, unscored
+from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
 
 def assert_same(left: object, right: object) -> None:
@@ -35,7 +35,7 @@ def assert_same(left: object, right: object) -> None:
             assert a == b, field.name
 
 
-@given(shapes=shapes(), padding=st.integers(0, 50), is_scored=st.booleans())
+@given(shapes=shapes(), padding=PADDINGS, is_scored=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_round_trip_of_every_field(shapes: list[tuple[int, int]], padding: int, is_scored: bool) -> None:
     make = scored if is_scored else unscored
