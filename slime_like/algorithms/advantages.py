@@ -170,6 +170,9 @@ def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[st
 def find_estimator(name: str) -> AdvantageEstimator:
     """The estimator with this registered name or import path.
 
+    Args:
+        name: a key of ``ESTIMATORS``, or `package.module:name`.
+
     Returns:
         What computes the advantages; its ``scope`` says on how many samples at once.
 

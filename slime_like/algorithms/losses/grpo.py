@@ -12,6 +12,7 @@ from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs, LossOutput
 from slime_like.algorithms.reduction import step_denominator, token_weights
+from slime_like.algorithms.segments import require_lengths
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
@@ -53,6 +54,9 @@ class GRPOLoss:
             loss_mask: bool; none means that every token carries loss.
             token_weights: none means weight 1.
             response_lens: (S,), for losses with a ratio per sequence.
+
+        Returns:
+            ``loss``, with graph, and ``sums``: divide by ``step_denominator``, after the sums of all micro-batches.
 
         Raises:
             ValueError: an input that the configured loss needs is missing. A ratio against a detached copy of the same
@@ -175,11 +179,17 @@ def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: f
 
 def _sequence_lengths(targets: Tensor, response_lens: Tensor | None) -> Tensor | None:
     if targets.ndim == 1:
+        if response_lens is not None:
+            require_lengths(response_lens, targets.numel())
         return response_lens
     return torch.full((targets.shape[0],), targets.shape[1], dtype=torch.int64, device=targets.device)
 
 
 def _broadcast(advantages: Tensor, targets: Tensor) -> Tensor:
-    if targets.ndim == 2 and advantages.ndim == 1:
-        advantages = advantages[:, None]
-    return advantages.expand(targets.shape)
+    rows = advantages[:, None] if targets.ndim == 2 and advantages.ndim == 1 else advantages
+    if rows.ndim != targets.ndim or rows.shape not in (targets.shape, (*targets.shape[:1], 1)):
+        raise ValueError(
+            f"advantages {tuple(advantages.shape)} do not fit targets {tuple(targets.shape)}; give one per target, or "
+            "(B,) for padded targets (B, T)"
+        )
+    return rows.expand(targets.shape)

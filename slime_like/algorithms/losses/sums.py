@@ -69,6 +69,9 @@ class LossSums:
             denominator: the step's, from ``step_denominator``.
             grad_norm: global gradient norm before clipping.
             learning_rate: the rate this step used.
+
+        Returns:
+            Every figure a float64 scalar; what no micro-batch measured is 0.
         """
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(

@@ -70,6 +70,15 @@ def test_eps_is_the_largest_spread_that_counts_as_none() -> None:
     assert compute_advantages(rewards, [0, 0], eps=0.02).tolist() == [0.0, 0.0]
     assert compute_advantages(rewards, [0, 0], eps=0.005).abs().min() > 0.7
 
+    assert compute_advantages(torch.tensor([0.0, 1.0]), [0, 0], eps=1.0).tolist() == [0.0, 0.0]
+
+
+def test_half_precision_rewards_are_computed_in_float64() -> None:
+    rewards = [1000.0, 1001.0, 1003.0]
+    expected = [(r - statistics.mean(rewards)) / statistics.stdev(rewards) for r in rewards]
+    actual = compute_advantages(torch.tensor(rewards, dtype=torch.float16), [0, 0, 0])
+    assert actual.dtype == torch.float16 and actual.tolist() == pytest.approx(expected, rel=1e-3)
+
 
 def test_scopes_are_declared() -> None:
     assert {name: e.scope for name, e in ESTIMATORS.items() if e.scope == "batch"} == {
@@ -140,6 +149,9 @@ def test_gae_token_rewards_and_errors() -> None:
         token_rewards=torch.tensor([0.5, 9.0, 0.25]),
     )
     assert result.advantages.tolist() == [1.75, 0.0, 1.25]
+    values, mask = torch.zeros(3, requires_grad=True), torch.ones(3, dtype=torch.bool)
+    trained = gae(torch.ones(1), values, mask, torch.tensor([3]))
+    assert not trained.advantages.requires_grad and not trained.returns.requires_grad
     with pytest.raises(ValueError, match="do not fit"):
         gae(torch.zeros(1), torch.zeros(3), torch.ones(3, dtype=torch.bool), torch.tensor([4]))
     with pytest.raises(ValueError, match="one entry per sequence"):

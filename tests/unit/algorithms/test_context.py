@@ -36,7 +36,7 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
     assert sources[sources >= 0].sort().values.tolist() == list(range(packed.packed_seq_len))
     for shard in shards:
         real = shard.source >= 0
-        assert torch.equal(shard.tokens[real], packed.tokens[shard.source[real]])
+        assert torch.equal(shard.tokens[real], packed.tokens[shard.source[real]]) and not shard.tokens[~real].any()
         assert torch.equal(shard.position_ids[real], packed.position_ids[shard.source[real]])
         # The logit that scores a response token is one position before it, whoever holds the token itself.
         scored = packed.tokens[shard.source[shard.response_index] + 1]

@@ -139,6 +139,16 @@ def test_off_policy_mask_in_the_loss() -> None:
         )
 
 
+def test_the_off_policy_mask_looks_at_who_sampled() -> None:
+    """The engine, where it said so; the old policy stands in for it only where it did not."""
+    inputs = make_inputs()
+    current, negative = inputs.logprobs.detach(), -inputs.advantages.abs()
+    inputs = replace(inputs, old_logprobs=current, behaviour_logprobs=current + 0.5, advantages=negative)
+    loss = build_loss(AlgorithmConfig(off_policy_mask=0.1))
+    assert loss(inputs).loss == 0
+    assert loss(replace(inputs, behaviour_logprobs=None)).loss != 0
+
+
 def _only(part: slice) -> torch.Tensor:
     mask = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     mask[part] = True

@@ -141,6 +141,34 @@ def test_ratio_and_clip_fraction_come_from_the_old_policy() -> None:
     )
 
 
+def test_the_dual_clip_counts_as_clipped() -> None:
+    inputs = make_inputs()
+    inputs = replace(inputs, advantages=-inputs.advantages.abs())
+    sums = build_loss(AlgorithmConfig(dual_clip=1.5))(inputs).sums
+    ratios, a = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask], inputs.advantages[inputs.loss_mask]
+    by_dual = (a < 0) & (ratios > 1.5)
+    clipped = ((ratios > 1.2) & (a > 0)) | ((ratios < 0.8) & (a < 0)) | by_dual
+    assert by_dual.any() and sums.clipped.item() == clipped.sum().item()
+
+
+def test_figures_of_a_loss_without_a_ratio_and_of_no_tokens() -> None:
+    inputs = make_inputs()
+    loss = build_loss(AlgorithmConfig(loss="policy_gradient"))
+    ratios = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask]
+    assert loss(inputs).sums.ratio.item() == pytest.approx(ratios.sum().item())
+    stats = loss(replace(inputs, loss_mask=torch.zeros(TOTAL, dtype=torch.bool))).sums.to_stats(1.0, 0.0, 0.0)
+    assert [stats.ratios, stats.entropy, stats.clipfrac, stats.engine_gap_mean] == [0.0] * 4
+    assert build_loss(AlgorithmConfig(loss="sft", kl_coef=0.1, kl_importance_weighted=True)).needs_old
+
+
+def test_cispo_reports_the_ratio_before_its_clip() -> None:
+    inputs = make_inputs()
+    sums = build_loss(AlgorithmConfig(loss="cispo"))(inputs).sums
+    ratios = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask]
+    assert sums.ratio.item() == pytest.approx(ratios.sum().item())
+    assert sums.clipped.item() == ((ratios < 0.8) | (ratios > 1.2)).sum().item() > 0
+
+
 def test_on_policy_ratio_is_one_and_the_gradient_that_of_reinforce() -> None:
     inputs = make_inputs()
     inputs = replace(inputs, old_logprobs=inputs.logprobs.detach().clone())
@@ -343,3 +371,4 @@ def test_value_loss() -> None:
     assert clipped.loss.item() == pytest.approx(0.5 * (0.5 * 1.5**2 + 2.0 * 1.5**2))
     assert clipped.clipped.item() == 2
     assert not torch.autograd.grad(clipped.loss, values)[0].any()
+    assert value_loss(values, old, returns, mask, weights, clip=9.0).clipped.item() == 0  # within reach: a draw

@@ -114,6 +114,13 @@ def test_padded_input() -> None:
     loss = GRPOLoss(AlgorithmConfig())
     with pytest.raises(ValueError, match=r"padding_masks \(2, 1\) and targets \(2, 3\) differ"):
         loss.forward(logits, targets, None, torch.ones(2), torch.ones(2, 1, dtype=torch.bool))
+    for advantages in (torch.ones(3), torch.ones(2, 2), torch.ones(1)):
+        with pytest.raises(ValueError, match=r"advantages .* do not fit targets \(2, 3\)"):
+            loss.forward(logits, targets, None, advantages)
+    with pytest.raises(ValueError, match=r"advantages \(2,\) do not fit targets \(3,\)"):
+        loss.forward(logits[0], targets[0], None, torch.ones(2))
+    with pytest.raises(ValueError, match="add up to 4, but there are 3"):
+        loss.forward(logits[0], targets[0], None, torch.ones(3), response_lens=torch.tensor([1, 3]))
     with pytest.raises(ValueError, match=r"temperature=0.0 is not positive"):
         loss.forward(logits, targets, None, torch.ones(2), temperature=0.0)
 
