@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime_like.algorithms import (
     pack_sequences,
+    real_tokens,
     response_logit_index,
     response_tokens,
     unpack_response_logprobs,
@@ -137,6 +138,8 @@ def test_zero_weight_pack() -> None:
     assert torch.equal(filler.tokens, packed.tokens[:7])
     assert not filler.loss_mask.any() and not filler.token_weights.any()
     assert (filler.targets == packed.ignore_index).all()
+    assert filler.is_filler and not packed.is_filler and filler.sequence_weights == [0.0]
+    assert real_tokens([packed, filler, packed]) == 2 * packed.actual_total_tokens == 60
     assert filler.old_logprobs is not None and packed.old_logprobs is not None
     assert torch.equal(filler.old_logprobs, packed.old_logprobs[:4])
 
