@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from backends.megatron.kernels import CpuFlash
+from backends.megatron.planning.worst_batch import worst_packs
 from torch.profiler import ProfilerActivity, profile
 
 from backends.megatron import attention
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
-from backends.megatron.planning.worst_batch import worst_packs
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement

@@ -44,7 +44,9 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 def planned_attention(config: RunConfig) -> Attention:
     """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
     asked = config.trainer.attention
-    return "ring" if asked in ("auto", "transformer_engine") else asked
+    if asked == "auto" or asked == "transformer_engine":
+        return "ring"
+    return asked
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
