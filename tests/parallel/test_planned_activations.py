@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends.megatron.kernels import CpuFlash
-from backends.megatron.planning.worst_batch import worst_packs
 from torch.profiler import ProfilerActivity, profile
 
+from backends.common.kernels import CpuFlash
+from backends.common.worst_batch import worst_packs
 from backends.megatron import attention
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
