@@ -75,6 +75,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
         "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "12",
         "--evaluation.files", str(imitator / "data" / "eval.jsonl"), "--evaluation.max_prompts", "48",
+        "--evaluation.temperature", "1",
         "--rollout.python", str(make_interpreter(tmp_path / "other")),
         "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
         "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
