@@ -116,7 +116,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     """
     started = time.monotonic()
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
-    backend = load_backend(config.trainer.backend)
+    backend = plannable_backend(config)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), sum(checks.gpus_needed(config)))
     plan.problems += check_settings(config, dimensions)
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
@@ -131,6 +131,20 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     return plan
 
 
+def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
+    """The trainer of ``config``.
+
+    Raises:
+        ConfigError: it is unknown, or cannot say what it needs before it runs.
+    """
+    backend = load_backend(config.trainer.backend)
+    if not hasattr(backend, "estimate"):
+        raise ConfigError(
+            [f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"]
+        )
+    return backend
+
+
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
     lacking = check_machine(config, dimensions)
@@ -143,8 +157,8 @@ def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, o
 
 def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
     converter = getattr(backend, "converter", None)
-    if converter is None:
-        plan.notes.append(f"trainer.backend={config.trainer.backend} converts nothing: no tensor was checked")
+    if converter is None or not hasattr(converter(), "prove"):
+        plan.notes.append(f"trainer.backend={config.trainer.backend} proves no conversion: no tensor was checked")
         return
     try:
         expected = converter().prove(config)

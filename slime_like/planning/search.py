@@ -11,12 +11,11 @@ from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
-from slime_like.orchestration.plugins import load_backend
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.hardware import Hardware
 from slime_like.planning.memory import PhaseMemory, trainer_phases
-from slime_like.planning.plan import PlanOptions, estimated_kinds
+from slime_like.planning.plan import PlanOptions, estimated_kinds, plannable_backend
 from slime_like.planning.step_time import StepTime, Workload, predict
 
 Note = Callable[[str], None]
@@ -59,7 +58,6 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     many as are wanted fit. The order of the result is that of the predicted time.
     """
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
-    backend = load_backend(config.trainer.backend)
     if config.trainer.backend == FSDP:
         raise ConfigError(
             [
@@ -67,6 +65,7 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
                 "values of trainer.parallel.context and data instead"
             ]
         )
+    backend = plannable_backend(config)
     own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
     possible = [tried for tried in own if _least_bytes(tried, dimensions) < hardware.memory_bytes]
     found: list[Candidate] = []
