@@ -7,10 +7,9 @@ start. What takes time is that every start imports everything nine times. Exit c
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
@@ -92,11 +91,12 @@ def main() -> int:
     out.mkdir(parents=True)
     make_tiny_model(out / "model", family="qwen3", seed=0)
     make_arithmetic_data(out / "data", seed=0)
-    with two_hosts(out) as network:
-        rows = [train(engine, network, Tiny(out / "model", out / "data")) for engine in engines]
-    (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+    rows: list[Row] = []
     result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(render(rows), encoding="utf-8")
+    with two_hosts(out) as network:
+        for engine in engines:
+            rows.append(train(engine, network, Tiny(out / "model", out / "data")))
+            result.write_text(render(rows), encoding="utf-8")
     print(render(rows))
     return 0 if all(row.held for row in rows) else 1
 

@@ -22,7 +22,7 @@ from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
 from slime_like.launch.child import Child
 from slime_like.launch.devices import local_gpus, slots_per_node
 from slime_like.launch.key import await_key, create_key, key_path
-from slime_like.launch.messages import Hello, Join, Joined, Problem, Verdict
+from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict
 from slime_like.launch.options import LaunchOptions, Place, find_place
 from slime_like.launch.peers import Event, Lost, Membership, RollCall
 from slime_like.launch.ray_node import RayNode, RayNodeSpec, make_directory, ray_environment
@@ -30,7 +30,7 @@ from slime_like.launch.ray_node import RayNode, RayNodeSpec, make_directory, ray
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 _DISTRIBUTIONS = ("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy")
 _LEAVE_S = 60.0
-_SEE_FILE_S = 10.0
+_SEE_FILE_S = 3.0
 _SETTLE_S = 3.0
 _HEAR_S = 30.0
 _LAST_WORDS_S = 10.0
@@ -75,6 +75,12 @@ def plan_arguments(options: LaunchOptions, devices: int, output: Path) -> list[s
 def plan_path(config: RunConfig) -> Path:
     """Where the plan of a launch is written: beside the key."""
     return key_path(config.run_dir).with_name("plan.json")
+
+
+def why_it_does_not_fit(output: Path) -> str:
+    """The problems of a plan that was written to ``output``, as one sentence."""
+    problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
+    return "; ".join(problems) or "it needs more memory than a GPU has; its table on node 0 says where"
 
 
 def _fresh_plan_path(config: RunConfig) -> Path:
@@ -154,12 +160,15 @@ class _Lead:
         self._place = place
         self._key_file = key_file
         self._roll = roll
+        self._seen: set[str] = set()
         self._joined: set[str] = set()
+        self._witness = Path()
 
     def run(self, stack: ExitStack) -> Verdict:
         """Until training has ended."""
         options, place = self._options, self._place
         environment = ray_environment(self._key_file)
+        self._witness = stack.enter_context(_Witness(self._config.run_dir)).path
         say(place, f"awaiting {options.nodes - 1} more at {place.address}:{self._roll.port} ({place.interface})")
         if options.plan:
             verdict = self._plan(environment)
@@ -171,8 +180,7 @@ class _Lead:
         node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
         ready = node.wait_ready()
         say(place, f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
-        witness = stack.enter_context(_Witness(self._config.run_dir))
-        self._roll.tell_all(Join(ready.gcs, str(witness.path)))
+        self._roll.tell_all(Join(ready.gcs))
         self._await_joined(node)
         say(place, f"all {options.nodes} nodes have joined; training")
         return self._run(train_arguments(options, ready.gcs), environment, node)
@@ -184,9 +192,7 @@ class _Lead:
         verdict = self._run(plan_arguments(self._options, devices, output), environment)
         if not verdict.code or not output.is_file():
             return verdict
-        problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
-        why = "; ".join(problems) or "it needs more memory than there is, see its table"
-        return Verdict(verdict.code, f"{self._place}, slime-like plan: {why}")
+        return Verdict(verdict.code, f"{self._place}, slime-like plan: {why_it_does_not_fit(output)}")
 
     def _run(self, arguments: list[str], environment: Mapping[str, str], node: RayNode | None = None) -> Verdict:
         """Run a command of ours while watching the nodes.
@@ -226,6 +232,9 @@ class _Lead:
         match event:
             case Hello():
                 say(self._place, f"{name} is here")
+                self._roll.tell(name, Look(str(self._witness)))
+            case Seen():
+                self._seen.add(name)
             case Joined():
                 self._joined.add(name)
             case Problem():
@@ -240,9 +249,13 @@ class _Lead:
 
     def _await_all(self) -> None:
         deadline = time.monotonic() + self._options.nodes_timeout_s
-        while missing := self._roll.missing():
+        while len(self._seen) < self._options.nodes - 1:
             self._watch("start", None)
-            if time.monotonic() > deadline:
+            missing = self._roll.missing()
+            if not missing and time.monotonic() > deadline + _HEAR_S:
+                blind = ", ".join(sorted(set(self._roll.hellos()) - self._seen))
+                raise LaunchError(f"{blind}: no answer whether run_dir is seen there; does its file system hang?")
+            if missing and time.monotonic() > deadline:
                 away = f"; {self._roll.turned_away}" if self._roll.turned_away else ""
                 raise LaunchError(
                     f"of {self._options.nodes} nodes, {_listed(missing)} did not come to {self._place} within "
@@ -261,7 +274,7 @@ class _Lead:
                     )
 
     def _await_joined(self, node: RayNode) -> None:
-        deadline = time.monotonic() + self._options.ray_timeout_s + _SEE_FILE_S
+        deadline = time.monotonic() + self._options.ray_timeout_s + _SETTLE_S
         while len(self._joined) < self._options.nodes - 1:
             self._watch("start of Ray", node)
             if time.monotonic() > deadline:
@@ -314,10 +327,11 @@ def _follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: P
 def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, head: Membership) -> Verdict:
     _require_checked(config)
     while not isinstance(event := head.next_event(), (Join, Verdict, Lost)):
-        continue
+        if isinstance(event, Look):
+            _require_seen(Path(event.witness), config.run_dir)
+            head.say(Seen())
     if not isinstance(event, Join):
         return _as_verdict(event, place)
-    _require_seen(Path(event.witness), config.run_dir)
     spec = ray_spec(options, config, place, event.gcs)
     with RayNode(spec, ray_environment(key_file), options.ray_timeout_s) as node:
         ready = node.wait_ready()
@@ -348,7 +362,7 @@ def _as_verdict(event: Verdict | Lost, place: Place) -> Verdict:
 
 
 def _require_seen(witness: Path, run_dir: Path) -> None:
-    """Network file systems show a new file after a moment."""
+    """A file system of its own would never show it; one of the network may take a moment."""
     deadline = time.monotonic() + _SEE_FILE_S
     while not witness.exists():
         if time.monotonic() > deadline:

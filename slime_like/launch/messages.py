@@ -24,16 +24,30 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Node 0 to a node that has reported: is this file there?
+
+    Attributes:
+        witness: a file that node 0 has made beside the run directory; a node that does not see it shares no files.
+    """
+
+    witness: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node to node 0: the file is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """Node 0 to every other one: all are here, start Ray.
 
     Attributes:
         gcs: ADDRESS:PORT of Ray's head.
-        witness: a file that node 0 has just made beside the run directory; a node that does not see it shares no files.
     """
 
     gcs: str
-    witness: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +80,10 @@ class Verdict:
     sentence: str = ""
 
 
-Message = Hello | Join | Joined | Alive | Problem | Verdict
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, Join, Joined, Alive, Problem, Verdict)}
+Message = Hello | Look | Seen | Join | Joined | Alive | Problem | Verdict
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Hello, Look, Seen, Join, Joined, Alive, Problem, Verdict)
+}
 
 
 def encode(message: Message) -> bytes:

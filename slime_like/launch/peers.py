@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from slime_like.errors import LaunchError
 from slime_like.interrupts import raise_if_interrupted
 from slime_like.launch.channel import Channel, LostError, WrongKeyError
-from slime_like.launch.messages import Alive, Hello, Join, Joined, Message, Problem, Verdict
+from slime_like.launch.messages import Alive, Hello, Join, Joined, Look, Message, Problem, Seen, Verdict
 from slime_like.network import host_and_port, listen
 
 HEARTBEAT_S = 2.0
@@ -114,6 +114,14 @@ class RollCall:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def tell(self, name: str, message: Look) -> None:
+        """To the node of that full name."""
+        with self._lock:
+            peers = [peer for peer in self._peers.values() if peer.name == name]
+        for peer in peers:
+            with contextlib.suppress(LostError):  # its reader says so
+                peer.channel.send(message)
 
     def tell_all(self, message: Join | Verdict) -> None:
         """To every node that is still here."""
@@ -225,7 +233,7 @@ class Membership:
         self._closing.set()
         self._channel.close()
 
-    def say(self, message: Hello | Joined | Problem) -> None:
+    def say(self, message: Hello | Seen | Joined | Problem) -> None:
         with contextlib.suppress(LostError):  # the reader says so
             self._channel.send(message)
 

@@ -184,8 +184,8 @@ class LostNode:
 
 @pytest.fixture(scope="module")
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
-    """The second start, with vLLM and on four ranks; node 1 loses its power in the middle."""
-    flags = (*FOUR_RANKS, "--steps", "1000", "--checkpoint.every", "0")
+    """The second start, with vLLM on four ranks whose places it shares; node 1 loses its power in the middle."""
+    flags = (*FOUR_RANKS, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
     runs = [start(host, rank, network, tiny, "second", flags, ENGINE="vllm") for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
     network.nodes[1].power_off()
@@ -197,6 +197,7 @@ def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
 def test_a_second_start_goes_on_with_another_engine_and_layout(lost: LostNode, network: Network) -> None:
     assert "step-000002 after step 2" in lost.run.output
     assert "rollout.engine: transformers -> vllm" in lost.run.output
+    assert "cluster.placement: separate -> colocated" in lost.run.output
     assert [row["step"] for row in steps_of(network.shared / "run")][:3] == [1, 2, 3]
 
 

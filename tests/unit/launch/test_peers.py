@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from slime_like.errors import LaunchError
-from slime_like.launch.messages import Hello, Join, Joined, Problem, Verdict
+from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Verdict
 from slime_like.launch.peers import Event, Lost, Membership, RollCall
 
 KEY, HOST = b"k" * 32, "127.0.0.1"
@@ -41,8 +41,10 @@ def test_nodes_come_are_told_and_go() -> None:
         assert name == "node 1 (gpu-1, 10.0.0.1)" and isinstance(event, Hello) and roll.missing() == [2]
         second = joined(stack, roll, 2)
         heard(roll)
-        roll.tell_all(Join("10.0.0.0:1", "witness"))
-        assert answer(first) == answer(second) == Join("10.0.0.0:1", "witness")
+        roll.tell("node 2 (gpu-2, 10.0.0.2)", Look("witness"))
+        roll.tell_all(Join("10.0.0.0:1"))
+        assert answer(second) == Look("witness")
+        assert answer(first) == answer(second) == Join("10.0.0.0:1")
         second.say(Joined())
         assert heard(roll) == ("node 2 (gpu-2, 10.0.0.2)", Joined())
         first.say(Problem("no disk"))

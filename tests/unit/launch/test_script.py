@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from slime_like.config.load import load_config
+from slime_like.launch.launcher import why_it_does_not_fit
 
 REPO = Path(__file__).parents[3]
 
@@ -75,3 +77,11 @@ def test_the_manifest_fits_its_recipe() -> None:
     assert {plan[plan.index("--cluster.gpus_per_node") + 1]} == {str(count) for count in gpus}
     config = load_config(REPO / train[2], train[3:])
     assert config.cluster.address == "auto" and config.trainer.parallel.world_size <= sum(gpus)
+
+
+def test_a_plan_says_why_in_one_sentence(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"problems": ["cluster.nodes=2 is too few", "model.path=x lacks tensors"]}))
+    assert why_it_does_not_fit(plan) == "cluster.nodes=2 is too few; model.path=x lacks tensors"
+    plan.write_text(json.dumps({"problems": []}))
+    assert "more memory than a GPU has" in why_it_does_not_fit(plan)
