@@ -32,6 +32,7 @@ from slime_like.config import RunConfig
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.fsdp import fsdp_problems
+from slime_like.config.latent import latent_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -73,12 +74,7 @@ class FsdpTrainer:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:
             return problems + error.problems
-        if dimensions.moe_sigmoid:
-            problems.append(
-                "trainer.backend=fsdp does not train routers with a bias that is no parameter (DeepSeek-V3's); use "
-                "trainer.backend=megatron"
-            )
-        return problems
+        return [*problems, *latent_problems(config.trainer, dimensions)]
 
     @staticmethod
     def rank_kinds(config: RunConfig) -> list[RankKind]:

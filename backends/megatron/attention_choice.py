@@ -21,16 +21,6 @@ def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: b
     return "transformer_engine" if can_run else "ring"
 
 
-def latent_problems(trainer: TrainerConfig, dimensions: ModelDimensions) -> list[str]:
-    """What latent attention is not computed by, with the remedy."""
-    if dimensions.latent is None or trainer.attention != "transformer_engine":
-        return []
-    return [
-        "trainer.attention=transformer_engine is not there for latent attention (DeepSeek-V3's); use auto, ring or "
-        "allgather"
-    ]
-
-
 def context_layout_of(attention: Attention) -> Layout:
     """How a pack is cut for it: zigzag for rings (Transformer Engine's is one), contiguous where keys are gathered."""
     return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"

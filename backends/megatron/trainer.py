@@ -21,7 +21,7 @@ from backends.common.rendezvous import set_threads
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.attention_choice import attention_of, latent_problems, machine_problems
+from backends.megatron.attention_choice import attention_of, machine_problems
 from backends.megatron.checkpoint import load_weights
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.cpu_runtime import megatron_runtime
@@ -35,6 +35,7 @@ from backends.megatron.rotary import Rotary, inverse_frequencies
 from backends.megatron.schedule import Schedule
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket

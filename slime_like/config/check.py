@@ -17,6 +17,7 @@ from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.import_path import import_path_problem
+from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
 from slime_like.config.run import RunConfig
 from slime_like.config.weight_files import weight_file_problems
@@ -383,6 +384,7 @@ def _environment(config: RunConfig) -> Iterator[str]:
 
 
 def _experts(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    yield from latent_problems(config.trainer, dimensions)
     coefficient = config.algorithm.moe_aux_loss_coef
     if coefficient > 0 and dimensions.num_experts == 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
