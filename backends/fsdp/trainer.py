@@ -154,7 +154,7 @@ class FsdpTrainer:
         checkpoint.load_weights(directory, self.model, self.device)
 
     def _load_reference(self) -> None:
-        if not self.config.algorithm.needs_reference:
+        if not self.config.reference_in_trainer:
             return
         path = self.config.reference.path
         if path is None or (path == self.config.model.path and self.config.model.weights is None):

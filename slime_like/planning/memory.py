@@ -64,7 +64,7 @@ def trainer_phases(
     reserve = Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES)
     memory = estimate.memory
     found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
-    if config.algorithm.needs_reference or config.algorithm.scores_policy:
+    if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(config, memory), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
     sync = Item("sync buffers", sync_bytes(config, dimensions))
@@ -119,7 +119,7 @@ def _training(memory: TrainerMemory) -> Iterator[Item]:
 
 def _scoring(config: RunConfig, memory: TrainerMemory) -> Iterator[Item]:
     yield Item("activations", memory.forward_bytes)
-    if config.algorithm.needs_reference:
+    if config.reference_in_trainer:
         yield Item("policy, while the reference scores", memory.parameter_bytes)
     yield Item("communication buffers", memory.communication_bytes)
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))

@@ -106,7 +106,7 @@ def predict(
     slots = workload.micro_batches + bubble
     training = slots * max(_pass_seconds(config, hardware, workload, own, own.training) for own in estimates)
     training = updates * (training + max(_update_seconds(hardware, own) for own in estimates))
-    scores = int(algorithm.needs_reference) + int(algorithm.scores_policy and not config.supervised)
+    scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     scoring = (
         scores * forward_slots * max(_pass_seconds(config, hardware, workload, own, own.forward) for own in estimates)

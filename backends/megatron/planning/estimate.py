@@ -133,7 +133,7 @@ class _Rank:
             update_bytes=update_bytes,
             communication_bytes=standing,
             host_optimizer_bytes=held.host_optimizer_bytes,
-            host_reference_bytes=held.parameter_bytes if self._config.algorithm.needs_reference else 0,
+            host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,
             host_activation_bytes=peak.in_flight * max(own.host_bytes for own in passes),
         )
 
