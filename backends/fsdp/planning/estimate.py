@@ -144,7 +144,7 @@ class _Rank:
             update_bytes=0,
             communication_bytes=gathered,
             host_optimizer_bytes=4 * state if on_host else 0,
-            host_reference_bytes=state if self._config.algorithm.needs_reference else 0,
+            host_reference_bytes=state if self._config.reference_in_trainer else 0,
         )
 
     def _gathered_bytes(self) -> int:
