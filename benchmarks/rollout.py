@@ -130,6 +130,7 @@ async def _start_vllm(config: RunConfig):  # type: ignore[no-untyped-def]
 
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     llm = AsyncLLM.from_engine_args(engine_arguments(config, 0))
+    await llm.update_weight_version("0")
 
     async def ask(request: GenerationRequest) -> object:
         parameters = sampling_params(request, dimensions)
