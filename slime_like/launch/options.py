@@ -10,6 +10,7 @@ from slime_like.errors import ConfigError
 from slime_like.network import address_towards, interface_of, interfaces, is_loopback, resolve
 
 DEFAULT_PORT = 6380
+_RAYS_LOCALHOST = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,13 @@ def _resolved_head(options: LaunchOptions) -> str:
             [
                 f"HEAD_ADDR={options.head} is {head} here, which no other node can reach; give the address that node 0 "
                 "has in the cluster"
+            ]
+        )
+    if head in _RAYS_LOCALHOST:
+        raise ConfigError(
+            [
+                f"HEAD_ADDR={options.head}: Ray takes {head} for another address; give the one in the cluster's network "
+                "(127.0.0.2, and a NODE_ADDR for each, for several nodes of one machine)"
             ]
         )
     return head

@@ -189,7 +189,9 @@ def two_hosts(shared: Path) -> Iterator[Network]:
     why = why_not()
     with ExitStack() as stack:
         if why:
-            nodes = [Host(socket.gethostname(), address, 0) for address in ("127.0.0.1", "127.0.0.2")]
+            nodes = [
+                Host(socket.gethostname(), address, 0) for address in ("127.0.0.2", "127.0.0.3")
+            ]  # Ray would replace 127.0.0.1
             for node in nodes:
                 stack.callback(node.power_off)
             yield Network(nodes, None, "", shared, why)

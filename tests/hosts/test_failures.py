@@ -110,10 +110,7 @@ def test_a_wrong_address_a_busy_port_and_a_wrong_key(network: Network, tiny: Tin
         process.kill()
     holder.finish(10)
     assert codes == {name: code for name, (_, code) in cases.items()}, said
-    assert (
-        "HEAD_ADDR=192.0.2.9 is 192.0.2.9, which is no address of node-a (it has 10.77.0.1" in said["no such address"]
-    )
-    assert "node-b" not in said["no such address"]
+    assert f"HEAD_ADDR=192.0.2.9 is 192.0.2.9, which is no address of {first.name}" in said["no such address"]
     assert "192.0.2.9" in said["nobody there"] and "within 3 s" in said["nobody there"]
     assert f"port {PORT + 1} of {first.address} cannot be listened on (Address already in use)" in said["busy"]
     assert f"node 0 did not answer at {first.address}:{PORT + 1} within 3 s" in said["somebody else there"]

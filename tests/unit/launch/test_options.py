@@ -14,7 +14,7 @@ from tests.unit.orchestration.test_placement import config
 
 
 def options(**fields: object) -> LaunchOptions:
-    return LaunchOptions(**{"config": None, "flags": (), "nodes": 2, "node_rank": 0, "head": "127.0.0.1", **fields})  # type: ignore[arg-type]
+    return LaunchOptions(**{"config": None, "flags": (), "nodes": 2, "node_rank": 0, "head": "127.0.0.2", **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,16 @@ def test_refused(fields: dict[str, object], problem: str) -> None:
 def test_a_node_finds_its_own_address() -> None:
     """Loopback stands for several nodes of one machine where it is asked for in so many words."""
     lead, follow = find_place(options()), find_place(options(node_rank=1))
-    assert find_place(options(node_rank=1, address="127.0.0.2")).interface == "lo"
-    assert (lead.address, lead.interface) == ("127.0.0.1", "lo") and str(lead).startswith("node 0 (")
-    assert (follow.head, follow.address, follow.interface) == ("127.0.0.1", "127.0.0.1", "lo")
+    assert find_place(options(node_rank=1, address="127.0.0.3")).interface == "lo"
+    assert (lead.address, lead.interface) == ("127.0.0.2", "lo") and str(lead).startswith("node 0 (")
+    assert (follow.head, follow.address, follow.interface) == ("127.0.0.2", "127.0.0.1", "lo")
 
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
         ({"head": "192.0.2.1"}, r"HEAD_ADDR=192\.0\.2\.1 is 192\.0\.2\.1, which is no address of "),
+        ({"head": "127.0.0.1"}, r"HEAD_ADDR=127\.0\.0\.1: Ray takes 127\.0\.0\.1 for another address"),
         ({"head": "no..name"}, r"HEAD_ADDR=no\.\.name cannot be resolved"),
         ({"head": "localhost"}, r"HEAD_ADDR=localhost is .* here, which no other node can reach"),
         (
