@@ -138,7 +138,7 @@ def _resolved_head(options: LaunchOptions) -> str:
     if head in _RAYS_LOCALHOST:
         raise ConfigError(
             [
-                f"HEAD_ADDR={options.head}: Ray takes {head} for another address; give the one in the cluster's network "
+                f"HEAD_ADDR={options.head}: Ray takes {head} for another address; give the one in the network "
                 "(127.0.0.2, and a NODE_ADDR for each, for several nodes of one machine)"
             ]
         )
