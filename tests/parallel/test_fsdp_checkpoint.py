@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,8 @@ from slime_like.conversion import ConversionOptions
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError, TrainerError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import free_port, run_ranks
+from tests.parallel.reference import Reference
 from tests.parallel.tiny import scored_sequences
 
 DENOMINATOR = 4.0
@@ -220,24 +221,38 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, lis
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
 
 
-def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> list[str]:
+def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> tuple[list[str], Record]:
+    """What trainers of other runs say of it; then one that only scores takes its weights."""
     messages = []
-    for config, port in zip(configs, (0, 1), strict=True):
-        trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", placement.master_port if port == 0 else 0))
+    for config in configs:
+        trainer = FsdpTrainer(config, replace(placement, master_port=free_port()))
         trainer.setup()
         messages.append(_refusal(trainer, checkpoint))
         trainer.shutdown()
     with pytest.raises(TrainerError, match="no save was started"):
         trainer.finish_save()
-    return messages
+    scorer = FsdpTrainer(configs[-1], replace(placement, master_port=free_port()))
+    scorer.setup_for_scoring(checkpoint)
+    scored = scorer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
+    assert scored is not None
+    record = Record(_exported(scorer), {}, scored[0].logprobs, [])
+    scorer.shutdown()
+    return messages, record
 
 
-def test_another_model_and_another_schedule_are_refused(
+def test_other_runs_are_refused_and_scoring_takes_its_weights(
     written: tuple[Path, str, list[Record]], tmp_path: Path
 ) -> None:
-    root, dtype, _ = written
+    """Logprobs are compared with those of transformers on the exported model."""
+    root, dtype, saved = written
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
     configs = [_config(tmp_path / "other", root, {}, dtype), _config(root / "model", root, {}, dtype, steps=30)]
-    ((other, longer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
+    (((other, longer), scorer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
+    _same(scorer.at_checkpoint, saved[0].at_checkpoint, 0.0)
+    reference = Reference(root / "exported", configs[0].algorithm)
+    sequences = scored_sequences([(5, 9), (3, 4)])
+    expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
+    bound = 1e-5 if dtype == "float32" else 0.1
+    torch.testing.assert_close(scorer.drawn.double(), expected, rtol=0, atol=bound)
     assert "is of another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
