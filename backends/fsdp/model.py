@@ -73,7 +73,8 @@ class LogprobModel(nn.Module):
         return (scored, *output.router_logits) if routers else (scored,)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Every parameter under Hugging Face's module name; a tied head is not named twice."""
+        """Every parameter, sharded, under Hugging Face's module name; a tied head is not named twice."""
+        self.reshard()
         return {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
 
     def reshard(self) -> None:

@@ -19,7 +19,7 @@ class ReferenceWeights:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model computes with the reference's weights; afterwards the policy's are back, bit for bit."""
-        policy = [shard_of(parameter).detach().clone() for parameter in self._model.parameters()]
+        policy = [shard_of(parameter).detach().clone() for parameter in self._model.parameters_by_name().values()]
         copy_into(self._model, self._frozen)
         try:
             yield

@@ -108,12 +108,11 @@ def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch
 
 def host_copies(model: LogprobModel) -> list[Tensor]:
     """This rank's shards, copied to host memory."""
-    return [shard_of(parameter).detach().to("cpu", copy=True) for parameter in model.parameters()]
+    return [shard_of(parameter).detach().to("cpu", copy=True) for parameter in model.parameters_by_name().values()]
 
 
 @torch.no_grad()
 def copy_into(model: LogprobModel, values: list[Tensor]) -> None:
     """Overwrite this rank's shards; gathered copies of the old weights go."""
-    model.reshard()
-    for parameter, value in zip(model.parameters(), values, strict=True):
+    for parameter, value in zip(model.parameters_by_name().values(), values, strict=True):
         shard_of(parameter).copy_(value)
