@@ -42,7 +42,8 @@ def inverse_frequencies(dimensions: ModelDimensions) -> Tensor:
         ConfigError: a scaling that is not computed here.
     """
     exponent = torch.arange(0, dimensions.rotary_dim, 2, dtype=torch.float32) / dimensions.rotary_dim
-    frequencies = 1.0 / dimensions.rope_theta**exponent
+    periods = dimensions.rope_theta**exponent
+    frequencies = 1.0 / periods
     scaling = dimensions.rope_scaling
     if scaling is None:
         return frequencies
@@ -52,7 +53,7 @@ def inverse_frequencies(dimensions: ModelDimensions) -> Tensor:
     if kind == "llama3":
         return _llama3(frequencies, scaling)
     if kind == "yarn":
-        return _yarn(frequencies, dimensions, scaling)
+        return _yarn(periods, dimensions, scaling)
     raise ConfigError([f"config.json: rope scaling {kind!r} is not supported; use linear, llama3, yarn or none"])
 
 
@@ -77,7 +78,7 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn(frequencies: Tensor, dimensions: ModelDimensions, scaling: dict[str, Any]) -> Tensor:
+def _yarn(periods: Tensor, dimensions: ModelDimensions, scaling: dict[str, Any]) -> Tensor:
     """Dimensions that turn rarely within the original context are divided by the factor, those that turn often kept.
 
     Section 3.2 of the paper, with the ramp over dimensions, between whole ones, as all published models have it.
@@ -93,9 +94,10 @@ def _yarn(frequencies: Tensor, dimensions: ModelDimensions, scaling: dict[str, A
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dimensions.rotary_dim - 1)
-    steps = torch.arange(len(frequencies), dtype=torch.float32) - low
-    ramp = (steps / (high - low if high > low else 1e-3)).clamp(0.0, 1.0)
-    return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
+    steps = torch.arange(len(periods), dtype=torch.float32) - low
+    kept = 1 - (steps / (high - low if high > low else 1e-3)).clamp(0.0, 1.0)
+    # In the order that engines and Hugging Face round in.
+    return 1.0 / (scaling["factor"] * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
