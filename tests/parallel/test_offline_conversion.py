@@ -214,10 +214,8 @@ def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: 
         ("Qwen3-32B", {"tensor": 8, "pipeline": 4}),
         ("Qwen2.5-32B", {"tensor": 8, "pipeline": 4}),
         ("Llama-3-70B", {"tensor": 8, "pipeline": 4}),
-        ("Qwen3-30B-A3B", {"tensor": 4, "sequence": True, "pipeline": 4, "data": 2, "expert": 8}),
         # Two ranks for each of its four KV heads.
         ("Qwen3-30B-A3B", {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}),
-        ("DeepSeek-V3", {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}),
     ],
 )
 def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
@@ -228,8 +226,16 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
     assert len(plans) == 32
     stored = sum(own.numel for plan in plans for own in plan.parameters)
     published = {"Qwen3-32B": 32.8e9, "Qwen2.5-32B": 32.8e9, "Llama-3-70B": 70.6e9, "Qwen3-30B-A3B": 30.5e9}
-    published["DeepSeek-V3"] = 671.0e9  # without its layer for multi-token prediction
     assert stored == pytest.approx(published[name], rel=0.002)  # vocabulary padding is stored, too
+
+
+def test_every_element_of_deepseek_v3_has_one_place_in_a_large_layout(tmp_path: Path) -> None:
+    """61 layers on four stages, three of them dense. With 16 of its 256 experts, which are all alike and take long."""
+    model = replace(PUBLISHED["DeepSeek-V3"], num_experts=16)
+    plans = plan_ranks(_config(tmp_path, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}), model)
+    stored = sum(own.numel for plan in plans for own in plan.parameters)
+    left_out = 58 * (256 - 16) * (3 * 7168 * 2048 + 7168 + 1)  # experts, their rows in the routers, and the biases
+    assert stored + left_out == pytest.approx(671.03e9, rel=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice"])
