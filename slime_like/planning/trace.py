@@ -239,7 +239,9 @@ def _group(value: Any) -> Any:
 
 
 # torch has no meta kernels of these; the group moves nothing anyway.
-_NOT_ON_META = frozenset({"reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"})
+_NOT_ON_META = frozenset(
+    {"allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
+)
 
 _NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 

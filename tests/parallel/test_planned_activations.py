@@ -6,6 +6,7 @@ highest moment of a pipeline's window is where the planner says. Not covered: CU
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from backends.common.kernels import CpuFlash
-from backends.common.worst_batch import worst_packs
 from backends.megatron import attention
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
+from backends.common.worst_batch import worst_packs
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import free_port, run_ranks
 from tests.parallel.tiny import save_checkpoint
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -60,11 +61,11 @@ def allocated(run: Any) -> int:
     return peak
 
 
-def measure_rank(placement: RankPlacement, configs: list[RunConfig]) -> list[int]:
-    """The peak of a window of worst micro-batches, after a first one has made what stays."""
+def measure_rank(placement: RankPlacement, configs: list[RunConfig], ports: list[int]) -> list[int]:
+    """The peak of a window of worst micro-batches, after a first one has made what stays; each trainer at its port."""
     peaks = []
-    for config in configs:
-        trainer = MegatronTrainer(config, placement)
+    for config, port in zip(configs, ports, strict=True):
+        trainer = MegatronTrainer(config, replace(placement, master_port=port))
         trainer.setup()
         pack = worst_packs(config, context_layout_of(planned_attention(config)))[-1]
         window = [pack] * (WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
@@ -87,7 +88,8 @@ def test_activations_are_those_of_a_real_window(
     monkeypatch.setattr(attention, "kernel_for", lambda device: CpuFlash())
     configs = {name: planned_config(model, tmp_path, **layout) for name, layout in LAYOUTS.items()}
     own = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
-    peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(own.values()))
+    ports = [free_port() for _ in own]
+    peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(own.values()), ports)
     for index, (name, config) in enumerate(own.items()):
         for rank in range(world_size):
             memory = estimate(config, rank).memory
