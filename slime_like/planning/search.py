@@ -13,7 +13,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
-from slime_like.planning.hardware import Hardware
+from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.memory import PhaseMemory, trainer_phases
 from slime_like.planning.plan import PlanOptions, estimated_kinds, plannable_backend
 from slime_like.planning.step_time import StepTime, Workload, predict
@@ -67,7 +67,8 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
         )
     backend = plannable_backend(config)
     own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
-    possible = [tried for tried in own if _least_bytes(tried, dimensions) < hardware.memory_bytes]
+    room = hardware.memory_bytes - TRAINER_RESERVE_BYTES
+    possible = [tried for tried in own if _least_bytes(tried, dimensions) < room]
     found: list[Candidate] = []
     for index, tried in enumerate(sorted(possible, key=lambda own: _rough_time(own, dimensions)), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
