@@ -14,11 +14,11 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from backends.common.kernels import CpuFlash
+from backends.common.worst_batch import worst_packs
 from backends.megatron import attention
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
-from backends.common.worst_batch import worst_packs
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
