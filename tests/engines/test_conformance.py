@@ -17,7 +17,7 @@ import torch
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, ConversationTask, Generation, GenerationRequest
-from slime_like.orchestration.engine_actor import EngineActor
+from slime_like.orchestration import engine_actor
 from slime_like.weights.transports.base import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
@@ -557,9 +557,10 @@ def test_conversations_go_on_through_a_weight_update(
     weights of its version; a request that comes in the middle of the update waits for its end."""
     (tmp_path / "echoes.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)  # there is no cluster
     environment = {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30}
     model = engine.engine._config.model.path  # type: ignore[attr-defined]
-    actor = EngineActor(run_config(model, tmp_path / "run", environment=environment), 0)
+    actor = engine_actor.EngineActor(run_config(model, tmp_path / "run", environment=environment), 0)
     counting = _Counting(engine.engine)
     actor._engine = counting  # type: ignore[assignment]
     old, new = engine.version, engine.version + 1
