@@ -13,20 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rollout.requests import check_request, sample_seed, stop_ids
-from rollout.weight_update import WeightUpdateState
-from slime_like.config.dimensions import ModelDimensions
+from rollout.base import EngineBase
+from rollout.requests import sample_seed, stop_ids
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import (
-    BucketMetadata,
-    EngineHealth,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-    UpdateReceipt,
-)
+from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.arrival import Arrivals
-from slime_like.weights.expected import expected_tensors
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
 
@@ -40,25 +31,17 @@ _MAX_BATCH_SIZE = 512
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what a cache of keys and values by column serves
 
 
-class TransformersEngine:
+class TransformersEngine(EngineBase["DecodeScheduler"]):
     """One model in this process. ``rollout.engine_args``: ``attn_implementation``, ``max_batch_size`` (sequences)."""
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
-        self._config = config
-        self._name = f"transformers engine {engine_index}"
-        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._expected = expected_tensors(config.model.path)
-        self._state = WeightUpdateState(self._name, self._expected)
+        super().__init__(config, engine_index, "transformers")
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._receivers: dict[str, Receiver] = {}
         self._arrivals = Arrivals()
         self._model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
-        self._promised: dict[str, int] = {}
-        self._paused = False
-        self._asleep: set[str] = set()
-        self._resume_after_update = False
 
     async def start(self) -> None:
         """Load the model.
@@ -67,8 +50,7 @@ class TransformersEngine:
             EngineError: an engine argument or ``rollout.tensor`` is refused, or loading fails or takes too long.
         """
         self._check_arguments()
-        self._state = WeightUpdateState(self._name, self._expected)
-        self._paused, self._resume_after_update, self._asleep = False, False, set()
+        self._begin_anew()
         timeout = self._config.rollout.start_timeout_s
         try:
             self._scheduler = await asyncio.wait_for(asyncio.to_thread(self._load), timeout)
@@ -80,43 +62,18 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         from rollout.transformers.scheduler import PendingRequest
 
-        check_request(request, self._dimensions, self._config.max_model_len)
-        scheduler = self._serving()
-        if request.request_id in self._promised:
-            raise EngineError(f"request {request.request_id} is already running on {self._name}; ids must be unique")
-        samples = [self._sample(request, index) for index in range(request.num_samples)]
-        pending = PendingRequest(request.request_id, samples, request.prompt_logprobs)
-        timeout = self._config.rollout.request_timeout_s
-        self._promised[request.request_id] = request.num_samples * request.sampling.max_new_tokens
-        try:
-            scheduler.submit(pending)
-            return await asyncio.wait_for(asyncio.wrap_future(pending.result), timeout)
-        except TimeoutError as error:
-            raise EngineError(
-                f"request {request.request_id} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
-            ) from error
-        finally:
-            del self._promised[request.request_id]
-            if pending.result.cancelled():  # the caller was cancelled, or gave up
-                scheduler.abort(request.request_id)
+        async with self._promising(request) as scheduler:
+            samples = [self._sample(request, index) for index in range(request.num_samples)]
+            pending = PendingRequest(request.request_id, samples, request.prompt_logprobs)
+            try:
+                scheduler.submit(pending)
+                return await asyncio.wrap_future(pending.result)
+            finally:
+                if pending.result.cancelled():  # the caller was cancelled, or gave up
+                    scheduler.abort(request.request_id)
 
     async def abort(self, request_id: str | None = None) -> None:
         self._alive().abort(request_id)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling between two tokens; requests that come while paused wait for ``resume``."""
-        timeout = self._config.rollout.request_timeout_s
-        reached = self._alive().pause(mode)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(reached), timeout)
-        except TimeoutError as error:
-            raise EngineError(f"{self._name}: no end of pause({mode}) within {timeout:g} s") from error
-        self._paused = True
-        self._resume_after_update = False
-
-    async def resume(self) -> None:
-        self._serving().resume()
-        self._paused = False
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self._alive()
@@ -124,70 +81,6 @@ class TransformersEngine:
         if previous is not None:
             previous.close()
         self._receivers[transport] = open_receiver(transport, rendezvous)
-
-    async def begin_update(self, version: int) -> None:
-        """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
-        self._alive()
-        if not self._paused:
-            await self.pause("keep")
-            self._resume_after_update = True
-        self._arrivals = Arrivals()
-        self._state.begin(version)
-
-    async def update(self, bucket: BucketMetadata) -> None:
-        self._alive()
-        try:
-            self._state.check_bucket(bucket.entries)
-            await asyncio.wait_for(asyncio.to_thread(self._load_bucket, bucket), self._config.sync.timeout_s)
-        except WeightSyncError as error:
-            self._state.fail(str(error))
-            raise
-        except TimeoutError as error:
-            self._state.fail("time ran out")
-            raise WeightSyncError(
-                f"{self._name}: a bucket took longer than sync.timeout_s={self._config.sync.timeout_s:g} s"
-            ) from error
-
-    async def finish_update(self, version: int) -> UpdateReceipt:
-        scheduler = self._alive()
-        try:
-            self._state.check_complete(version, self._arrivals.checksums)
-        except WeightSyncError as error:
-            self._state.fail(str(error))
-            raise
-        scheduler.set_version(version)
-        receipt = self._state.commit(self._arrivals.checksums, self._arrivals.hashing.seconds)
-        if self._resume_after_update:
-            self._resume_after_update = False
-            await self.resume()
-        return receipt
-
-    async def checksums(self) -> dict[str, int]:
-        return dict(self._state.checksums)
-
-    async def health(self) -> EngineHealth:
-        """The engine has no process of its own, so ``process_ids`` is empty."""
-        return EngineHealth(
-            alive=self._scheduler is not None and self._scheduler.is_alive,
-            weight_version=self._state.version,
-            running_requests=len(self._promised),
-            outstanding_tokens=sum(self._promised.values()),
-        )
-
-    async def sleep(self) -> None:
-        """End what runs, and move the weights to host memory; caches go with their requests."""
-        await self.abort()
-        await self.pause("wait")
-        self._asleep = {"weights", "kv_cache"}
-        await asyncio.to_thread(self._move, "cpu")
-
-    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        self._alive()
-        if "weights" in parts:
-            await asyncio.to_thread(self._move, _device())
-        self._asleep -= set(parts)
-        if not self._asleep:
-            await self.resume()
 
     async def stop(self) -> None:
         """End the decode thread and free the model. May be called twice."""
@@ -201,6 +94,44 @@ class TransformersEngine:
         self._receivers.clear()
         self._model, self._destinations = None, {}
 
+    # ------------------------------------------------------------------------------------------------- see EngineBase
+    def _alive(self) -> DecodeScheduler:
+        if self._scheduler is None:
+            raise EngineError(f"{self._name} is not running; call start first")
+        return self._scheduler
+
+    async def _is_alive(self) -> bool:
+        return self._scheduler is not None and self._scheduler.is_alive
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        """Between two tokens."""
+        await self._bounded(f"pause({mode})", asyncio.wrap_future(self._alive().pause(mode)))
+
+    async def _thaw(self) -> None:
+        self._alive().resume()
+
+    async def _open_update(self) -> None:
+        self._arrivals = Arrivals()
+
+    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+        await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        return self._arrivals.checksums, self._arrivals.hashing.seconds
+
+    async def _make_current(self, version: int) -> None:
+        """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
+        self._alive().set_version(version)
+
+    async def _give_memory_back(self) -> None:
+        """Caches go with their requests."""
+        await asyncio.to_thread(self._move, "cpu")
+
+    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        if "weights" in parts:
+            await asyncio.to_thread(self._move, _device())
+
+    # -------------------------------------------------------------------------------------------------------- helpers
     def _check_arguments(self) -> None:
         for name in self._config.rollout.engine_args:
             if name not in _ARGUMENTS:
@@ -273,18 +204,6 @@ class TransformersEngine:
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
             stream=random.Random(seed),
         )
-
-    def _alive(self) -> DecodeScheduler:
-        if self._scheduler is None:
-            raise EngineError(f"{self._name} is not running; call start first")
-        return self._scheduler
-
-    def _serving(self) -> DecodeScheduler:
-        scheduler = self._alive()
-        self._state.require_serving()
-        if self._asleep:
-            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
-        return scheduler
 
 
 def _device() -> str:

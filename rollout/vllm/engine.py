@@ -8,20 +8,10 @@ from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollout.requests import check_request
-from rollout.weight_update import WeightUpdateState
-from slime_like.config.dimensions import ModelDimensions
+from rollout.base import EngineBase, one_line
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.processes import end_processes, is_alive, mapped_files, new_children, process_ids
-from slime_like.interfaces import (
-    BucketMetadata,
-    EngineHealth,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-    UpdateReceipt,
-)
-from slime_like.weights.expected import expected_tensors
+from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.wire import metadata_to_wire
 
 if TYPE_CHECKING:
@@ -41,27 +31,18 @@ _SHARED_FILES = "/dev/shm/vllm_dist_"
 T = TypeVar("T")
 
 
-class VllmEngine:
+class VllmEngine(EngineBase["AsyncLLM"]):
     """One vLLM engine of ``config.rollout.tensor`` ranks.
 
     Responses that were sampled with top-p or top-k (evaluation only) carry NaN logprobs: vLLM knows only those of the
-    truncated distribution. On a CPU there is no memory to give back, so ``sleep`` and ``wake`` are refused.
+    truncated distribution. On a CPU there is no memory to give back: ``sleep`` and ``wake`` change the state only.
     """
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
-        self._config = config
-        self._index = engine_index
-        self._name = f"vLLM engine {engine_index}"
-        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._expected = expected_tensors(config.model.path)
-        self._state = WeightUpdateState(self._name, self._expected)
+        super().__init__(config, engine_index, "vLLM")
         self._llm: AsyncLLM | None = None
-        self._promised: dict[str, int] = {}
         self._process_ids: tuple[int, ...] = ()
         self._shared_files: tuple[Path, ...] = ()
-        self._paused = False
-        self._asleep: set[str] = set()
-        self._resume_after_update = False
         self._abandoned = False
 
     async def start(self) -> None:
@@ -71,9 +52,8 @@ class VllmEngine:
             EngineError: an engine argument is refused, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
-        self._state = WeightUpdateState(self._name, self._expected)
-        self._paused, self._resume_after_update, self._abandoned = False, False, False
-        self._asleep = set()
+        self._begin_anew()
+        self._abandoned = False
         before = process_ids()
         timeout = self._config.rollout.start_timeout_s
         try:
@@ -93,21 +73,8 @@ class VllmEngine:
         self._note_processes(before)
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        check_request(request, self._dimensions, self._config.max_model_len)
-        llm = self._serving()
-        if request.request_id in self._promised:
-            raise EngineError(f"request {request.request_id} is already running on {self._name}; ids must be unique")
-        self._promised[request.request_id] = request.num_samples * request.sampling.max_new_tokens
-        timeout = self._config.rollout.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout):
-                output = await self._run(llm, request)
-        except TimeoutError as error:
-            raise EngineError(
-                f"request {request.request_id} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
-            ) from error
-        finally:
-            del self._promised[request.request_id]
+        async with self._promising(request) as llm:
+            output = await self._run(llm, request)
         from rollout.vllm.sampling import generations
 
         return generations(request, output, self._state.version)
@@ -115,19 +82,6 @@ class VllmEngine:
     async def abort(self, request_id: str | None = None) -> None:
         llm = self._alive()
         await llm.abort(list(self._promised) if request_id is None else [request_id])
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; requests that come while paused wait for ``resume``."""
-        # The engine core's own call: AsyncLLM.pause_generation adds a fixed sleep that orders nothing we rely on.
-        core = self._alive().engine_core
-        await self._bounded(core.pause_scheduler_async(mode=mode, clear_cache=True), f"pause({mode})")
-        self._paused = True
-        self._resume_after_update = False
-
-    async def resume(self) -> None:
-        llm = self._serving()
-        await self._bounded(llm.resume_generation(), "resume")
-        self._paused = False
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the weight transport, anew if this engine was connected.
@@ -144,84 +98,8 @@ class VllmEngine:
                 "use rollout.engine=sglang or transformers there"
             )
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
-        await self._sync_call("connect", self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments))
-
-    async def begin_update(self, version: int) -> None:
-        """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
-        llm = self._alive()
-        if self._state.is_open:
-            await self._close_failed("the next update began before it was finished")
-        if not self._paused:
-            await self.pause("keep")
-            self._resume_after_update = True
-        self._state.begin(version)
-        await self._sync_call("begin_update", llm.start_weight_update())
-
-    async def update(self, bucket: BucketMetadata) -> None:
-        llm = self._alive()
-        try:
-            self._state.check_bucket(bucket.entries)
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
-        arguments = {"update_info": {"metadata": metadata_to_wire(bucket)}}
-        await self._sync_call("update", llm.collective_rpc("update_weights", kwargs=arguments))
-
-    async def finish_update(self, version: int) -> UpdateReceipt:
-        llm = self._alive()
-        answers = await self._sync_call("finish_update", llm.collective_rpc("received_checksums"))
-        received = [checksums for checksums, _ in answers]
-        try:
-            self._state.check_complete(version, received[0])
-            if any(other != received[0] for other in received):
-                raise WeightSyncError(f"{self._name}: its tensor-parallel ranks received different bytes")
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
-        await self._sync_call("finish_update", llm.finish_weight_update(weight_version=str(version)))
-        await self._sync_call("cache flush", llm.reset_prefix_cache(reset_running_requests=True))
-        receipt = self._state.commit(received[0], max(hash_s for _, hash_s in answers))
-        if self._resume_after_update:
-            self._resume_after_update = False
-            await self.resume()
-        return receipt
-
-    async def checksums(self) -> dict[str, int]:
-        return dict(self._state.checksums)
-
-    async def health(self) -> EngineHealth:
-        """Asks the engine core's process, not only this one."""
-        llm = self._llm
-        alive = llm is not None and not llm.errored
-        if alive:
-            assert llm is not None
-            try:
-                await asyncio.wait_for(llm.get_weight_version(), _HEALTH_TIMEOUT_S)
-            except Exception:  # whatever a dead or hung core answers, the answer to "alive?" is no
-                alive = False
-        return EngineHealth(
-            alive=alive,
-            weight_version=self._state.version,
-            running_requests=len(self._promised),
-            outstanding_tokens=sum(self._promised.values()),
-            process_ids=self._process_ids,
-        )
-
-    async def sleep(self) -> None:
-        """Move weights to host memory and give the KV cache back. On a CPU only the state changes: vLLM keeps both."""
-        llm = self._alive()
-        await self.pause("abort")
-        if self._gives_memory_back():
-            await self._bounded(llm.sleep(level=1, mode="abort"), "sleep")
-        self._asleep = {"weights", "kv_cache"}
-
-    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        llm = self._alive()
-        if self._gives_memory_back():
-            await self._bounded(llm.wake_up(tags=list(parts)), "wake")
-        self._asleep -= set(parts)
-        if not self._asleep:
-            await self.resume()
+        call = self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments)
+        await self._sync_call("connect", self._while_alive(call))
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id, within seconds. May be called twice."""
@@ -237,6 +115,71 @@ class VllmEngine:
             path.unlink(missing_ok=True)
         self._process_ids, self._shared_files = (), ()
 
+    # ------------------------------------------------------------------------------------------------- see EngineBase
+    def _alive(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"{self._name} is not running; call start first")
+        if self._llm.errored:
+            raise EngineError(f"{self._name}: its process has died; see its log")
+        return self._llm
+
+    async def _is_alive(self) -> bool:
+        """Asks the engine core's process, not only this one."""
+        if self._llm is None or self._llm.errored:
+            return False
+        try:
+            await asyncio.wait_for(self._llm.get_weight_version(), _HEALTH_TIMEOUT_S)
+        except Exception:  # whatever a dead or hung core answers, the answer to "alive?" is no
+            return False
+        return True
+
+    def _own_process_ids(self) -> tuple[int, ...]:
+        return self._process_ids
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        # The engine core's own call: AsyncLLM.pause_generation adds a fixed sleep that orders nothing we rely on.
+        core = self._alive().engine_core
+        call = core.pause_scheduler_async(mode=mode, clear_cache=True)
+        await self._bounded(f"pause({mode})", self._while_alive(call))
+
+    async def _thaw(self) -> None:
+        await self._bounded("resume", self._while_alive(self._alive().resume_generation()))
+
+    async def _open_update(self) -> None:
+        await self._sync_call("begin_update", self._while_alive(self._alive().start_weight_update()))
+
+    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+        arguments = {"update_info": {"metadata": metadata_to_wire(bucket)}}
+        call = self._alive().collective_rpc("update_weights", kwargs=arguments)
+        await self._sync_call("update", self._while_alive(call))
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        call = self._alive().collective_rpc("received_checksums")
+        answers = await self._sync_call("finish_update", self._while_alive(call))
+        received = [checksums for checksums, _ in answers]
+        if any(other != received[0] for other in received):
+            raise WeightSyncError(f"{self._name}: its tensor-parallel ranks received different bytes")
+        return received[0], max(hash_s for _, hash_s in answers)
+
+    async def _make_current(self, version: int) -> None:
+        llm = self._alive()
+        call = llm.finish_weight_update(weight_version=str(version))
+        await self._sync_call("finish_update", self._while_alive(call))
+        await self._sync_call("cache flush", self._while_alive(llm.reset_prefix_cache(reset_running_requests=True)))
+
+    async def _close_update(self) -> None:
+        await self._sync_call("closing a failed update", self._while_alive(self._alive().finish_weight_update()))
+
+    async def _give_memory_back(self) -> None:
+        """Weights go to host memory."""
+        if self._gives_memory_back():
+            await self._bounded("sleep", self._while_alive(self._alive().sleep(level=1, mode="abort")))
+
+    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        if self._gives_memory_back():
+            await self._bounded("wake", self._while_alive(self._alive().wake_up(tags=list(parts))))
+
+    # -------------------------------------------------------------------------------------------------------- helpers
     def _note_processes(self, before: Collection[int]) -> None:
         self._process_ids = tuple(new_children(before))
         self._shared_files = mapped_files(self._process_ids, _SHARED_FILES)
@@ -263,7 +206,7 @@ class VllmEngine:
         if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
             return error
         return EngineError(
-            f"{self._name} did not start: {_one_line(error)}; its log is in {self._config.run_dir}/worker_logs"
+            f"{self._name} did not start: {one_line(error)}; its log is in {self._config.run_dir}/worker_logs"
         )
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
@@ -282,22 +225,8 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineError(f"{self._name} died while it ran request {request.request_id}; see its log") from error
         except Exception as error:  # vLLM's own classes change with its versions
-            raise EngineError(f"request {request.request_id} failed on {self._name}: {_one_line(error)}") from error
+            raise EngineError(f"request {request.request_id} failed on {self._name}: {one_line(error)}") from error
         raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
-
-    def _alive(self) -> AsyncLLM:
-        if self._llm is None:
-            raise EngineError(f"{self._name} is not running; call start first")
-        if self._llm.errored:
-            raise EngineError(f"{self._name}: its process has died; see its log")
-        return self._llm
-
-    def _serving(self) -> AsyncLLM:
-        llm = self._alive()
-        self._state.require_serving()
-        if self._asleep:
-            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
-        return llm
 
     def _gives_memory_back(self) -> bool:
         """False on a CPU. On CUDA, True or an error that says what to set."""
@@ -312,13 +241,6 @@ class VllmEngine:
             )
         return True
 
-    async def _bounded(self, call: Awaitable[T], phase: str) -> T:
-        timeout = self._config.rollout.request_timeout_s
-        try:
-            return await asyncio.wait_for(self._while_alive(call), timeout)
-        except TimeoutError as error:
-            raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
-
     async def _while_alive(self, call: Awaitable[T]) -> T:
         """The call's result. vLLM never answers calls that are under way when its process dies."""
         task = asyncio.ensure_future(call)
@@ -332,23 +254,3 @@ class VllmEngine:
             return task.result()
         finally:
             task.cancel()
-
-    async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
-        """One step of a weight update; if it fails the update has failed."""
-        timeout = self._config.sync.timeout_s
-        try:
-            return await asyncio.wait_for(self._while_alive(call), timeout)
-        except Exception as error:
-            reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else _one_line(error)
-            self._state.fail(reason)
-            raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
-
-    async def _close_failed(self, reason: str) -> None:
-        """Close the worker's side of an update that this side gives up."""
-        if self._state.is_open:
-            self._state.fail(reason)
-            await self._sync_call("closing a failed update", self._alive().finish_weight_update())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,216 @@
+"""What every engine keeps account of, whatever samples for it: requests, pauses, sleep, the state of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from rollout.requests import check_request
+from rollout.weight_update import WeightUpdateState
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
+from slime_like.weights.expected import expected_tensors
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
+
+Running = TypeVar("Running")
+T = TypeVar("T")
+
+
+class EngineBase(Generic[Running]):
+    """The half of ``RolloutEngine`` that is the same for all; ``Running`` is what a started engine is made of.
+
+    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the methods below that raise
+    ``NotImplementedError``.
+    """
+
+    def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
+        self._config = config
+        self._index = engine_index
+        self._name = f"{kind} engine {engine_index}"
+        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._expected = expected_tensors(config.model.path)
+        self._promised: dict[str, int] = {}
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Weight version 0, awake and not paused."""
+        self._state = WeightUpdateState(self._name, self._expected)
+        self._paused = self._resume_after_update = False
+        self._asleep: set[str] = set()
+
+    # --------------------------------------------------------------------------------------------- what an engine adds
+    def _alive(self) -> Running:
+        """Raises ``EngineError`` where the engine has not been started, or has died."""
+        raise NotImplementedError
+
+    async def _is_alive(self) -> bool:
+        """Asks, within a bound, whatever does the work."""
+        raise NotImplementedError
+
+    def _own_process_ids(self) -> tuple[int, ...]:
+        return ()
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        raise NotImplementedError
+
+    async def _thaw(self) -> None:
+        raise NotImplementedError
+
+    async def _open_update(self) -> None: ...
+
+    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+        """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
+        raise NotImplementedError
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        """Hashes of all that the open update has brought, and the seconds they took."""
+        raise NotImplementedError
+
+    async def _make_current(self, version: int) -> None:
+        """The update is whole: serve it, and flush every cache."""
+        raise NotImplementedError
+
+    async def _close_update(self) -> None:
+        """Give up an update that the engine still holds open."""
+
+    async def _give_memory_back(self) -> None:
+        raise NotImplementedError
+
+    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------- requests
+    def _serving(self) -> Running:
+        """Raises ``EngineError`` where nothing may be sampled now."""
+        running = self._alive()
+        self._state.require_serving()
+        if self._asleep:
+            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
+        return running
+
+    @asynccontextmanager
+    async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
+        """Inside, the request is checked, counted, and bounded by ``rollout.request_timeout_s``."""
+        check_request(request, self._dimensions, self._config.max_model_len)
+        running = self._serving()
+        name, timeout = request.request_id, self._config.rollout.request_timeout_s
+        if name in self._promised:
+            raise EngineError(f"request {name} is already running on {self._name}; ids must be unique")
+        self._promised[name] = request.num_samples * request.sampling.max_new_tokens
+        try:
+            async with asyncio.timeout(timeout):
+                yield running
+        except TimeoutError as error:
+            raise EngineError(
+                f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
+            ) from error
+        finally:
+            del self._promised[name]
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling; requests that come while paused wait for ``resume``."""
+        await self._freeze(mode)
+        self._paused, self._resume_after_update = True, False
+
+    async def resume(self) -> None:
+        self._serving()
+        await self._thaw()
+        self._paused = False
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    async def begin_update(self, version: int) -> None:
+        """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
+        self._alive()
+        await self._close_failed("the next update began before it was finished")
+        if not self._paused:
+            await self.pause("keep")
+            self._resume_after_update = True
+        self._state.begin(version)
+        await self._open_update()
+
+    async def update(self, bucket: BucketMetadata) -> None:
+        self._alive()
+        try:
+            self._state.check_bucket(bucket.entries)
+        except WeightSyncError as error:
+            await self._close_failed(str(error))
+            raise
+        await self._take_bucket(bucket)
+
+    async def finish_update(self, version: int) -> UpdateReceipt:
+        self._alive()
+        try:
+            received, hash_s = await self._received()
+            self._state.check_complete(version, received)
+        except WeightSyncError as error:
+            await self._close_failed(str(error))
+            raise
+        await self._make_current(version)
+        receipt = self._state.commit(received, hash_s)
+        if self._resume_after_update:
+            self._resume_after_update = False
+            await self.resume()
+        return receipt
+
+    async def checksums(self) -> dict[str, int]:
+        return dict(self._state.checksums)
+
+    async def _close_failed(self, reason: str) -> None:
+        """Give up the open update, if there is one."""
+        if self._state.is_open:
+            self._state.fail(reason)
+            await self._close_update()
+
+    # ------------------------------------------------------------------------------------------------ health and turns
+    async def health(self) -> EngineHealth:
+        return EngineHealth(
+            alive=await self._is_alive(),
+            weight_version=self._state.version,
+            running_requests=len(self._promised),
+            outstanding_tokens=sum(self._promised.values()),
+            process_ids=self._own_process_ids(),
+        )
+
+    async def sleep(self) -> None:
+        """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
+        self._alive()
+        await self.pause("abort")
+        await self._give_memory_back()
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        self._alive()
+        await self._take_memory(parts)
+        self._asleep -= set(parts)
+        if not self._asleep:
+            await self.resume()
+
+    # --------------------------------------------------------------------------------------------------- bounded calls
+    async def _bounded(self, phase: str, call: Awaitable[T]) -> T:
+        timeout = self._config.rollout.request_timeout_s
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except TimeoutError as error:
+            raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
+
+    async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
+        """One step of a weight update; if it fails the update has failed."""
+        timeout = self._config.sync.timeout_s
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except Exception as error:
+            reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
+            reason = reason.removeprefix(f"{self._name}: ")
+            self._state.fail(reason)
+            raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Our own errors say everything themselves; of others also the type."""
+    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
