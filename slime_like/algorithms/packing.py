@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing_faults import first_fault
+from slime_like.algorithms.packing_faults import first_fault, negative_id
 from slime_like.algorithms.transfer import move_together
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, UnscoredTrajectory
 
@@ -38,7 +38,8 @@ def pack_sequences(
 
     Args:
         sequences: all scored or all unscored, on the CPU, in the order they will have in the pack. Token ids and
-            weight versions are integers, loss masks bool; whatever else is a tensor may have any number type.
+            weight versions are integers, loss masks bool; whatever else is a tensor may have any number type, and
+            becomes what its trajectory says it is (float32).
         device: where the pack's tensors go, in one transfer.
         pad_token_id: token id of trailing padding.
         target_tokens_per_batch: length the pack is padded to; none adds no padding.
@@ -49,9 +50,9 @@ def pack_sequences(
 
     Raises:
         ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields
-            that only some sequences have, a field of another type or shape than its trajectory says, an advantage that
-            is not finite, a temperature that is not positive, or more tokens than the budget. The message names the
-            sequence.
+            that only some sequences have, a field of another type or shape than its trajectory says, a negative token
+            id, an advantage that is not finite, a temperature that is not positive, or more tokens than the budget. The
+            message names the sequence.
 
     Example:
         >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
@@ -97,6 +98,8 @@ def pack_sequences(
 
 def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     """Give back the sequences of a pack, every field equal to what went in, on the CPU.
+
+    Tensors that went in with another type than their trajectory's come back with the trajectory's.
 
     Each tensor owns its memory: a view would keep the whole pack alive in a buffer, and would be pickled with it.
 
@@ -268,8 +271,12 @@ def _token_tensors(
     responses = _gathered(sequences, "response_tokens", lengths.response_list)
     pieces = [piece for pair in zip(prompts, responses, strict=True) for piece in pair]
     if lengths.padding:  # an empty piece would cost torch.cat its fast path
+        if pad_token_id < 0:
+            raise ValueError(f"pad_token_id={pad_token_id} is no token's id; give one of the vocabulary, e.g. 0")
         pieces.append(torch.full((lengths.padding,), pad_token_id, dtype=torch.int64))
     tokens = _joined(pieces, torch.int64)
+    if int(tokens.amin()) < 0:
+        raise ValueError(negative_id(sequences))
     loss_mask = _joined(_gathered(sequences, "loss_mask", lengths.response_list), torch.bool)
     weights = lengths.per_token(_column(sequences, _weights(sequences), "the token_weight", "it must be finite"))
     return {

@@ -46,6 +46,18 @@ def first_fault(sequences: Sequence[UnscoredTrajectory | ScoredTrajectory]) -> s
     return next(faults, None)
 
 
+def negative_id(sequences: Sequence[UnscoredTrajectory | ScoredTrajectory]) -> str | None:
+    """The first sequence with a token below 0: an ``ignore_index`` would be scored as 0 without a word."""
+    for sequence in sequences:
+        for name in ("prompt_tokens", "response_tokens"):
+            if (lowest := int(getattr(sequence, name).amin())) < 0:
+                return (
+                    f"sequence {sequence.sequence_id!r}: {name} has the entry {lowest}, which is no token's id; give "
+                    "the ids themselves, and say in loss_mask which of them carry no loss"
+                )
+    return None
+
+
 def _fault(sequence: UnscoredTrajectory | ScoredTrajectory) -> str | None:
     where = f"sequence {sequence.sequence_id!r}"
     for name, kind in _PLAIN.items():

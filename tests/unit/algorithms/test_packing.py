@@ -250,6 +250,23 @@ def test_an_ignore_index_is_no_token() -> None:
         pack_sequences(batch(SHAPES), ignore_index=0)
 
 
+@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
+def test_an_ignore_index_among_the_tokens_is_named(name: str) -> None:
+    """It would be packed, and scored as 0 without a word."""
+    sequences = batch(SHAPES)
+    tokens = getattr(sequences[1], name).clone()
+    tokens[-1] = -100
+    sequences[1] = replace(sequences[1], **{name: tokens})
+    with pytest.raises(ValueError, match=f"sequence '{sequences[1].sequence_id}': {name} has the entry -100"):
+        pack_sequences(sequences)
+
+
+def test_padding_is_a_token_of_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match="pad_token_id=-1 is no token's id"):
+        pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
+    pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without one; nothing is padded
+
+
 @pytest.mark.parametrize(("make", "budget", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
 def test_errors_name_the_sequence(make, budget, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
