@@ -15,8 +15,10 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import index
 from types import MappingProxyType
 from typing import Protocol
 
@@ -73,7 +75,7 @@ class ConstantLength(SampleMean):
     """Sum of each sample over a fixed length, then the mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
-        if constant is None or constant <= 0:
+        if constant is None or not 0 < constant < math.inf:
             raise ValueError(f"reduction 'constant' needs a positive length, not {constant}; give the response limit")
         return [float(constant)] * len(counts)
 
@@ -85,8 +87,8 @@ REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
 
 def token_weights(
     reduction: str,
-    loss_token_counts: Sequence[int],
-    group_ids: Sequence[int],
+    loss_token_counts: Sequence[int] | Tensor,
+    group_ids: Sequence[int] | Tensor,
     constant_length: float | None = None,
 ) -> list[float]:
     """Weight of every loss-carrying token of each sample.
@@ -101,17 +103,21 @@ def token_weights(
         One weight per sample; 0 for a sample without loss-carrying tokens.
 
     Raises:
-        ValueError: unknown reduction, lists of different lengths, a negative count, or ``constant`` without its length.
+        ValueError: unknown reduction, lists of different lengths, a count or an id that is no whole number, a negative
+            count, or ``constant`` without its length.
 
     Example:
         >>> token_weights("samples", [4, 0, 2], group_ids=[1, 1, 2])
         [0.25, 0.0, 0.5]
     """
-    divisors = _find(reduction, loss_token_counts, group_ids).divisors(loss_token_counts, group_ids, constant_length)
-    return [1.0 / d if count else 0.0 for d, count in zip(divisors, loss_token_counts, strict=True)]
+    found, counts, groups = _checked(reduction, loss_token_counts, group_ids)
+    divisors = found.divisors(counts, groups, constant_length)
+    return [1.0 / d if count else 0.0 for d, count in zip(divisors, counts, strict=True)]
 
 
-def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids: Sequence[int]) -> float:
+def step_denominator(
+    reduction: str, loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor
+) -> float:
     """What the weighted sum of one whole optimizer step is divided by.
 
     Args:
@@ -128,12 +134,12 @@ def step_denominator(reduction: str, loss_token_counts: Sequence[int], group_ids
         >>> step_denominator("samples", [4, 0, 2], group_ids=[1, 1, 2])
         2.0
     """
-    found = _find(reduction, loss_token_counts, group_ids)
-    if not any(loss_token_counts):
+    found, counts, groups = _checked(reduction, loss_token_counts, group_ids)
+    if not any(counts):
         raise ValueError(
-            f"no token of the step's {len(loss_token_counts)} samples carries loss; skip the step or look at the masks"
+            f"no token of the step's {len(counts)} samples carries loss; skip the step or look at the masks"
         )
-    return found.denominator(loss_token_counts, group_ids)
+    return found.denominator(counts, groups)
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss_masks: Sequence[Tensor]) -> Tensor:
@@ -172,13 +178,28 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
     return (segment_sum(kept, segments) / segment_sum(mask.to(x.dtype), segments).clamp_min(1)).sum()
 
 
-def _find(reduction: str, counts: Sequence[int], group_ids: Sequence[int]) -> Reduction:
-    if len(counts) != len(group_ids):
-        raise ValueError(f"{len(counts)} token counts but {len(group_ids)} group ids; give one of each per sample")
-    if odd := [index for index, count in enumerate(counts) if count < 0]:
+def _checked(
+    reduction: str, loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor
+) -> tuple[Reduction, list[int], list[int]]:
+    if len(loss_token_counts) != len(group_ids):
+        raise ValueError(
+            f"{len(loss_token_counts)} token counts but {len(group_ids)} group ids; give one of each per sample"
+        )
+    counts, groups = _integers(loss_token_counts, "token count"), _integers(group_ids, "group id")
+    if odd := [sample for sample, count in enumerate(counts) if count < 0]:
         raise ValueError(f"sample {odd[0]} has {counts[odd[0]]} loss-carrying tokens; a count is 0 or more")
-    found: Reduction = resolve("reduction", reduction, REDUCTIONS)
-    return found
+    return resolve("reduction", reduction, REDUCTIONS), counts, groups
+
+
+def _integers(values: Sequence[int] | Tensor, what: str) -> list[int]:
+    """Python integers: tensors of one number are no two of them equal as keys, whatever they hold."""
+    integers = []
+    for sample, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
+        try:
+            integers.append(index(value))
+        except TypeError as error:
+            raise ValueError(f"{what} of sample {sample} is {value!r}; give a whole number") from error
+    return integers
 
 
 def _tokens_per_group(counts: Sequence[int], group_ids: Sequence[int]) -> Counter[int]:

@@ -53,7 +53,21 @@ def test_a_fully_masked_sample_adds_nothing() -> None:
         assert step_denominator(reduction, [4, 0], [1, 2]) == step_denominator(reduction, [4], [1])
 
 
+def test_groups_in_a_tensor_are_the_same_groups() -> None:
+    counts, groups = [2, 4, 0, 6], [7, 7, 9, 9]
+    in_tensors = torch.tensor(counts), torch.tensor(groups)
+    for arguments in (in_tensors, tuple(map(list, in_tensors))):
+        assert token_weights("groups", *arguments) == token_weights("groups", counts, groups)
+        assert step_denominator("groups", *arguments) == 2.0
+
+
 def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"token count of sample 1 is 1\.5; give a whole number"):
+        step_denominator("tokens", [1, 1.5], [0, 0])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"group id of sample 0 is 0\.0; give a whole number"):
+        token_weights("groups", [1, 1], torch.zeros(2))
+    with pytest.raises(ValueError, match="needs a positive length, not nan"):
+        token_weights("constant", [1], [1], math.nan)
     with pytest.raises(ValueError, match="unknown reduction 'mean'; known: constant, groups, samples, tokens"):
         token_weights("mean", [1], [1])
     with pytest.raises(ValueError, match="needs a positive length"):
