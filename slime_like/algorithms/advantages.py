@@ -136,7 +136,8 @@ def compute_advantages(
 
     Raises:
         ValueError: unknown estimator (the known ones are listed) or option (the same), shapes that differ, group ids
-            that are no integers, a reward that is not finite, or an ``eps`` below 0.
+            that are no integers, a reward that is not finite, an ``eps`` below 0, or an estimator (of one's own) whose
+            advantages are not one finite number per sample.
 
     Example:
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
@@ -155,7 +156,21 @@ def compute_advantages(
     found = find_estimator(estimator)
     _check_options(estimator, found, options)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    return found(rewards.double(), groups, **options).to(dtype) if rewards.numel() else rewards.to(dtype)
+    if not rewards.numel():
+        return rewards.to(dtype)
+    advantages = found(rewards.double(), groups, **options)
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        gave = f"shape {tuple(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
+        raise ValueError(
+            f"advantage estimator {estimator!r} gave {gave} for {rewards.numel()} rewards; return a tensor (N,)"
+        )
+    if not bool(torch.isfinite(advantages).all()):
+        where = int((~torch.isfinite(advantages)).nonzero()[0])
+        raise ValueError(
+            f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; every "
+            "one must be finite, also in a group of one or without spread"
+        )
+    return advantages.to(dtype)
 
 
 def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.masks import require_bool_mask
+from slime_like.algorithms.segments import require_lengths
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ def gae(
         Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
 
     Raises:
-        ValueError: shapes that do not fit together, or a mask that is not bool.
+        ValueError: shapes that do not fit together, a mask that is not bool, values that are no floats, or a ``gamma``
+            or ``lam`` outside 0 to 1.
     """
     if values.shape != loss_mask.shape or int(response_lens.sum()) != values.numel():
         raise ValueError(
@@ -53,6 +55,12 @@ def gae(
             f"{int(response_lens.sum())} do not fit; give one value and one mask entry per response token"
         )
     require_bool_mask(loss_mask)
+    require_lengths(response_lens, values.numel())
+    if not values.is_floating_point():
+        raise ValueError(f"values are {values.dtype}, which would round the advantages; give floats")
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name}={factor} is no discount; give 0 to 1")
     if token_rewards is not None and token_rewards.shape != values.shape:
         raise ValueError(f"token_rewards {tuple(token_rewards.shape)} need one entry per value, {tuple(values.shape)}")
     if rewards.shape != response_lens.shape:

@@ -92,12 +92,14 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: a target outside the vocabulary, a first column below 0, a chunk below 1.
+            ValueError: targets that are no integers or outside the vocabulary, a first column below 0, a chunk below 1.
         """
         if start < 0:
             raise ValueError(f"vocab_start={start} is no token's id; give that of the first column")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise ValueError(f"targets are {targets.dtype}; give integer token ids")
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
             raise ValueError(
                 f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "

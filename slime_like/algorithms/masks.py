@@ -14,6 +14,8 @@ def require_bool_mask(loss_mask: Tensor) -> None:
 
 def require_temperatures(temperatures: Tensor) -> None:
     """Raises ``ValueError`` for one that is not positive, or not finite: logits are divided by them."""
+    if not isinstance(temperatures, Tensor):
+        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a tensor, e.g. torch.tensor(0.7)")
     fits = (temperatures > 0) & torch.isfinite(temperatures)
     if not bool(fits.all()):
         where = int((~fits).flatten().nonzero()[0])

@@ -46,12 +46,12 @@ def vocab_parallel_logprobs(
         ValueError: shapes that do not fit, a target outside the vocabulary, a temperature that is not positive, a part
             of the vocabulary without reductions, a chunk below 1.
     """
+    require_temperatures(temperatures)
     if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
         raise ValueError(
             f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
             f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
         )
-    require_temperatures(temperatures)
     shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens)
     shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
     return _VocabParallelLogprobs.apply(logits, targets, temperatures, shard, all_reduce_max, all_reduce_sum)

@@ -104,8 +104,8 @@ class GRPOLoss:
             old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
                 then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
             behaviour_logprobs: as ``targets``.
-            response_lens: (S,) for packed input, where the loss or the reduction is per sequence; rows of padded input
-                are sequences already.
+            response_lens: (S,) for packed input, where the loss or the reduction is per sequence; refused for padded
+                input, whose rows are sequences already and whose padding is marked in ``padding_masks``.
             group_ids: of every sequence, for the reduction "groups".
             temperature: the logits are divided by it.
 
@@ -119,11 +119,13 @@ class GRPOLoss:
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
-        if padding_masks is not None and padding_masks.shape != targets.shape:
-            raise ValueError(
-                f"padding_masks {tuple(padding_masks.shape)} and targets {tuple(targets.shape)} differ; give one entry "
-                "per target"
-            )
+        _require_shape_of(
+            targets,
+            padding_masks=padding_masks,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            behaviour_logprobs=behaviour_logprobs,
+        )
         logprobs, entropy = _score(pi_logits, targets, temperature)
         mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks.bool()
         lengths = _sequence_lengths(targets, response_lens)
@@ -159,6 +161,17 @@ class GRPOLoss:
         return per_token, step_denominator(reduction, counts, groups)
 
 
+def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
+    """Everything is flattened later on, when (T, B) could no longer be told from (B, T)."""
+    if targets.ndim not in (1, 2):
+        raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
+    for name, given in per_target.items():
+        if given is not None and given.shape != targets.shape:
+            raise ValueError(
+                f"{name} {tuple(given.shape)} and targets {tuple(targets.shape)} differ; give one entry per target"
+            )
+
+
 def _figures(output: LossOutput, denominator: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stats = output.sums.to_stats(denominator, 0.0, 0.0)
     return stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
@@ -182,6 +195,11 @@ def _sequence_lengths(targets: Tensor, response_lens: Tensor | None) -> Tensor |
         if response_lens is not None:
             require_lengths(response_lens, targets.numel())
         return response_lens
+    if response_lens is not None:
+        raise ValueError(
+            f"response_lens belong to packed targets (R,), these are {tuple(targets.shape)}; mark the padding of their "
+            "rows in padding_masks"
+        )
     return torch.full((targets.shape[0],), targets.shape[1], dtype=torch.int64, device=targets.device)
 
 

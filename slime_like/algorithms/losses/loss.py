@@ -78,11 +78,13 @@ class Loss:
             The weighted sum, undivided, with graph, and the figures.
 
         Raises:
-            ValueError: an input that this loss needs is missing, or has another shape or type than it says.
+            ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
+                policy term (of one's own) gives something else than (R,) values in ``PolicyTerms``.
         """
         self._check(inputs)
         inputs = inputs.cut_masked()
         terms = self._policy(inputs)
+        _check_terms(self.name, terms, inputs)
         correction = self._correction(inputs)
         policy = self._corrected(terms.per_token, correction, inputs)
         kl = self._kl(inputs)
@@ -145,6 +147,19 @@ class Loss:
             return None
         kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._config.kl_estimator)
         return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
+
+
+def _check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
+    """A scalar would be broadcast, and a mean counted once for every token."""
+    if not isinstance(terms, PolicyTerms):
+        raise ValueError(f"loss {name!r} returned a {type(terms).__name__}; return PolicyTerms(per_token, ...)")
+    for field in ("per_token", "ratio", "clipped"):
+        value: Tensor | None = getattr(terms, field)
+        if value is not None and value.shape != inputs.logprobs.shape:
+            raise ValueError(
+                f"loss {name!r} returned {field} of shape {tuple(value.shape)} for {inputs.logprobs.numel()} response "
+                "tokens; return one value per token, without weighting or reducing them"
+            )
 
 
 def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:

@@ -42,9 +42,11 @@ def value_loss(
         The loss and how often the clip took hold; whatever stands on masked tokens, inf and nan too, has no effect.
 
     Raises:
-        ValueError: shapes that differ, or a mask that is not bool.
+        ValueError: shapes that differ, a mask that is not bool, or a negative ``clip``.
     """
     require_bool_mask(loss_mask)
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip={clip} bounds no change of a value; give 0 or more, or None for no clipping")
     for name, given in (("old_values", old_values), ("returns", returns), ("token_weights", token_weights)):
         if not values.shape == given.shape == loss_mask.shape:
             raise ValueError(

@@ -14,6 +14,7 @@ from slime_like.algorithms import (
     compute_advantages,
     fused_logprobs,
     importance_weights,
+    logprobs_and_entropy,
     merge_from_context_parallel,
     off_policy_sequence_mask,
     overlong_penalty,
@@ -24,9 +25,10 @@ from slime_like.algorithms import (
     sum_of_sample_mean,
     vocab_parallel_logprobs,
 )
-from slime_like.algorithms.advantages import Groups
+from slime_like.algorithms.advantages import AdvantageEstimator, Groups
 from slime_like.algorithms.gae import gae
-from slime_like.algorithms.losses import GRPOLoss, LossInputs, build_loss, kl_estimate
+from slime_like.algorithms.losses import GRPOLoss, LossInputs, PolicyTerms, build_loss, kl_estimate
+from slime_like.algorithms.losses.policy import SFT
 from slime_like.algorithms.losses.value import value_loss
 from slime_like.algorithms.pass_at_k import mean_pass_at_k
 from slime_like.algorithms.shaping import kl_penalty
@@ -123,6 +125,82 @@ def test_padded_input() -> None:
         loss.forward(logits[0], targets[0], None, torch.ones(3), response_lens=torch.tensor([1, 3]))
     with pytest.raises(ValueError, match=r"temperature=0.0 is not positive"):
         loss.forward(logits, targets, None, torch.ones(2), temperature=0.0)
+    with pytest.raises(ValueError, match=r"response_lens belong to packed targets .* in padding_masks"):
+        loss.forward(logits, targets, None, torch.ones(2), response_lens=torch.tensor([1, 3]))
+    with pytest.raises(ValueError, match=r"targets have shape \(1, 2, 3\)"):
+        loss.forward(logits[None], targets[None], None, torch.ones(1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "behaviour_logprobs"])
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 1)])
+def test_logprobs_of_padded_input_lie_as_its_targets(name: str, shape: tuple[int, ...]) -> None:
+    """(T, B) has as many values as (B, T)."""
+    logits, targets = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64)
+    given = {"ref_logprobs": None, name: torch.zeros(shape)}
+    with pytest.raises(ValueError, match=f"{name} .* and targets .* differ; give one entry per target"):
+        GRPOLoss(AlgorithmConfig()).forward(logits, targets, advantages=torch.ones(2), **given)
+
+
+def test_gae_refuses_what_it_would_round_or_misread() -> None:
+    rewards, values, mask, lengths = torch.ones(1), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([3])
+    with pytest.raises(ValueError, match=r"values are torch.int64"):
+        gae(rewards, values.long(), mask, lengths)
+    with pytest.raises(ValueError, match=r"response_lens \(1,\) of torch.float32"):
+        gae(rewards, values, mask, lengths.float())
+    for factors in ({"gamma": NAN}, {"gamma": -0.1}, {"lam": 1.5}):
+        with pytest.raises(ValueError, match=r"(gamma|lam)=.* is no discount; give 0 to 1"):
+            gae(rewards, values, mask, lengths, **factors)
+
+
+def test_a_value_is_not_clipped_to_less_than_nothing() -> None:
+    for clip in (-1.0, NAN):
+        with pytest.raises(ValueError, match="bounds no change of a value"):
+            value_loss(*torch.ones(3, 2), torch.ones(2, dtype=torch.bool), torch.ones(2), clip)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda logprobs: PolicyTerms(logprobs.mean()), r"returned per_token of shape \(\) for 4 response tokens"),
+        (lambda logprobs: PolicyTerms(logprobs, ratio=logprobs[:1]), r"returned ratio of shape \(1,\)"),
+        (lambda logprobs: logprobs, r"returned a Tensor; return PolicyTerms"),
+    ],
+)
+def test_a_loss_of_ones_own_gives_a_value_per_token(
+    made: Callable[[Tensor], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
+    with pytest.raises(ValueError, match=f"loss 'sft' {message}"):
+        build_loss(AlgorithmConfig(loss="sft"))(inputs())
+
+
+def _one_too_few(rewards: Tensor, groups: Groups) -> Tensor:
+    return rewards[1:]
+
+
+def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
+    return rewards / groups.std(rewards, ddof=0)
+
+
+one_too_few, without_threshold = (AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
+
+
+def test_an_estimator_of_ones_own_gives_a_finite_advantage_per_sample() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0]), [1, 1, 2]
+    with pytest.raises(ValueError, match=r"'.*:one_too_few' gave shape \(2,\) for 3 rewards"):
+        compute_advantages(rewards, groups, f"{__name__}:one_too_few")
+    with pytest.raises(ValueError, match=r"'.*:without_threshold' gave sample 2 the advantage inf"):
+        compute_advantages(rewards, groups, f"{__name__}:without_threshold")
+
+
+def test_temperatures_are_a_tensor() -> None:
+    with pytest.raises(ValueError, match="temperatures are a float; give a tensor"):
+        logprobs_and_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 0.7)  # type: ignore[arg-type]
+
+
+def test_targets_of_a_head_are_integers() -> None:
+    with pytest.raises(ValueError, match=r"targets are torch\.float32; give integer token ids"):
+        vocab_parallel_logprobs(torch.zeros(2, 5), torch.zeros(2), torch.ones(2), vocab_size=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
