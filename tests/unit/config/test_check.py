@@ -315,7 +315,7 @@ FAULTS: list[tuple[list[str], str]] = [
     (["--algorithm.kl_coef", "0.1", "--reference.path", "TMP"], "reference.path=TMP: no config.json there"),
     (
         ["--algorithm.kl_coef", "0.1", "--reference.placement", "workers", "--reference.parallel.tensor", "3"],
-        "reference.parallel.tensor=3 does not divide the model's 8 KV heads; use 1, 2, 4 or 8",
+        "reference.parallel.tensor=3 does not divide the model's 16 attention heads; use 1, 2, 4, 8 or 16",
     ),
     (
         ["--trainer.parallel.tensor", "3"],

@@ -48,9 +48,9 @@ ENDLESS = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
 NO_ESTIMATOR = "text"
 FAULTY = [
     ("RAISES", "failed with ZeroDivisionError: division by zero ("),
-    ("NO_TENSOR", "failed with AttributeError: 'list' object has no attribute 'to' ("),
-    ("ONE_TOO_FEW", "gave shape (3,) for 4 samples; it must return one finite advantage for each"),
-    ("ENDLESS", "gave values that are not finite for 4 samples; it must return one finite advantage for each"),
+    ("NO_TENSOR", f"failed with ValueError: advantage estimator {__name__ + ':NO_TENSOR'!r} gave list for 4 rewards"),
+    ("ONE_TOO_FEW", f"failed with ValueError: advantage estimator {__name__ + ':ONE_TOO_FEW'!r} gave shape (3,) for 4"),
+    ("ENDLESS", f"failed with ValueError: advantage estimator {__name__ + ':ENDLESS'!r} gave sample 0 the adv"),
     ("NO_ESTIMATOR", "failed with ValueError: advantage estimator"),
 ]
 
