@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import gc
 import json
 import os
 import subprocess
@@ -116,6 +117,8 @@ async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -
             tokens.append(sum(len(generation.token_ids) for answer in answers for generation in answer))
             sampled = _hash(sampled, answers)
     await stop()
+    del ask, stop
+    gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
     return Figures(seconds, tokens, sampled)
 
 
