@@ -182,7 +182,8 @@ def _flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted)
 
 
 def _cpu_flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    counted.attention_flops += 2 * _batched_pairs(inputs[0], inputs[1], causal=args[4])
+    """Arguments that have their default values, such as no causal mask, are not there."""
+    counted.attention_flops += 2 * _batched_pairs(inputs[0], inputs[1], causal=len(args) > 4 and args[4])
 
 
 def _cpu_flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
