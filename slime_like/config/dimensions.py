@@ -157,14 +157,13 @@ class ModelDimensions:
     def num_parameters(self) -> int:
         """All parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * (queries + keys)
-        attention += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        if self.num_experts:
-            mlp = self.num_experts * self.hidden_size * (3 * self.moe_ffn_hidden_size + 1)
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        layer = self.attention_parameters + 2 * self.hidden_size
+        layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        if self.latent is not None:  # norms of what is compressed
+            layer += self.latent.kv_rank + (self.latent.query_rank or 0)
+        routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
         outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + outer
+        return self.num_layers * layer + self.mlp_parameters(self.num_experts) + routing_biases + outer
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ModelDimensions:

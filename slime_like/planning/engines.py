@@ -53,8 +53,7 @@ def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardwa
     """
     rollout, item = config.rollout, 4 if config.model.dtype == "float32" else 2
     weights = dimensions.num_parameters * item // rollout.tensor
-    heads = -(-dimensions.num_kv_heads // rollout.tensor)
-    per_token = 2 * dimensions.num_layers * heads * dimensions.head_dim * item
+    per_token = dimensions.num_layers * _cached_elements(dimensions, rollout.tensor) * item
     given = rollout.engine_args.get("kv_cache_memory_bytes")
     taken = int(engine_share(config) * hardware.memory_bytes)
     cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
@@ -70,6 +69,14 @@ def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardwa
         longest_sequences=tokens // config.max_model_len,
         at_once=min(limit, int(tokens / mean_length)),
     )
+
+
+def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
+    """Of one token in one layer, on each GPU. Of latent attention engines keep what keys and values are made from."""
+    latent = dimensions.latent
+    if latent is not None:
+        return latent.kv_rank + latent.rope_dim
+    return 2 * -(-dimensions.num_kv_heads // gpus) * dimensions.head_dim
 
 
 def engine_share(config: RunConfig) -> float:

@@ -114,7 +114,7 @@ def _with(config: RunConfig, parallel: ParallelConfig, recompute: str) -> RunCon
 def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
     """Weights, gradients and optimizer state of an even share: no layout needs less."""
     layout = config.trainer.parallel
-    experts = 3 * dimensions.num_layers * dimensions.num_experts * dimensions.hidden_size
+    experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
     experts *= dimensions.moe_ffn_hidden_size
     shards = layout.tensor * layout.pipeline
     own = (dimensions.num_parameters - experts) / shards

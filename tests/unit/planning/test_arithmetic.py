@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from safetensors.numpy import save_file
 
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.weight_files import header_shapes
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import host_memory, trainer_phases
 from slime_like.planning.step_time import Workload, predict, traffic_per_step
+from tests.parallel.tiny import save_checkpoint
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
@@ -51,6 +54,13 @@ def estimate(**memory: int) -> RankEstimate:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_bundled_dimensions_make_the_published_number_of_parameters(name: str) -> None:
     assert ModelDimensions.from_checkpoint(MODELS / name).num_parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v3_direct"])
+def test_parameters_are_those_of_the_stored_tensors(family: str, tmp_path: Path) -> None:
+    model = save_checkpoint(family, tmp_path)
+    stored = sum(math.prod(shape) for shape in header_shapes(model).values())
+    assert ModelDimensions.from_checkpoint(model).num_parameters == stored
 
 
 def test_engine_of_a_32b_model() -> None:
