@@ -48,7 +48,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
-    model.reshard()
+    model.shard_weights()
     state, common = _training_state(model, optimizer), _common(config, optimizer, groups)
     writer = CheckpointWriter(Path(directory), state, common, device)
     writer.write()
@@ -67,7 +67,7 @@ def start_checkpoint(
 
     The state may change at once. The checkpoint is whole after the writer's ``finish``.
     """
-    model.reshard()
+    model.shard_weights()
     state, common = _training_state(model, optimizer), _common(config, optimizer, groups)
     writer = CheckpointWriter(Path(directory), state, common, device, snapshot=True)
     writer.write_in_background()
@@ -98,7 +98,7 @@ def load_checkpoint(
     if common["layout"] != _layout(groups):
         state = {name: value for name, value in state.items() if not name.startswith(RANDOM)}
     opened.require({name: value for name, value in state.items() if not name.startswith(RANDOM)})
-    model.reshard()
+    model.shard_weights()
     opened.read(state)
     optimizer.set_updates(int(common["updates"]))
     _set_random_state(state)
@@ -114,7 +114,7 @@ def load_weights(directory: Path, model: LogprobModel, device: torch.device) -> 
     opened = together(lambda: StoredCheckpoint.open(directory), f"reading {directory}", device)
     state = _model_state(model)
     opened.require(state, {MODEL})
-    model.reshard()
+    model.shard_weights()
     opened.read(state)
 
 

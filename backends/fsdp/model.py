@@ -74,11 +74,14 @@ class LogprobModel(nn.Module):
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter, sharded, under Hugging Face's module name; a tied head is not named twice."""
-        self.reshard()
+        self.shard_weights()
         return {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
 
-    def reshard(self) -> None:
-        """Free whatever gathered weights a forward pass has left behind: weights are about to change."""
+    def shard_weights(self) -> None:
+        """Free whatever gathered weights a forward pass has left behind, of every layer.
+
+        Not called reshard: FSDP makes the root a class with a method of that name, which frees the root alone.
+        """
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -18,7 +18,7 @@ def to_host(model: LogprobModel, optimizer: Optimizer | None, keep_weights: bool
     """
     if not torch.cuda.is_available():
         return
-    model.reshard()
+    model.shard_weights()
     if optimizer is not None:
         optimizer.zero_gradients()
     if not lives_there:

@@ -228,7 +228,7 @@ class FsdpTrainer:
             require_finite_norm(norm)
             self.optimizer.update(norm)
             self.optimizer.zero_gradients()
-            self.model.reshard()
+            self.model.shard_weights()
             return self._statistics(denominator, norm)
 
     def finalize_gradients(self, denominator: float) -> None:
@@ -269,7 +269,7 @@ class FsdpTrainer:
                 (part,) = self._forward(batch, routers=False)
                 logprobs, entropy = self._whole(batch, part)
                 scored.append(ScoredLogprobs(logprobs.float(), entropy.float()))
-            self.model.reshard()
+            self.model.shard_weights()
         return scored
 
     # ---------------------------------------------------------------------------------------------------------- weights
