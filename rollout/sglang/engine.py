@@ -42,6 +42,11 @@ class SglangEngine(EngineBase[ChildProcess]):
         """
         check_names(self._config.rollout.engine_args)
         self._check_length()
+        if self._dimensions.latent is not None and on_cpu():
+            raise EngineError(
+                f"{self._name}: SGLang on a CPU is not served with latent attention (DeepSeek-V3's); use "
+                "rollout.engine=transformers there"
+            )
         self._begin_anew()
         timeout = self._config.rollout.start_timeout_s
         process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))

@@ -73,6 +73,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "kv_lora_rank": 48,
             "qk_nope_head_dim": 32,
             "qk_rope_head_dim": 16,
+            "head_dim": 16,  # in this configuration that of the rotary embedding
             "v_head_dim": 32,
             "first_k_dense_replace": 1,
             "n_routed_experts": 8,
