@@ -200,6 +200,9 @@ class _FusedNames:
     def parameters(self) -> Iterator[Tensor]:
         yield from self._chunk.parameters()
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._chunk.named_buffers()
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._chunk.named_parameters():
             name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
