@@ -17,7 +17,7 @@ from slime_like.orchestration.plugins import load_backend, load_engine
 found = {p.name: p.value for p in distribution("slime-like").entry_points}
 print(json.dumps({
     "files": [slime_like.__file__, backends.__file__, rollout.__file__],
-    "loaded": [load_backend("megatron").__name__]
+    "loaded": [load_backend(name).__name__ for name in ("megatron", "fsdp")]
     + [load_engine(name).__name__ for name in ("vllm", "sglang", "transformers")],
     "entry_points": sorted(found),
 }))
@@ -43,8 +43,8 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout.splitlines()[-1])
     assert all(file.startswith(str(target)) for file in found["files"])
-    assert found["loaded"] == ["MegatronTrainer", "VllmEngine", "SglangEngine", "TransformersEngine"]
-    assert found["entry_points"] == ["megatron", "sglang", "slime-like", "transformers", "vllm"]
+    assert found["loaded"] == ["MegatronTrainer", "FsdpTrainer", "VllmEngine", "SglangEngine", "TransformersEngine"]
+    assert found["entry_points"] == ["fsdp", "megatron", "sglang", "slime-like", "transformers", "vllm"]
 
     script = target / "bin" / "slime-like"
     helped = subprocess.run(

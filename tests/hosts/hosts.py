@@ -102,10 +102,12 @@ class Host:
         return done.stdout
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
-        variables = [f"{name}={value}" for name, value in {**(environment or {}), _MARK: self._mark}.items()]
+        # Another machine has not what engines set in this process when other tests started them in it.
+        own = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        variables = [f"{name}={value}" for name, value in {**own, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(
-                self.command(["env", "-C", str(REPO), *variables, *arguments]),
+                self.command(["env", "-i", "-C", str(REPO), *variables, *arguments]),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -69,7 +69,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["run"], "CHECKPOINT=run is a run directory; give its hf/, or checkpoints/latest in it"),
     (["run/checkpoints"], "is neither a Hugging Face directory (no config.json) nor a training checkpoint"),
     (["model", "--model.path", "model"], "--model.path: CHECKPOINT=model is the model already"),
-    (["model", "--trainer.parallel.tensor", "3"], "trainer.parallel.tensor=3 does not divide the model's 8 KV heads"),
+    (
+        ["model", "--trainer.parallel.tensor", "3"],
+        "trainer.parallel.tensor=3 does not divide the model's 16 attention heads",
+    ),
     (["model", "--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
     (["model", "--trainer.paralel.tensor", "2"], "--trainer.paralel.tensor is unknown"),
     (["model", "--input", "in.txt"], "--input in.txt is of an unknown type; give a .jsonl or .parquet file"),
