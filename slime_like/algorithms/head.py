@@ -152,20 +152,20 @@ class _FusedLogprobs(torch.autograd.Function):
         maximum, sums = local_sums(
             shard, targets, dtype, lambda part: _scaled_logits(hidden[part], columns, temperatures[part], dtype)
         )
-        lse, entropy, logprobs = (
-            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 3
+        maximum, log_total, entropy, logprobs = (
+            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 4
         )
-        ctx.save_for_backward(hidden, weight, targets, temperatures, lse, entropy)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
         ctx.shard, ctx.all_reduce_sum = shard, all_reduce_sum
         ctx.set_materialize_grads(False)
         return logprobs.clone(), entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, _, _, lse, _ = ctx.saved_tensors
+        hidden, weight, _, _, _, log_total, _ = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        d_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=log_total.dtype) if need_weight else None
         _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight)
         if d_hidden is not None and hidden.shape[0]:
             ctx.all_reduce_sum(d_hidden)
@@ -200,8 +200,11 @@ def local_sums(
 
 def combine_shards(
     local_maximum: Tensor, sums: Tensor, all_reduce_max: Reduce, all_reduce_sum: Reduce
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, entropy and target logprob over all shards, from each shard's sums relative to its own maximum."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maximum and what the log-sum-exp is above it, entropy and target logprob over all shards.
+
+    From each shard's sums relative to its own maximum.
+    """
     maximum = local_maximum.clone()
     all_reduce_max(maximum)
     shift = local_maximum - maximum
@@ -210,7 +213,7 @@ def combine_shards(
     sums[0] *= scale
     all_reduce_sum(sums)
     log_total = sums[0].log()
-    return maximum + log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
+    return maximum, log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
 
 
 def _accumulate_gradients(
@@ -220,16 +223,17 @@ def _accumulate_gradients(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> None:
-    hidden, weight, targets, temperatures, lse, entropy = saved
+    hidden, weight, targets, temperatures, maximum, log_total, entropy = saved
     grad_logprobs, grad_entropy = grads
     if shard.columns == 0 or (grad_logprobs is None and grad_entropy is None):
         return
-    grad = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+    grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
     columns = weight[: shard.columns]
     for part in shard.parts(hidden.shape[0]):
-        x = _scaled_logits(hidden[part], columns, temperatures[part], lse.dtype)
+        x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype)
+        x -= maximum[part, None]  # apart from the rest of the log-sum-exp: their sum is rounded where logits are large
         entropy_part = None if grad_entropy is None else grad_entropy[part]
-        dx = softmax_gradient(x, lse[part], entropy[part], grad[part], entropy_part, overwrite=True)
+        dx = softmax_gradient(x, log_total[part], entropy[part], grad[part], entropy_part, overwrite=True)
         del x  # its memory is the gradient's now
         column, held = shard.local(targets[part])
         dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])

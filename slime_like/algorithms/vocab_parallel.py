@@ -73,7 +73,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             shard, targets, dtype, lambda part: _scaled(logits, temperatures, part, shard.columns, dtype)
         )
         if targets.numel():
-            lse, entropy, logprobs = combine_shards(maximum, sums, all_reduce_max, all_reduce_sum)
+            maximum, log_total, entropy, logprobs = combine_shards(maximum, sums, all_reduce_max, all_reduce_sum)
+            lse = maximum + log_total
         else:
             lse, entropy, logprobs = (sums[0],) * 3
         ctx.save_for_backward(logits, targets, temperatures, lse, entropy)
