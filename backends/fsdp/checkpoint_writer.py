@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.agreement import together
 from backends.common.data_file import refused_by_disk, write_data_file
 from backends.common.integrity import Checksums, Piece
-from slime_like.errors import CheckpointError
+from backends.common.rank_writing import RankWriting
 
 COMMON = "common.json"
 PLAIN_FILES = (".metadata", COMMON)
 """What is written beside the data files; every rank reads them as a whole."""
 
 
-class CheckpointWriter:
+class CheckpointWriter(RankWriting):
     """One checkpoint on its way to disk: planned when made, then written, then finished.
 
     Making and finishing are collective over the world; writing is this rank's own business.
@@ -47,11 +46,9 @@ class CheckpointWriter:
         device: torch.device,
         snapshot: bool = False,
     ) -> None:
-        self._directory = directory
+        super().__init__(directory)
         self._device = device
         self._common = common
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._pieces: dict[str, list[Piece]] = {}
         self._results: list[WriteResult] = []
         self._metadata: Metadata | None = None
@@ -79,13 +76,6 @@ class CheckpointWriter:
         dist.scatter_object_list(settled, everyones)
         return planner, planner.finish_plan(settled[0])
 
-    def write(self) -> None:
-        """Write this rank's file now; a failure is kept for ``finish``, where all ranks hear of it."""
-        try:
-            self._write()
-        except Exception as error:
-            self._failure = error
-
     def _write(self) -> None:
         if not self._entries:
             return
@@ -93,24 +83,6 @@ class CheckpointWriter:
         with refused_by_disk(self._directory / name):
             self._pieces[name], self._results = write_data_file(self._directory / name, name, self._entries)
         self._entries = []
-
-    def write_in_background(self) -> None:
-        """The same in a thread of its own."""
-        # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
-        self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
-        self._thread.start()
-
-    def is_written(self) -> bool:
-        """Whether this rank has written all it has to. Not collective.
-
-        Raises:
-            CheckpointError: it could not.
-        """
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        if self._failure is not None:
-            raise self._failure
-        return True
 
     def finish(self, timeout_s: float = 0.0) -> None:
         """Wait for every rank's file, then write what makes the checkpoint whole. Collective.
@@ -126,17 +98,6 @@ class CheckpointWriter:
         written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((self._pieces, self._results), written)
         together(lambda: self._complete(written), what, self._device)
-
-    def _join(self, timeout_s: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise CheckpointError(
-                    f"{self._directory}: rank {dist.get_rank()} has not written its file within {timeout_s:.0f} s; "
-                    "look whether the file system hangs, or raise trainer.step_timeout_s"
-                )
-        if self._failure is not None:
-            raise self._failure
 
     def _complete(self, written: list[Any] | None) -> None:
         """On rank 0: the index, the plain values and, last, the checksums of everything."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.agreement import together
 from backends.common.data_file import refused_by_disk, write_data_file
 from backends.common.integrity import Checksums, Piece
+from backends.common.rank_writing import RankWriting
 from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 
 
-class CheckpointWriter:
+class CheckpointWriter(RankWriting):
     """One checkpoint on its way to disk: planned when made, then written, then finished.
 
     Making and finishing are collective over the world; writing is this rank's own business.
@@ -40,11 +40,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
-        self._directory = directory
+        super().__init__(directory)
         self._device = device
         self._strategy = _InProcessSave()
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
         with _no_manager_process(), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True
@@ -52,30 +50,8 @@ class CheckpointWriter:
         if snapshot:
             self._strategy.take_snapshot()
 
-    def write(self) -> None:
-        """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
-        try:
-            self._strategy.write()
-        except Exception as error:
-            self._failure = error
-
-    def write_in_background(self) -> None:
-        """The same in a thread of its own."""
-        # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
-        self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
-        self._thread.start()
-
-    def is_written(self) -> bool:
-        """Whether this rank has written all it has to. Not collective.
-
-        Raises:
-            CheckpointError: it could not.
-        """
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        if self._failure is not None:
-            raise self._failure
-        return True
+    def _write(self) -> None:
+        self._strategy.write()
 
     def finish(self, timeout_s: float = 0.0) -> None:
         """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
@@ -93,17 +69,6 @@ class CheckpointWriter:
         pieces: list[dict[str, list[Piece]]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(self._strategy.pieces, pieces)
         together(lambda: self._write_checksums(pieces), f"writing {self._directory}", self._device)
-
-    def _join(self, timeout_s: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise CheckpointError(
-                    f"{self._directory}: rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s; "
-                    "look whether the file system hangs, or raise trainer.step_timeout_s"
-                )
-        if self._failure is not None:
-            raise self._failure
 
     def _write_checksums(self, pieces: list[dict[str, list[Piece]]] | None) -> None:
         if pieces is None:
