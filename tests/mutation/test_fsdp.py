@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,20 +163,16 @@ def test_the_parity_tests_catch(mutation: Mutation, case: Case, tmp_path: Path) 
 
 def test_without_a_bug_nothing_fails(case: Case, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation."""
-    results = _run_with(lambda: None, case, {"data": 2}, tmp_path)
+    results = _run_with(_no_bug, case, {"data": 2}, tmp_path)
     check_scores(case, results)
     _check_gradients(case, results)
     _check_norm(case, results)
 
 
 def _run_with(bug: Callable[[], None], case: Case, layout: Settings, directory: Path) -> list[RankResult]:
-    def rank(placement: RankPlacement, *arguments: Any) -> RankResult:
-        bug()
-        return train_fsdp_rank(placement, *arguments)
-
     config = fsdp_config(case, directory, layout)
     world = config.trainer.parallel.world_size
-    return run_ranks(rank, world, directory / "ranks", config, case.packs(), case.denominator, 1)
+    return run_ranks(partial(_train_with, bug), world, directory / "ranks", config, case.packs(), case.denominator, 1)
 
 
 def _check_gradients(case: Case, results: list[RankResult]) -> None:
@@ -189,3 +185,12 @@ def _check_norm(case: Case, results: list[RankResult]) -> None:
     for result in results:
         assert result.stats[0] is not None
         assert float(result.stats[0].grad_norm) == pytest.approx(expected, rel=1e-4)
+
+
+def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
+    bug()
+    return train_fsdp_rank(placement, *arguments)
+
+
+def _no_bug() -> None:
+    pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,14 +206,19 @@ def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> N
 def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation. The matrix itself says so of every layout."""
     case = cases(family)
-    results = _run_with(lambda: None, case, layout, tmp_path)
+    results = _run_with(_no_bug, case, layout, tmp_path)
     check_scores(case, results)
     check_gradients(case, results)
 
 
 def _run_with(bug: Callable[[], None], case: Case, layout: Settings, directory: Path) -> list[RankResult]:
-    def rank(placement: RankPlacement, *arguments: Any) -> RankResult:
-        bug()
-        return train_rank(placement, *arguments)
+    return run_case(case, layout, directory, partial(_train_with, bug), steps=0)
 
-    return run_case(case, layout, directory, rank, steps=0)
+
+def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
+    bug()
+    return train_rank(placement, *arguments)
+
+
+def _no_bug() -> None:
+    pass

@@ -1,12 +1,18 @@
-"""Running one function on many ranks: the test process imports everything once and forks the ranks.
+"""Running one function on many ranks: a server beside the test process imports everything once and forks the ranks.
+
+The server runs no test. What tests leave in their own process (threads, locks held by them, environment variables,
+patches) would be inherited by its forks, and a fork of a process with threads may hang.
 
 A rank that fails shows its traceback in the test's failure; ranks that are still running then, or after the time
-limit, are ended by process id.
+limit, are ended by process id, and show where each of their threads stood.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import socket
 import time
 import traceback
@@ -21,19 +27,33 @@ from slime_like.interfaces import RankPlacement
 
 RankFunction = Callable[..., Any]
 
+# Ranks forked from the server have these already; a module that does not import there would be imported by every rank.
+PRELOADED = [
+    "pytest",
+    "backends.fsdp.trainer",
+    "backends.megatron.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+
 
 def run_ranks(
     function: RankFunction, world_size: int, directory: Path, *arguments: Any, timeout_s: float = 120.0
 ) -> list[Any]:
     """``function(placement, *arguments)`` on every rank; their results in rank order.
 
-    Results travel through files below ``directory`` and may hold tensors. Fails the test when a rank fails.
+    ``function`` is one of a module's own (or a ``functools.partial`` of one). Arguments and results travel through
+    files below ``directory`` and may hold tensors. Fails the test when a rank fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    torch.save((function, arguments), _task_file(directory))
     port = free_port()
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     processes = [
-        context.Process(target=_rank_main, args=(function, rank, world_size, port, directory, arguments), daemon=True)
+        context.Process(target=_rank_main, args=(rank, world_size, port, directory), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -41,10 +61,7 @@ def run_ranks(
     try:
         _wait(processes, time.monotonic() + timeout_s)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join(10)
+        _end(processes)
     _report_failures(directory, world_size, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
 
@@ -59,21 +76,36 @@ def _wait(processes: list[Any], deadline: float) -> None:
         time.sleep(0.01)
 
 
+def _end(processes: list[Any]) -> None:
+    """Ranks still running write their stacks (:func:`_rank_main`) and are killed."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        os.kill(process.pid, signal.SIGUSR1)
+    if alive:
+        time.sleep(0.5)
+    for process in processes:
+        process.kill()
+        process.join(10)
+
+
 def _report_failures(directory: Path, world_size: int, timeout_s: float) -> None:
     failed = [file.read_text() for rank in range(world_size) if (file := _error_file(directory, rank)).exists()]
     if failed:
         pytest.fail("\n".join(failed), pytrace=False)
     missing = [rank for rank in range(world_size) if not _result_file(directory, rank).exists()]
     if missing:
-        pytest.fail(f"ranks {missing} gave no result within {timeout_s:.0f} s and were ended", pytrace=False)
+        stacks = [f"---- rank {rank}\n{_stack_file(directory, rank).read_text()}" for rank in missing]
+        message = f"ranks {missing} gave no result within {timeout_s:.0f} s and were ended in {directory}"
+        pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
-def _rank_main(
-    function: RankFunction, rank: int, world_size: int, port: int, directory: Path, arguments: tuple[Any, ...]
-) -> None:
+def _rank_main(rank: int, world_size: int, port: int, directory: Path) -> None:
+    stacks = _stack_file(directory, rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     placement = RankPlacement(rank, world_size, rank, "127.0.0.1", port)
     try:
+        function, arguments = torch.load(_task_file(directory), weights_only=False)
         result = function(placement, *arguments)
     except BaseException:
         _error_file(directory, rank).write_text(f"---- rank {rank} of {world_size}\n{traceback.format_exc()}")
@@ -83,12 +115,20 @@ def _rank_main(
     unfinished.rename(_result_file(directory, rank))
 
 
+def _task_file(directory: Path) -> Path:
+    return directory / "task.pt"
+
+
 def _result_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.pt"
 
 
 def _error_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.error"
+
+
+def _stack_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.stacks"
 
 
 def free_port() -> int:
