@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from tests.processes import run
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ class Tiny:
         ]  # fmt: skip
 
 
+# Files that take minutes begin first, so that none is left running alone at the end.
+_FOLDERS = ("hosts", "faults", "end_to_end", "engines", "mutation", "parallel", "gpu", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(root).parts[0]))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
@@ -62,3 +72,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     make_tiny_model(root / "model", family="qwen3", seed=0)
     make_arithmetic_data(root / "data", seed=0)
     return Tiny(root / "model", root / "data")
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory after two steps of supervised training on one rank. To look at or to copy, not to change."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
+    assert finished.code == 0, finished.stderr
+    return run_dir

@@ -115,6 +115,7 @@ class Session:
             if dump
             else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
+        self._position_prompts()
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
@@ -150,14 +151,20 @@ class Session:
             if self.rollout is not None:
                 self.rollout.source.load_state_dict({**self.resumed.state, "data": self.resumed.data_position()})
                 self.rollout.ledger.restore(self.resumed.file(LEDGER))
-            elif prompts is not None:
-                prompts.load_state_dict(self.resumed.data_position())
             self.trainers.load(self.resumed.trainer)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
             if changed:
                 self.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
+
+    def _position_prompts(self) -> None:
+        """Go on in the prompts where the resumed checkpoint was. What does not fit is refused before anything starts."""
+        if self.resumed is None or self.prompts is None:
+            return
+        self.prompts.load_state_dict(self.resumed.data_position())
+        if not self.config.supervised:
+            self.resumed.file(LEDGER)
 
     def _open_rollout(
         self, stack: ExitStack, placement: Placement, prompts: PromptSource, run_name: str

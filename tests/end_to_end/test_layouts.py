@@ -17,10 +17,9 @@ LAYOUTS = {
     "eight ranks, three axes": (
         "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
         "--trainer.parallel.sequence", "true",
-        # Two stages send, over a network, and only what has changed.
-        "--sync.transport", "gloo", "--sync.delta", "always",
+        # Two stages send to two engines, over a network, and only what has changed.
+        "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
     ),
-    "replicas and engines": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2"),
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
     "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
 }  # fmt: skip

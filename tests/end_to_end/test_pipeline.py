@@ -18,11 +18,12 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_sampling_runs_ahead_within_its_bound_also_over_a_kill(tiny: Tiny, tmp_path: Path) -> None:
-    """vLLM gets new weights in the middle of responses, and two trainer ranks get samples as they come. Killed and
+    """The engine gets new weights in the middle of responses, two trainer ranks get samples as they come. Killed and
     resumed: what was in flight is issued again."""
     run_dir, bound = tmp_path / "run", 2
     flags = tiny.rl_flags(
         run_dir, "--steps", "10", "--rollout.max_staleness", str(bound), "--checkpoint.every", "2",
+        "--rollout.engine", "transformers",
         "--algorithm.importance_correction", "truncate", "--algorithm.minibatches", "1", "--evaluation.files", "[]",
         "--rollout.stream", "true", "--trainer.target_tokens_per_batch", "64", "--trainer.parallel.data", "2",
     )  # fmt: skip

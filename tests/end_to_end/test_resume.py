@@ -97,12 +97,12 @@ def test_a_finished_run_is_left_alone(tiny: Tiny, tmp_path: Path, uninterrupted:
     assert (uninterrupted / "run" / "config.yaml").read_text() == before
 
 
-def test_resume_never_moves_the_earlier_run_aside(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
-    shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
-    finished = run(flags(tiny, tmp_path, "--steps", "1", "--resume", "never"), tmp_path / "log")
+def test_resume_never_moves_the_earlier_run_aside(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "1", "--resume", "never"), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert [row["step"] for row in steps_of(tmp_path / "run")] == [1]
-    assert [row["step"] for row in steps_of(tmp_path / "run.1")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in steps_of(tmp_path / "run.1")] == [1, 2]
 
 
 def test_kept_rollouts_train_alone_and_give_the_same_first_step(

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -74,15 +73,6 @@ def test_a_hugging_face_model_is_scored_on_two_tensor_ranks(tiny: Tiny, tmp_path
     assert f"scored: {len(rows)} sequences, {sum(map(sum, LENGTHS))} tokens" in finished.stdout
     assert f"sequence {len(rows)}/{len(rows)} | tokens/s" in finished.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "log", "out.jsonl"]
-
-
-@pytest.fixture(scope="module")
-def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's directory after two steps of supervised training on one rank."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
-    assert finished.code == 0, finished.stderr
-    return run_dir
 
 
 def test_a_training_checkpoint_is_scored_under_another_layout(tiny: Tiny, trained: Path, tmp_path: Path) -> None:

@@ -50,10 +50,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
     assert "trainer rank 0" in sentence and ("nan" in sentence or "inf" in sentence or "finite" in sentence)
 
 
-@pytest.mark.parametrize(("moment", "how"), [("starting Ray", "ctrl-c"), ("step 0/", "ctrl-c"), ("step 0/", "SIGTERM")])
-def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "how", "engine"),
+    [("starting Ray", "ctrl-c", "sglang"), ("step 0/", "ctrl-c", "vllm"), ("step 0/", "SIGTERM", "transformers")],
+)
+def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str) -> None:
     """By hand, or by a scheduler's SIGTERM."""
-    with Command(tiny.rl_flags(tmp_path / "run", "--steps", "1000"), tmp_path / "log") as command:
+    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine)
+    with Command(flags, tmp_path / "log") as command:
         command.wait_for(moment, timeout_s=120)
         command.interrupt() if how == "ctrl-c" else command.process.terminate()
         finished = command.finish(timeout_s=60)

@@ -1,0 +1,83 @@
+"""Disks that fill, files that change or lose bytes: one sentence, and the last good checkpoint intact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tiny
+from tests.faults.quick import quick
+from tests.faults.test_failures import one_sentence
+from tests.processes import run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint of the tiny model, not for two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=11m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("behind", ["false", "true"])
+def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(
+    tiny: Tiny, tmp_path: Path, small_disk: Path, behind: str
+) -> None:
+    run_dir = small_disk / "run"
+    flags = ["--steps", "4", "--checkpoint.every", "1", "--logging.tensorboard", "false"]
+    flags += ["--checkpoint.async_save", behind]
+    finished = run(tiny.sft_flags(run_dir, *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert "could not be written" in one_sentence(finished) and "free space" in finished.stderr
+    checkpoints = run_dir / "checkpoints"
+    assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 1
+    assert not list(checkpoints.glob(".partial*"))
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_written_meanwhile(tiny: Tiny, tmp_path: Path) -> None:
+    """The save of step 2 is whole during step 3, which never ends."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    written = checkpoints / ".partial-step-000002" / "trainer" / "__0_0.distcp"
+    functions = f"[{{name: 'tests.faults.rewards:fails_once_saved', options: {{file: {written}}}}}]"
+    flags = ["--steps", "6", "--checkpoint.every", "2", "--checkpoint.async_save", "true"]
+    finished = run(quick(tiny, tmp_path / "run", *flags, "--reward.functions", functions), tmp_path / "log")
+    assert finished.code == 1
+    assert "the run is to end here" in one_sentence(finished)
+    assert "checkpoint of step 2:" not in finished.stderr
+    assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 2
+    assert (checkpoints / "latest" / "trainer" / "checksums.json").is_file()
+    assert not list(checkpoints.glob(".partial*"))
+
+
+def test_other_data_is_refused_at_resume_before_anything_starts(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    data = tmp_path / "sft.jsonl"
+    data.write_text((tiny.data / "sft.jsonl").read_text() + json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    flags = tiny.sft_flags(tmp_path / "run", "--steps", "3", "--data.train", str(data))
+    finished = run(flags, tmp_path / "log")
+    assert finished.code == 1
+    assert str(data) in one_sentence(finished) and "not that of the checkpoint" in finished.stderr
+    assert "starting" not in finished.stderr
+
+
+def test_a_flipped_bit_of_the_checkpoint_is_refused_at_resume(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest" / "trainer"
+    largest = max(checkpoint.rglob("*"), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "3"), tmp_path / "log")
+    assert finished.code == 1
+    sentence = one_sentence(finished)
+    assert "is damaged (__0_0.distcp: bytes " in sentence and "are not as written" in sentence
+    assert sentence.endswith("resume from an older checkpoint in RUN_DIR/checkpoints")

@@ -1,0 +1,77 @@
+"""Processes that are killed: the run ends with one sentence, or goes on and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from slime_like.data.ledger import audit_run
+from tests.conftest import Tiny
+from tests.faults.quick import quick
+from tests.faults.test_failures import one_sentence
+from tests.processes import Command
+
+# vLLM renames its process, where the operating system lets it.
+VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "who", "busy_with"),
+    [
+        ("transformers", ("ray::EngineActor",), "engine 0 (transformers)", "generation"),
+        ("vllm", VLLM_CORE, "engine 0 (vllm)", "sync"),
+        ("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation"),
+        ("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation"),
+    ],
+)
+def test_a_killed_process_ends_the_run_with_one_sentence(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], who: str, busy_with: str
+) -> None:
+    """Killed at whatever the run is doing, mostly one thing; the sentence says who, and in which phase."""
+    flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.max_engine_restarts", "0"]
+    flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
+    with Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log") as command:
+        command.wait_for("starting", timeout_s=30)
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
+            assert command.process.poll() is None, command.output
+            time.sleep(0.1)
+        assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # nobody else's business
+        command.named(*victim).kill()
+        killed = time.monotonic()
+        finished = command.finish(timeout_s=60)
+    assert finished.code == 1
+    assert time.monotonic() - killed < 30
+    sentence = one_sentence(finished)
+    assert who in sentence
+    assert " while " in sentence or ", " in sentence
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "ahead"), [("transformers", ("ray::EngineActor",), 0), ("vllm", VLLM_CORE, 1)]
+)
+def test_a_killed_engine_is_replaced_and_no_group_is_lost(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], ahead: int
+) -> None:
+    """The only engine: its requests wait for its successor, which has the weights of the day before it serves."""
+    flags = ["--rollout.engine", engine, "--steps", "12", "--rollout.prompts_per_step", "16"]
+    flags += ["--rollout.max_staleness", str(ahead), "--algorithm.importance_correction", "truncate"]
+    run_dir = tmp_path / "run"
+    with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
+        command.wait_for("starting", timeout_s=30)
+        while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+            assert command.process.poll() is None, command.output
+            time.sleep(0.02)
+        command.named(*victim).kill()
+        finished = command.finish(timeout_s=150)
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert f"engine 0 ({engine}) was started again (" in finished.stderr
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
+    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        assert row.get("weights/probe_gap", 0.0) < 1e-4
+        assert row.get("rollout/staleness_max", 0) <= ahead

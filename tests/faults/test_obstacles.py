@@ -1,0 +1,43 @@
+"""A port that is taken, a reward that hangs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tiny
+from tests.faults.quick import quick
+from tests.faults.test_failures import one_sentence
+from tests.processes import run
+
+
+def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ["--trainer.rendezvous_port", str(port)]
+        finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert f"trainer rank 0, starting: trainer.rendezvous_port={port} is taken on 127.0.0.1" in one_sentence(finished)
+
+
+@pytest.mark.parametrize("function", ["hangs_once", "hangs_always"])
+def test_a_hung_reward_worker(tiny: Tiny, tmp_path: Path, function: str) -> None:
+    """One response costs its own sample, and is told; a function that always hangs ends the run."""
+    options = f", options: {{marker: {tmp_path}/hung}}" if function == "hangs_once" else ""
+    functions = f"[{{name: 'tests.faults.rewards:{function}'{options}}}]"
+    flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
+    finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
+    if function == "hangs_always":
+        assert finished.code == 1
+        assert "no answer within reward.timeout_s=1 s for each of the first 8 responses" in one_sentence(finished)
+        return
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert "step 1, reward: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["ref_actor_rewards/scoring_failures"] == 1
