@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import ConfigError, DataError, SlimeLikeError
 
 if TYPE_CHECKING:
     from slime_like.config import LoggingConfig
@@ -41,6 +43,7 @@ class MetricLogger:
 
     Raises:
         ConfigError: a tracker is on whose package is not installed.
+        SlimeLikeError: from every method that writes, where the disk refuses.
     """
 
     def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
@@ -57,8 +60,7 @@ class MetricLogger:
         """
         _refuse_reserved(values, ("step", "time"))
         numbers = {name: float(value) for name, value in values.items()}
-        _write_line(self._file, {"step": step, "time": time.time(), **numbers})
-        self._file.flush()
+        _write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
@@ -79,8 +81,7 @@ class MetricLogger:
         path = self._run_dir / "tables" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with _open_for_append(path) as file:
-            for row in rows:
-                _write_line(file, {"step": step, **dict(zip(columns, row, strict=True))})
+            _write_lines(file, ({"step": step, **dict(zip(columns, row, strict=True))} for row in rows))
         for tracker in self._trackers:
             tracker.log_table(step, name, columns, rows)
 
@@ -119,14 +120,14 @@ def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 
 
 # --------------------------------------------------------------------------------------------------------- JSON lines
-def _open_for_append(path: Path) -> IO[str]:
+def _open_for_append(path: Path) -> FileIO:
     """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
     if path.is_file():
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             _mend_tail(path, content, whole)
-    return path.open("a", encoding="utf-8")
+    return path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
 
 
 def _mend_tail(path: Path, content: bytes, whole: int) -> None:
@@ -139,8 +140,17 @@ def _mend_tail(path: Path, content: bytes, whole: int) -> None:
             file.truncate(whole)
 
 
-def _write_line(file: IO[str], record: Mapping[str, Any]) -> None:
-    file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
+    lines = (json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) for record in records)
+    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise SlimeLikeError(
+            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and start again: the "
+            "run goes on from its last checkpoint"
+        ) from error
 
 
 def _finite(value: Any) -> Any:

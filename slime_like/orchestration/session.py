@@ -159,7 +159,7 @@ class Session:
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)
 
     def _position_prompts(self) -> None:
-        """Go on in the prompts where the resumed checkpoint was. What does not fit is refused before anything starts."""
+        """Go on in the prompts where the checkpoint was. What does not fit is refused before anything starts."""
         if self.resumed is None or self.prompts is None:
             return
         self.prompts.load_state_dict(self.resumed.data_position())

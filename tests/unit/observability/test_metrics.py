@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime_like.config import LoggingConfig
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, series
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
@@ -54,6 +54,14 @@ def test_non_finite_values_stand_as_null(tmp_path: Path) -> None:
     logger.close()
     (row,) = strict_lines(tmp_path / "metrics.jsonl")
     assert {name: row[name] for name in values} == {"nan": None, "inf": None, "tensor": None, "fine": 0.5}
+
+
+def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    with pytest.raises(SlimeLikeError, match=r"metrics.jsonl could not be written \(No space left .*\); free space"):
+        logger.log(1, {"loss": 1.0})
+    logger.close()
 
 
 def test_a_later_logger_appends(tmp_path: Path) -> None:
