@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slime_like.algorithms.logprobs import compute_dtype, row_sums, softmax_gradient
 from slime_like.algorithms.masks import require_temperatures
+from slime_like.algorithms.tensor_checks import require_targets, require_tensors
 
 Reduce = Callable[[Tensor], object]
 
@@ -61,9 +62,15 @@ def fused_logprobs(
         ``hidden`` and ``weight``.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside the vocabulary, a temperature that is not positive, a part
-            of the vocabulary without reductions, a chunk below 1.
+        ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
+            outside the vocabulary, a temperature that is not positive, a part of the vocabulary without reductions, a
+            chunk below 1.
     """
+    require_tensors(hidden=hidden, weight=weight, targets=targets, temperatures=temperatures)
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}; give floats of one type, e.g. hidden.to(weight.dtype)"
+        )
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give (N, H), (V, H)"
@@ -92,14 +99,16 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: targets that are no integers or outside the vocabulary, a first column below 0, a chunk below 1.
+            ValueError: targets that are no integers or outside the vocabulary, no vocabulary, a first column below 0, a
+                chunk below 1.
         """
         if start < 0:
             raise ValueError(f"vocab_start={start} is no token's id; give that of the first column")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
-        if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise ValueError(f"targets are {targets.dtype}; give integer token ids")
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size} is no vocabulary; give the number of its tokens")
+        require_targets(targets)
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
             raise ValueError(
                 f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
@@ -231,9 +240,10 @@ def _accumulate_gradients(
     columns = weight[: shard.columns]
     for part in shard.parts(hidden.shape[0]):
         x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype)
-        x -= maximum[part, None]  # apart from the rest of the log-sum-exp: their sum is rounded where logits are large
         entropy_part = None if grad_entropy is None else grad_entropy[part]
-        dx = softmax_gradient(x, log_total[part], entropy[part], grad[part], entropy_part, overwrite=True)
+        dx = softmax_gradient(
+            x, maximum[part], log_total[part], entropy[part], grad[part], entropy_part, overwrite=True
+        )
         del x  # its memory is the gradient's now
         column, held = shard.local(targets[part])
         dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies, in chunks of tokens, recomputed in backward.
 
-Neither logits in float32 nor a softmax of the whole [T, V] is ever kept: forward saves one log-sum-exp and one entropy
-per token, backward computes each chunk's softmax again. A logprob means the same everywhere: log-softmax of the
-temperature-scaled logits over the whole vocabulary.
+Neither logits in float32 nor a softmax of the whole [T, V] is ever kept: forward saves a maximum, the log-sum-exp above
+it and an entropy per token, backward computes each chunk's softmax again. A logprob means the same everywhere:
+log-softmax of the temperature-scaled logits over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from torch import Tensor
 
 from slime_like.algorithms.masks import require_temperatures
 from slime_like.algorithms.packing import response_logit_index, response_tokens
+from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_tensors
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _DEVICE_CHUNK_ELEMENTS = 1 << 25
+
+# exp of it, and of anything below, is 0 in float64 too.
+_LEAST_SHIFT = -1000.0
 
 
 def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
@@ -33,8 +37,8 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
         (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: shapes that do not fit, logits that are no floats, targets that are no integers, or one that is not
-            below V.
+        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
+            are no integers, or one that is not below V.
 
     Example:
         >>> selective_log_softmax(torch.zeros(2, 8), torch.tensor([0, -100]))
@@ -55,8 +59,8 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor |
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: shapes that do not fit, logits that are no floats, targets that are no integers, one that is not
-            below V, or a temperature that is not positive.
+        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
+            are no integers, one that is not below V, or a temperature that is not positive.
 
     Example:
         >>> logprobs, entropy = logprobs_and_entropy(logits, targets, torch.tensor(0.7))
@@ -86,6 +90,7 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     Example:
         >>> compute_response_logprobs(logits, packed, temperature=None)
     """
+    require_tensors(logits=logits)
     if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, the pack has {packed.packed_seq_len} tokens; give (T, V)"
@@ -115,10 +120,8 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
 
 def _check_scoring(logits: Tensor, targets: Tensor) -> None:
     """What would end as an index error of a kernel, or not at all."""
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"targets are {targets.dtype}; give integer token ids")
+    require_logits(logits)
+    require_targets(targets)
     if targets.numel() and int(targets.max()) >= logits.shape[-1]:
         raise ValueError(
             f"targets reach up to {int(targets.max())}, logits have {logits.shape[-1]} columns; give the whole "
@@ -127,7 +130,8 @@ def _check_scoring(logits: Tensor, targets: Tensor) -> None:
 
 
 def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    if logits.shape[:-1] != targets.shape:
+    require_tensors(logits=logits, targets=targets)
+    if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
         )
@@ -167,7 +171,9 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(logits.dtype)
         count = targets.numel()
-        lse, logprobs, entropy = (torch.zeros(count, dtype=dtype, device=logits.device) for _ in range(3))
+        maximum, log_total, logprobs, entropy = (
+            torch.zeros(count, dtype=dtype, device=logits.device) for _ in range(4)
+        )
         step = _chunk_rows(logits)
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
@@ -175,13 +181,14 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
             target = targets[part]
             picked = x.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
             if with_entropy:
-                maximum, total, product = row_sums(x)
-                lse[part] = maximum + total.log()
-                entropy[part] = total.log() - product / total
+                maximum[part], total, product = row_sums(x)
+                log_total[part] = total.log()
+                entropy[part] = log_total[part] - product / total
             else:
-                lse[part] = x.logsumexp(1)
-            logprobs[part] = (picked - lse[part]).masked_fill_(target < 0, 0.0)
-        ctx.save_for_backward(logits, targets, temperatures, rows, lse, entropy)
+                maximum[part], total = row_maximum_and_sum(x)
+                log_total[part] = total.log()
+            logprobs[part] = (picked - maximum[part] - log_total[part]).masked_fill_(target < 0, 0.0)
+        ctx.save_for_backward(logits, targets, temperatures, rows, maximum, log_total, entropy)
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -189,20 +196,21 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        logits, targets, temperatures, rows, lse, entropy = ctx.saved_tensors
+        logits, targets, temperatures, rows, maximum, log_total, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad_logits = torch.empty_like(logits) if rows is None else torch.zeros_like(logits)
         if grad_logprobs is None and grad_entropy is None:
             return grad_logits.zero_(), None, None, None, None
         ignored = targets < 0
-        weight = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.masked_fill(ignored, 0.0)
+        weight = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(ignored, 0.0)
         step = _chunk_rows(logits)
         for start in range(0, targets.numel(), step):
             part = slice(start, min(start + step, targets.numel()))
-            x = _scaled_rows(logits, rows, part, temperatures, lse.dtype)
+            x = _scaled_rows(logits, rows, part, temperatures, log_total.dtype)
             dx = softmax_gradient(
                 x,
-                lse[part],
+                maximum[part],
+                log_total[part],
                 entropy[part],
                 weight[part],
                 None if grad_entropy is None else grad_entropy[part],
@@ -238,9 +246,16 @@ def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor
     return maximum, total, shifted.clamp_min_(torch.finfo(x.dtype).min).mul_(weights).sum(1)
 
 
+def row_maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every row of (n, V): its maximum m, and sum of exp(x - m)."""
+    maximum = x.amax(1)
+    return maximum, torch.sub(x, maximum[:, None]).exp_().sum(1)
+
+
 def softmax_gradient(
     x: Tensor,
-    lse: Tensor,
+    maximum: Tensor,
+    log_total: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
@@ -248,11 +263,16 @@ def softmax_gradient(
 ) -> Tensor:
     """Gradient of logprob and entropy with respect to (n, V) scaled logits, without the target's own +1 term.
 
-    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. With ``overwrite`` the result takes the memory of ``x``.
+    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. The log-sum-exp comes as the maximum and what it is above
+    it: where logits are large, their sum is rounded to a multiple of 1e-5 and more, and every probability with it.
+    With ``overwrite`` the result takes the memory of ``x``.
     """
-    log_p = torch.sub(x, lse[:, None], out=x if overwrite else None)
+    shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
+    per_weight = (-log_total).exp()  # p = per_weight * exp(shifted), log p = shifted - log_total
     if grad_entropy is None:
-        return log_p.exp_().mul_(-grad_logprobs[:, None])
-    p = log_p.exp()
-    log_p.clamp_min_(torch.finfo(x.dtype).min)
-    return log_p.mul_(-grad_entropy[:, None]).sub_((grad_entropy * entropy + grad_logprobs)[:, None]).mul_(p)
+        return shifted.exp_().mul_((-grad_logprobs * per_weight)[:, None])
+    weights = shifted.exp()
+    constant = grad_entropy * (log_total - entropy) - grad_logprobs
+    # A forbidden token (-inf) has weight 0; what it is multiplied by has to be finite, whatever the gradient.
+    shifted.clamp_min_(_LEAST_SHIFT).mul_((-grad_entropy * per_weight)[:, None])
+    return shifted.add_((constant * per_weight)[:, None]).mul_(weights)

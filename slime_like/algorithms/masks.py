@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.tensor_checks import require_tensors
 
-def require_bool_mask(loss_mask: Tensor) -> None:
+
+def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
     """Raises ``ValueError`` for a mask of numbers, which indexing would take for positions."""
-    if loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {loss_mask.dtype}; give a bool, True where a token carries loss")
+    require_tensors(**{name: mask})
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} is {mask.dtype}; give a bool, True where a token carries loss, e.g. {name}.bool()")
 
 
 def require_temperatures(temperatures: Tensor) -> None:

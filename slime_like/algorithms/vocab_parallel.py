@@ -10,6 +10,7 @@ from torch import Tensor
 from slime_like.algorithms.head import Reduce, VocabularyShard, combine_shards, local_sums, no_reduction
 from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
 from slime_like.algorithms.masks import require_temperatures
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 def vocab_parallel_logprobs(
@@ -43,10 +44,13 @@ def vocab_parallel_logprobs(
         Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside the vocabulary, a temperature that is not positive, a part
-            of the vocabulary without reductions, a chunk below 1.
+        ValueError: what is no tensor, shapes that do not fit, a target outside the vocabulary, a temperature that is
+            not positive, a part of the vocabulary without reductions, a chunk below 1.
     """
+    require_tensors(logits=logits, targets=targets)
     require_temperatures(temperatures)
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
     if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
         raise ValueError(
             f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
@@ -72,26 +76,26 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         maximum, sums = local_sums(
             shard, targets, dtype, lambda part: _scaled(logits, temperatures, part, shard.columns, dtype)
         )
-        if targets.numel():
-            maximum, log_total, entropy, logprobs = combine_shards(maximum, sums, all_reduce_max, all_reduce_sum)
-            lse = maximum + log_total
-        else:
-            lse, entropy, logprobs = (sums[0],) * 3
-        ctx.save_for_backward(logits, targets, temperatures, lse, entropy)
+        maximum, log_total, entropy, logprobs = (
+            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if targets.numel() else (sums[0],) * 4
+        )
+        ctx.save_for_backward(logits, targets, temperatures, maximum, log_total, entropy)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
         return logprobs.clone(), entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, temperatures, lse, entropy = ctx.saved_tensors
+        logits, targets, temperatures, maximum, log_total, entropy = ctx.saved_tensors
         shard, (grad_logprobs, grad_entropy) = ctx.shard, grads
         grad_logits = torch.zeros_like(logits)
-        weight = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        weight = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
         for part in shard.parts(targets.numel()) if shard.columns else []:
-            x = _scaled(logits, temperatures, part, shard.columns, lse.dtype)
+            x = _scaled(logits, temperatures, part, shard.columns, log_total.dtype)
             own_entropy = None if grad_entropy is None else grad_entropy[part]
-            dx = softmax_gradient(x, lse[part], entropy[part], weight[part], own_entropy)
+            dx = softmax_gradient(
+                x, maximum[part], log_total[part], entropy[part], weight[part], own_entropy, overwrite=True
+            )
             column, held = shard.local(targets[part])
             dx.scatter_add_(1, column[:, None], weight[part].masked_fill(~held, 0.0)[:, None])
             grad_logits[part, : shard.columns] = dx.div_(temperatures[part].to(dx.dtype)[:, None]).to(logits.dtype)

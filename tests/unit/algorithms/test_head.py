@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.algorithms import fused_logprobs, vocab_parallel_logprobs
+from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7
@@ -243,3 +243,58 @@ def test_errors() -> None:
         vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)
+
+
+# -------------------------------------------------------------------------------------------------------- large logits
+def by_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logprobs_and_entropy(logits, targets)
+
+
+def by_columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return vocab_parallel_logprobs(logits, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
+
+
+def by_head(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits as hidden states, the identity as head."""
+    weight = torch.eye(logits.shape[1])
+    return fused_logprobs(logits, weight, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
+
+
+@pytest.mark.parametrize("form", [by_rows, by_columns, by_head])
+@pytest.mark.parametrize("use", [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)], ids=["logprobs", "both", "entropy"])
+def test_large_logits_keep_their_gradient(
+    form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], use: tuple[float, float]
+) -> None:
+    """Logits of 150 to 160 nats: a float32 log-sum-exp of that size is rounded by up to 8e-6, the gradient by 1e-6.
+
+    A softmax does not depend on what is added to all of its logits, so neither may its gradient's precision.
+    """
+    g = torch.Generator().manual_seed(0)
+    logits = 150 + 10 * torch.rand(64, 40, generator=g)  # exact in float32: the reference sees the same numbers
+    targets = torch.randint(0, 40, (64,), generator=g)
+    exact = logits.double().requires_grad_()
+    log_softmax = exact.log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(use[0] * logprobs.sum() + use[1] * entropy.sum(), exact)
+    own = logits.clone().requires_grad_()
+    found = form(own, targets)
+    (gradient,) = torch.autograd.grad(
+        sum(factor * x.sum() for factor, x in zip(use, found, strict=True) if factor), own
+    )
+    assert (gradient - expected).abs().max() < 6e-7
+
+
+@pytest.mark.parametrize("form", [by_rows, by_columns])
+def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(
+    form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    """A logit of -inf times a factor above 1 would leave the range of float32, and inf times 0 is nan."""
+    logits = torch.tensor([[float("-inf"), 1.0, 2.0]])
+    allowed = logits[:, 1:].double().requires_grad_()
+    log_softmax = allowed.log_softmax(-1)
+    (expected,) = torch.autograd.grad(-100 * (log_softmax.exp() * log_softmax).sum() + log_softmax[0, 0], allowed)
+    own = logits.requires_grad_()
+    logprobs, entropy = form(own, torch.tensor([1]))
+    (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), own)
+    assert gradient[0, 0] == 0 and close(gradient[:, 1:], expected, 1e-6)

@@ -1,0 +1,37 @@
+"""What is documented as a tensor has to be one, with entries that the kernels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def require_tensors(**given: object) -> None:
+    """Nothing else than tensors, or what is not given at all.
+
+    Args:
+        given: values by the name that the caller knows them by; ``None`` passes.
+
+    Raises:
+        ValueError: the first that is something else.
+    """
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            remedy = "a tensor, e.g. torch.tensor(...)" if isinstance(value, int | float) else "a tensor"
+            if isinstance(value, list | tuple):
+                remedy = f"torch.tensor({name})" if all(isinstance(x, int | float) for x in value) else "one tensor"
+            raise ValueError(f"{name} is a {type(value).__name__}; give {remedy}")
+
+
+def require_logits(logits: Tensor) -> None:
+    """Raises ``ValueError`` for logits of no token, of no vocabulary, or that are no floats."""
+    if logits.ndim < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
+
+
+def require_targets(targets: Tensor) -> None:
+    """Raises ``ValueError`` for ids of a type that is no index: a uint8 holds neither a vocabulary nor a -100."""
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"targets are {targets.dtype}; give integer token ids, int64")
