@@ -1,7 +1,11 @@
-"""What is wrong with a sequence that cannot be packed, in words."""
+"""What is wrong with sequences that cannot be packed, in words.
+
+Packing checks whole arrays; only where such a check fails is every sequence looked at.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -9,6 +13,8 @@ import torch
 from torch import Tensor
 
 from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
+
+_Trajectory = UnscoredTrajectory | ScoredTrajectory
 
 
 def _integers(tensor: Tensor) -> bool:
@@ -36,17 +42,106 @@ _FIELDS: dict[str, tuple[int, Callable[[Tensor], bool], str]] = {
     "successes": (1, _numbers, "numbers, one per reward function"),
     "advantages": (0, _numbers, "one number"),
 }
-_MAY_BE_ABSENT = ("logprobs", "old_logprobs", "ref_logprobs", "weight_versions")
-_PLAIN = {"prompt_len": Integral, "response_len": Integral, "temperature": Real, "token_weight": Real}
+_PLAIN = {
+    "sequence_id": (str, "text"),
+    "prompt_len": (Integral, "whole number"),
+    "response_len": (Integral, "whole number"),
+    "temperature": (Real, "number"),
+    "token_weight": (Real, "number"),
+}
+MAY_BE_ABSENT = ("logprobs", "old_logprobs", "ref_logprobs", "weight_versions")
 
 
-def first_fault(sequences: Sequence[UnscoredTrajectory | ScoredTrajectory]) -> str | None:
-    """The first field of the first sequence that is not what its trajectory's documentation says, or ``None``."""
-    faults = (fault for sequence in sequences if (fault := _fault(sequence)))
-    return next(faults, None)
+# ----------------------------------------------------------------------------------------------------- of the arguments
+def checked_list(sequences: Sequence[_Trajectory]) -> list[_Trajectory]:
+    """All trajectories, of one kind; whatever can be walked over is welcome.
+
+    Raises:
+        ValueError: one alone, none, something else, or scored ones among unscored ones.
+    """
+    if isinstance(sequences, _Trajectory):
+        raise ValueError(f"sequence {sequences.sequence_id!r} was given alone; give a list of sequences")
+    sequences = list(sequences)
+    if not sequences:
+        raise ValueError("cannot pack an empty list of sequences; give at least one")
+    kinds = set(map(type, sequences))
+    if odd := [kind for kind in kinds if not issubclass(kind, _Trajectory)]:
+        raise ValueError(f"a {odd[0].__name__} is no sequence; give UnscoredTrajectory or ScoredTrajectory objects")
+    if len(kinds) > 1:
+        raise ValueError("scored and unscored sequences cannot share a pack; pack each kind by itself")
+    return sequences
 
 
-def negative_id(sequences: Sequence[UnscoredTrajectory | ScoredTrajectory]) -> str | None:
+def checked_device(device: torch.device | str) -> torch.device:
+    """Where a pack may go.
+
+    Raises:
+        ValueError: no device's name, or a GPU where torch sees none.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {device!r} is none that torch knows; give e.g. 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(found)!r}: torch sees no GPU on this machine; give 'cpu', or install its CUDA build"
+        )
+    return found
+
+
+def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) -> None:
+    """Raises ``ValueError`` for numbers that are not whole, and for an ``ignore_index`` that is a token's id."""
+    given = {"target_tokens_per_batch": budget, "pad_token_id": pad_token_id, "ignore_index": ignore_index}
+    for name, value in given.items():
+        if not isinstance(value, Integral) and not (value is None and name == "target_tokens_per_batch"):
+            raise ValueError(f"{name}={value!r} is no whole number; give an integer")
+    if ignore_index >= 0:
+        raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
+
+
+# ----------------------------------------------------------------------------------------------------- of the sequences
+def check_sizes(
+    sequences: Sequence[_Trajectory], prompts: list[int], responses: list[int], packed: int, pad_token_id: int
+) -> None:
+    """Nothing empty, nothing over the length of the pack, and padding that is a token.
+
+    Raises:
+        ValueError: the first that is not so.
+    """
+    for name, own in (("prompt", prompts), ("response", responses)):
+        if min(own) < 1:
+            where = sequences[own.index(min(own))].sequence_id
+            raise ValueError(f"sequence {where!r} has an empty {name}: nothing could be scored; drop it before packing")
+    actual = sum(prompts) + sum(responses)
+    if actual > packed:
+        _refuse_budget(sequences, actual, packed)
+    if actual < packed and pad_token_id < 0:
+        raise ValueError(f"pad_token_id={pad_token_id} is no token's id; give one of the vocabulary, e.g. 0")
+
+
+def _refuse_budget(sequences: Sequence[_Trajectory], actual: int, budget: int) -> None:
+    for sequence in sequences:
+        if sequence.total_len > budget:
+            raise ValueError(
+                f"sequence {sequence.sequence_id!r} has {sequence.total_len} tokens, over the budget of {budget}; "
+                "raise target_tokens_per_batch or limit prompt and response"
+            )
+    raise ValueError(
+        f"{len(sequences)} sequences from {sequences[0].sequence_id!r} on have {actual} tokens together, over the "
+        f"budget of {budget}; pack fewer of them (partition_by_tokens chooses)"
+    )
+
+
+def repeated_id(sequence_ids: Sequence[str]) -> str:
+    """Which id stands there twice."""
+    (twice, count), *_ = Counter(sequence_ids).most_common(1)
+    return (
+        f"{count} sequences of the pack have the id {twice!r}, so that what belongs to them could not be told apart; "
+        "give every sequence an id of its own, unique over the run"
+    )
+
+
+def negative_id(sequences: Sequence[_Trajectory]) -> str | None:
     """The first sequence with a token below 0: an ``ignore_index`` would be scored as 0 without a word."""
     for sequence in sequences:
         for name in ("prompt_tokens", "response_tokens"):
@@ -58,16 +153,23 @@ def negative_id(sequences: Sequence[UnscoredTrajectory | ScoredTrajectory]) -> s
     return None
 
 
-def _fault(sequence: UnscoredTrajectory | ScoredTrajectory) -> str | None:
+def first_fault(sequences: Sequence[_Trajectory]) -> str | None:
+    """The first field of the first sequence that is not what its trajectory's documentation says, or ``None``.
+
+    Then the first that only some sequences have, or have with another number of reward functions.
+    """
+    faults = (fault for sequence in sequences if (fault := _fault(sequence)))
+    return next(faults, None) or _absent_in_some(sequences) or _other_functions(sequences)
+
+
+def _fault(sequence: _Trajectory) -> str | None:
     where = f"sequence {sequence.sequence_id!r}"
-    for name, kind in _PLAIN.items():
-        value = getattr(sequence, name, 1)
-        if not isinstance(value, kind):
-            words = "whole number" if kind is Integral else "number"
-            return f"{where}: {name} is {_named(value)}; give a {words}"
+    for name, (kind, words) in _PLAIN.items():
+        if hasattr(sequence, name) and not isinstance(value := getattr(sequence, name), kind):
+            return f"{where}: {name} is {_named(value)}; give {'' if kind is str else 'a '}{words}"
     for name, (ndim, fits, words) in _FIELDS.items():
         value = getattr(sequence, name, None)
-        if value is None and (name in _MAY_BE_ABSENT or not hasattr(sequence, name)):
+        if value is None and (name in MAY_BE_ABSENT or not hasattr(sequence, name)):
             continue
         shape = (
             f"a {ndim}-dimensional tensor of {words}, on the CPU" if ndim else f"a scalar tensor of {words}, on the CPU"
@@ -77,6 +179,26 @@ def _fault(sequence: UnscoredTrajectory | ScoredTrajectory) -> str | None:
         if value.ndim != ndim or not fits(value) or value.device.type != "cpu":
             found = f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
             return f"{where}: {name} is {found}; give {shape}"
+    return None
+
+
+def _absent_in_some(sequences: Sequence[_Trajectory]) -> str | None:
+    for name in MAY_BE_ABSENT:
+        absent = [s.sequence_id for s in sequences if getattr(s, name, None) is None]
+        if absent and len(absent) < len(sequences):
+            return f"sequence {absent[0]!r} has no {name} while others of its pack do; all or none may have it"
+    return None
+
+
+def _other_functions(sequences: Sequence[_Trajectory]) -> str | None:
+    scored = [s for s in sequences if isinstance(s, ScoredTrajectory)]
+    for s in scored:
+        rewards, successes, first = s.rewards.numel(), s.successes.numel(), scored[0].rewards.numel()
+        if rewards != successes or rewards != first:
+            return (
+                f"sequence {s.sequence_id!r} has {rewards} rewards and {successes} successes, the first of its pack "
+                f"has {first} rewards; every sequence needs one of each per reward function"
+            )
     return None
 
 

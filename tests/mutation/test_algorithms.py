@@ -45,9 +45,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the last response token carries no loss",
-        "packing.py",
-        "    weights = lengths.per_token(",
-        "    loss_mask[lengths.response.cumsum() - 1] = False\n    weights = lengths.per_token(",
+        "pack_fields.py",
+        "    mask = loss_mask.numpy()\n",
+        "    mask = loss_mask.numpy()\n    mask[lengths.response.cumsum() - 1] = False\n",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
     Mutation(
