@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,10 +28,22 @@ class AdvantageEstimator:
         compute: ``(rewards (N,) float64, groups, **options) -> (N,)``.
         scope: "group" needs only completed groups; "batch" needs the whole batch, so that nothing can stream. The
             training loop gives either kind all samples of a step at once, unless the first kind is streamed.
+
+    Raises:
+        ValueError: another scope, or something that cannot be called.
     """
 
     compute: Callable[..., Tensor]
     scope: Scope
+
+    def __post_init__(self) -> None:
+        if self.scope not in get_args(Scope):
+            raise ValueError(f"scope={self.scope!r} of an advantage estimator is none; use 'group' or 'batch'")
+        if not callable(self.compute):
+            raise ValueError(
+                f"compute of an advantage estimator is a {type(self.compute).__name__}, which cannot be called; give a "
+                "function of rewards and groups"
+            )
 
     def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
         return self.compute(rewards, groups, **options)

@@ -3,6 +3,9 @@
 Two layouts. *Zigzag*: every sequence is padded to a multiple of ``2 * cp``, cut into ``2 * cp`` chunks, and rank r
 holds chunks r and ``2 * cp - 1 - r``: causal work is balanced (ring attention, Transformer Engine). *Contiguous*: the
 packed axis as a whole is cut into cp equal parts (all-gather attention); only the total is padded.
+
+With ``cp = 1`` there is nothing to balance: zigzag pads no sequence either, and both layouts hold the pack as it is,
+with ``multiple_of`` padding at its end.
 """
 
 from __future__ import annotations
@@ -144,6 +147,8 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
     ranks = sorted(shard.cp_rank for shard in shards)
     if not shards or ranks != list(range(shards[0].cp_size)):
         raise ValueError(f"shards of ranks {ranks} are no whole pack; give one shard of every context-parallel rank")
+    if not all(isinstance(values, Tensor) for values in local_values):
+        raise ValueError("local_values hold something that is no tensor; give one tensor per shard")
     if len(shards) != len(local_values):
         raise ValueError(f"{len(local_values)} tensors of values for {len(shards)} shards; give one each")
     for shard, values in zip(shards, local_values, strict=True):
@@ -160,10 +165,10 @@ def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:
     Args:
         length: tokens of the sequence itself.
         cp_size: context-parallel ranks.
-        layout: ``"zigzag"`` pads every sequence, ``"contiguous"`` none.
+        layout: ``"zigzag"`` pads every sequence (none for ``cp_size`` 1), ``"contiguous"`` none.
 
     Returns:
-        ``length``, or the next multiple of ``2 * cp_size`` above it.
+        ``length``, or the least multiple of ``2 * cp_size`` not below it where zigzag has more than one rank.
 
     Raises:
         ValueError: a negative length, no rank, or an unknown layout.

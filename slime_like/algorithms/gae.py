@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.segments import require_lengths
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 @dataclass(slots=True)
@@ -46,9 +47,16 @@ def gae(
         Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
 
     Raises:
-        ValueError: shapes that do not fit together, a mask that is not bool, values that are no floats, or a ``gamma``
-            or ``lam`` outside 0 to 1.
+        ValueError: what is no tensor, shapes that do not fit together, a mask that is not bool, values that are
+            no floats, or a ``gamma`` or ``lam`` outside 0 to 1.
     """
+    require_tensors(
+        rewards=rewards,
+        values=values,
+        loss_mask=loss_mask,
+        response_lens=response_lens,
+        token_rewards=token_rewards,
+    )
     if values.shape != loss_mask.shape or int(response_lens.sum()) != values.numel():
         raise ValueError(
             f"values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)} and response_lens adding up to "

@@ -6,6 +6,7 @@ The engine's numerics, precision and (asynchronously) weights differ from the tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from torch import Tensor
 from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 @dataclass(slots=True)
@@ -103,15 +105,18 @@ def off_policy_sequence_mask(
         Which tokens stay; those that carry no loss stay or go with their sequence.
 
     Raises:
-        ValueError: tensors that would be broadcast, or a mask that is not bool.
+        ValueError: what is no tensor or would be broadcast, a mask that is not bool, or a threshold that is not finite.
     """
     _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
+    if not math.isfinite(threshold):
+        raise ValueError(f"off-policy threshold={threshold} would keep all sequences or none; give nats per token")
     divergence = masked_segment_mean((sampled_logprobs - logprobs).detach(), loss_mask, response_lens)
     negative = masked_segment_mean(advantages, loss_mask, response_lens) < 0
     return ~spread_over_tokens(negative & (divergence > threshold), response_lens, logprobs.numel())
 
 
 def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
+    require_tensors(**tensors)
     require_bool_mask(loss_mask)
     for name, tensor in tensors.items():
         if tensor.shape != loss_mask.shape or tensor.ndim != 1:

@@ -197,13 +197,17 @@ def training_flops(
         (N,) FLOPs.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a negative size or length.
     """
     if min(hidden_size, num_parameters, num_layers) < 0:
         raise ValueError(
             f"hidden_size={hidden_size}, num_parameters={num_parameters}, num_layers={num_layers}: none can be negative"
         )
-    return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in _as_list(lengths)]
+    lengths = _as_list(lengths)
+    for index, length in enumerate(lengths):
+        if not 0 <= length < math.inf:
+            raise ValueError(f"sequence {index} has length {length}; give the number of its tokens, 0 or more")
+    return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in lengths]
 
 
 # ------------------------------------------------------------------------------------------------------------ balancing
@@ -381,11 +385,15 @@ def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Seque
 
 
 def _check_ranks(num_ranks: int) -> None:
+    if not isinstance(num_ranks, Integral):
+        raise ValueError(f"num_ranks={num_ranks!r} is no number of ranks; give a whole one")
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
 
 
 def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
+    if not isinstance(max_tokens, Integral):
+        raise ValueError(f"max_tokens={max_tokens!r} is no number of tokens; give a whole one")
     for index, length in enumerate(lengths):
         if not isinstance(length, Integral):
             raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.segments import segment_sum
+from slime_like.algorithms.tensor_checks import require_tensors
 
 Counts = Sequence[int]
 
@@ -161,10 +162,15 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
         >>> sum_of_sample_mean(torch.tensor([1.0, 3.0, 5.0]), [2, 1], [torch.ones(2), torch.ones(1)])
         tensor(7.)
     """
+    require_tensors(x=x)
+    if not all(isinstance(mask, Tensor) for mask in loss_masks):
+        raise ValueError("loss_masks hold something that is no tensor; give one tensor (response_len,) per sample")
     if x.ndim != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
     lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)
     if sum(lengths) != x.numel() or [mask.numel() for mask in loss_masks] != lengths:
+        if lengths and min(lengths) < 0:
+            raise ValueError(f"response_lengths has {min(lengths)} for a sample; a length is 0 or more")
         raise ValueError(
             f"x has {x.numel()} values, response_lengths add up to {sum(lengths)}; every mask needs its sample's length"
         )

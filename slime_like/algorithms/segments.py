@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.tensor_checks import require_tensors
+
 
 def require_lengths(lengths: Tensor, total: int) -> None:
-    """Raises ``ValueError`` for segments that do not cover ``total`` tokens."""
+    """Raises ``ValueError`` for segments that do not cover ``total`` tokens, or are shorter than nothing."""
+    require_tensors(response_lens=lengths)
     if lengths.ndim != 1 or lengths.is_floating_point() or int(lengths.sum()) != total:
         raise ValueError(
             f"response_lens {tuple(lengths.shape)} of {lengths.dtype} add up to {lengths.sum().item()}, but there are "
             f"{total} response tokens; give the (S,) integer lengths of the sequences they belong to"
         )
+    if lengths.numel() and int(lengths.min()) < 0:
+        where = int(lengths.argmin())
+        raise ValueError(f"response_lens has {int(lengths[where])} for sequence {where}; a length is 0 or more")
 
 
 def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:

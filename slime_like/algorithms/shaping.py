@@ -10,6 +10,7 @@ from torch import Tensor
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.segments import require_lengths, segment_sum
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -27,12 +28,15 @@ def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: f
         (N,) float32, at most 0.
 
     Raises:
-        ValueError: a buffer that is not between 1 and ``max_len``, or a factor below 0.
+        ValueError: a negative length, a buffer that is not between 1 and ``max_len``, or a factor below 0.
 
     Example:
         >>> overlong_penalty(torch.tensor([15, 18, 20, 25]), max_len=20, buffer=4)
         tensor([ 0.0000, -0.5000, -1.0000, -1.0000])
     """
+    require_tensors(response_lens=response_lens)
+    if response_lens.numel() and bool((response_lens < 0).any()):
+        raise ValueError(f"response_lens has {float(response_lens.min()):g} as its least; a length is 0 or more")
     if not 1 <= buffer <= max_len:
         raise ValueError(f"overlong buffer={buffer} must lie between 1 and the response limit {max_len}")
     if not 0 <= factor < math.inf:
@@ -63,9 +67,13 @@ def kl_penalty(
         and float32 at least.
 
     Raises:
-        ValueError: an unknown estimator, shapes that do not fit together, or a mask that is not bool.
+        ValueError: an unknown estimator, what is no tensor, shapes that do not fit together, a mask that is not bool,
+            or a coefficient that is not finite.
     """
+    require_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_bool_mask(loss_mask)
+    if not math.isfinite(coefficient):
+        raise ValueError(f"KL coefficient={coefficient} scales no penalty; give a finite one, 0 for none")
     if loss_mask.shape != logprobs.shape:
         raise ValueError(
             f"loss_mask {tuple(loss_mask.shape)} and logprobs {tuple(logprobs.shape)} differ; give one of each per "

@@ -11,8 +11,10 @@ from torch import Tensor
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs, LossOutput
+from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths
+from slime_like.algorithms.tensor_checks import require_tensors
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
@@ -59,10 +61,11 @@ class GRPOLoss:
             ``loss``, with graph, and ``sums``: divide by ``step_denominator``, after the sums of all micro-batches.
 
         Raises:
-            ValueError: an input that the configured loss needs is missing. A ratio against a detached copy of the same
-                logprobs would be 1 by construction, so it is never made up here.
+            ValueError: an input that the configured loss needs is missing, or a mask is not bool. A ratio
+                against a detached copy of the same logprobs would be 1 by construction, so it is never made up here.
         """
-        mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+        require_tensors(logprobs=logprobs)
+        mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
         weights = torch.ones_like(logprobs) if token_weights is None else token_weights
         return self.loss(
             LossInputs(
@@ -83,7 +86,7 @@ class GRPOLoss:
         pi_logits: Tensor | Sequence[Tensor],
         targets: Tensor,
         ref_logprobs: Tensor | None,
-        advantages: Tensor,
+        advantages: Tensor | None,
         padding_masks: Tensor | None = None,
         *,
         old_logprobs: Tensor | None = None,
@@ -99,8 +102,8 @@ class GRPOLoss:
                 axis, of any sizes.
             targets: (R,) or (B, T) int64; a negative id carries no loss.
             ref_logprobs: as ``targets``; may be none where ``kl_coef`` is 0.
-            advantages: as ``targets``, or (B,) for padded input.
-            padding_masks: as ``targets``, True where the token carries loss.
+            advantages: as ``targets``, or (B,) for padded input; may be none where the loss uses none (sft).
+            padding_masks: as ``targets``, bool, True where the token carries loss.
             old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
                 then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
             behaviour_logprobs: as ``targets``.
@@ -114,9 +117,17 @@ class GRPOLoss:
             ``targets``.
 
         Raises:
-            ValueError: shapes that do not fit together, a temperature that is not positive, or something that the
-                configuration needs and is not given.
+            ValueError: what is no tensor, shapes that do not fit together, a mask that is not bool, a
+                temperature that is not positive, or something that the configuration needs and is not given.
         """
+        require_tensors(
+            targets=targets,
+            ref_logprobs=ref_logprobs,
+            advantages=advantages,
+            padding_masks=padding_masks,
+            old_logprobs=old_logprobs,
+            behaviour_logprobs=behaviour_logprobs,
+        )
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
         _require_shape_of(
@@ -127,12 +138,15 @@ class GRPOLoss:
             behaviour_logprobs=behaviour_logprobs,
         )
         logprobs, entropy = _score(pi_logits, targets, temperature)
-        mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks.bool()
+        mask = targets >= 0
+        if padding_masks is not None:
+            require_bool_mask(padding_masks, "padding_masks")
+            mask = mask & padding_masks
         lengths = _sequence_lengths(targets, response_lens)
         weights, denominator = self._reduce(mask.flatten(), lengths, group_ids)
         output = self.compute_loss_from_logprobs(
             logprobs.flatten(),
-            advantages=_broadcast(advantages, targets).flatten(),
+            advantages=None if advantages is None else _broadcast(advantages, targets).flatten(),
             old_logprobs=(logprobs.detach() if old_logprobs is None else old_logprobs).flatten(),
             ref_logprobs=None if ref_logprobs is None else ref_logprobs.flatten(),
             behaviour_logprobs=None if behaviour_logprobs is None else behaviour_logprobs.flatten(),
@@ -180,6 +194,13 @@ def _figures(output: LossOutput, denominator: float) -> tuple[Tensor, Tensor, Te
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies; targets are cut at the chunks' own offsets, so the two cannot drift apart."""
     chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
+    for chunk in chunks:
+        require_tensors(pi_logits=chunk)
+        if chunk.ndim != targets.ndim + 1:
+            raise ValueError(
+                f"pi_logits have shape {tuple(chunk.shape)}, targets {tuple(targets.shape)}; give (R, V) for a pack, "
+                "(B, T, V) for padded input"
+            )
     sizes = [chunk.shape[-2] for chunk in chunks]
     if sum(sizes) != targets.shape[-1]:
         raise ValueError(f"chunks of {sizes} tokens do not cover targets of shape {tuple(targets.shape)}")

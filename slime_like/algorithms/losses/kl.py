@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.registry import resolve_callable
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
         tensor([0.1250])
     """
+    require_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(
             f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ; give one of each "

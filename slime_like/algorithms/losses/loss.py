@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,9 @@ class Loss:
         config: coefficients and corrections.
         policy: the policy term.
 
+    Raises:
+        ValueError: a coefficient or threshold that is negative or not finite.
+
     Attributes:
         name: of the policy term.
         needs_reference: ``ref_logprobs`` must be given.
@@ -60,6 +64,7 @@ class Loss:
     """
 
     def __init__(self, config: AlgorithmConfig, policy: PolicyLoss) -> None:
+        _check_coefficients(config)
         self._config, self._policy = config, policy
         corrects = config.importance_correction != "none"
         self.name = policy.name
@@ -106,7 +111,7 @@ class Loss:
             (self._policy.needs_advantages, "advantages"),
         ):
             if needed and getattr(inputs, name) is None:
-                raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none")
+                raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none, give (R,)")
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
         config = self._config
@@ -147,6 +152,14 @@ class Loss:
             return None
         kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._config.kl_estimator)
         return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
+
+
+def _check_coefficients(config: AlgorithmConfig) -> None:
+    """A NaN is not above 0: the term would be left out without a word."""
+    for name in ("kl_coef", "entropy_coef", "off_policy_mask"):
+        value = getattr(config, name)
+        if not (value is None and name == "off_policy_mask") and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} is no coefficient or threshold; give a finite one, 0 or more")
 
 
 def _check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:

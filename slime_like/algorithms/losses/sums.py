@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -72,7 +73,12 @@ class LossSums:
 
         Returns:
             Every figure a float64 scalar; what no micro-batch measured is 0.
+
+        Raises:
+            ValueError: a denominator that is not positive and finite.
         """
+        if not 0 < denominator < math.inf:
+            raise ValueError(f"denominator={denominator} divides no step's sums; give that of `step_denominator`")
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(
             loss=self.loss / denominator,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.masks import require_bool_mask
+from slime_like.algorithms.tensor_checks import require_tensors
 
 if TYPE_CHECKING:
     from slime_like.algorithms.losses.sums import LossSums
@@ -44,8 +45,10 @@ class LossInputs:
     response_lens: Tensor | None = None
 
     def check_shapes(self) -> None:
-        """Raises ``ValueError`` where a tensor would be broadcast, or a mask is no mask: the loss would be wrong."""
-        for name in (*_PER_TOKEN, "loss_mask", "token_weights"):
+        """Raises ``ValueError`` where something is no tensor or would be broadcast, or a mask is no mask."""
+        names = (*_PER_TOKEN, "loss_mask", "token_weights")
+        require_tensors(**{name: getattr(self, name) for name in names})
+        for name in names:
             value = getattr(self, name)
             if value is not None and value.shape != self.logprobs.shape:
                 raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.masks import require_bool_mask
+from slime_like.algorithms.tensor_checks import require_tensors
 
 
 @dataclass(slots=True)
@@ -42,8 +43,9 @@ def value_loss(
         The loss and how often the clip took hold; whatever stands on masked tokens, inf and nan too, has no effect.
 
     Raises:
-        ValueError: shapes that differ, a mask that is not bool, or a negative ``clip``.
+        ValueError: what is no tensor, shapes that differ, a mask that is not bool, or a negative ``clip``.
     """
+    require_tensors(values=values, old_values=old_values, returns=returns, token_weights=token_weights)
     require_bool_mask(loss_mask)
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip={clip} bounds no change of a value; give 0 or more, or None for no clipping")

@@ -1,0 +1,272 @@
+"""What a newcomer gives by mistake is refused in a sentence that names what, where and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.algorithms import (
+    AdvantageEstimator,
+    GRPOLoss,
+    LossInputs,
+    LossSums,
+    build_loss,
+    compute_response_logprobs,
+    fused_logprobs,
+    gae,
+    importance_weights,
+    kl_penalty,
+    logprobs_and_entropy,
+    merge_from_context_parallel,
+    off_policy_sequence_mask,
+    overlong_penalty,
+    pack_sequences,
+    partition_by_tokens,
+    partition_full_batches,
+    selective_log_softmax,
+    split_for_context_parallel,
+    sum_of_sample_mean,
+    training_flops,
+    unpack_response_logprobs,
+    value_loss,
+    vocab_parallel_logprobs,
+)
+from slime_like.algorithms.losses import kl_estimate
+from slime_like.config.algorithm import AlgorithmConfig
+from tests.unit.algorithms.cases import SHAPES, batch, scored
+
+NAN, INF = float("nan"), float("inf")
+LIST = [0.0, 0.0]
+TWO, MASK, LENGTHS = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
+IDS, LOGITS = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5)
+CONFIG = AlgorithmConfig()
+BARE = SimpleNamespace(
+    loss="sft", importance_correction="none", kl_coef=0.0, entropy_coef=0.0, off_policy_mask=None, reduction="tokens"
+)
+
+
+def refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# A list where a tensor is documented: every function, every argument.
+GIVEN: dict[Callable[..., Any], dict[str, Any]] = {
+    selective_log_softmax: {"logits": LOGITS, "targets": IDS},
+    logprobs_and_entropy: {"logits": LOGITS, "targets": IDS, "temperatures": TWO + 1},
+    vocab_parallel_logprobs: {"logits": LOGITS, "targets": IDS, "temperatures": TWO + 1},
+    fused_logprobs: {"hidden": LOGITS, "weight": LOGITS, "targets": IDS, "temperatures": TWO + 1},
+    gae: {"rewards": TWO[:1], "values": TWO, "loss_mask": MASK, "response_lens": LENGTHS, "token_rewards": TWO},
+    value_loss: dict.fromkeys(("values", "old_values", "returns", "token_weights"), TWO) | {"loss_mask": MASK},
+    kl_estimate: {"logprobs": TWO, "ref_logprobs": TWO},
+    kl_penalty: {"logprobs": TWO, "ref_logprobs": TWO, "loss_mask": MASK, "response_lens": LENGTHS},
+    overlong_penalty: {"response_lens": LENGTHS},
+    importance_weights: {"old_logprobs": TWO, "behaviour_logprobs": TWO, "loss_mask": MASK, "response_lens": LENGTHS},
+    off_policy_sequence_mask: dict.fromkeys(("logprobs", "sampled_logprobs", "advantages"), TWO)
+    | {"loss_mask": MASK, "response_lens": LENGTHS},
+    sum_of_sample_mean: {"x": TWO},
+}
+FURTHER: dict[Callable[..., Any], dict[str, Any]] = {
+    vocab_parallel_logprobs: {"vocab_size": 5},
+    fused_logprobs: {"vocab_size": 2},
+    kl_penalty: {"coefficient": 0.1},
+    overlong_penalty: {"max_len": 5, "buffer": 2},
+    importance_weights: {"correction": "truncate", "level": "sequence"},
+    off_policy_sequence_mask: {"threshold": 0.1},
+    sum_of_sample_mean: {"response_lengths": [2], "loss_masks": [MASK]},
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(f, name) for f, given in GIVEN.items() for name in given], ids=lambda x: str(x).split()[-1]
+)
+def test_a_list_is_no_tensor(function: Callable[..., Any], name: str) -> None:
+    further = FURTHER.get(function, {})
+    function(**GIVEN[function], **further)  # as it should be
+    refused(lambda: function(**GIVEN[function] | {name: LIST}, **further), rf"^{name} (is|are) a list; give .*tensor")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(LossInputs)])
+def test_a_list_is_no_input_of_a_loss(name: str) -> None:
+    given = LossInputs(TWO, TWO, TWO, TWO, TWO, TWO, MASK, TWO, LENGTHS)
+    loss = build_loss(AlgorithmConfig(loss="gspo"))
+    loss(given)
+    refused(lambda: loss(replace(given, **{name: LIST})), f"^{name} is a list; give torch.tensor")
+
+
+@pytest.mark.parametrize(
+    "name", ["targets", "ref_logprobs", "advantages", "padding_masks", "old_logprobs", "behaviour_logprobs"]
+)
+def test_a_list_is_no_input_of_the_direct_loss(name: str) -> None:
+    given: dict[str, Any] = {"pi_logits": LOGITS, "targets": IDS, "ref_logprobs": TWO, "advantages": TWO}
+    GRPOLoss(CONFIG).forward(**given)
+    refused(lambda: GRPOLoss(CONFIG).forward(**given | {name: LIST}), f"^{name} is a list; give torch.tensor")
+
+
+def packed() -> Any:
+    return pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
+
+
+def half() -> list[Any]:
+    return [split_for_context_parallel(packed(), 1, 0)]
+
+
+def estimated(scope: object = "group", compute: object = len) -> AdvantageEstimator:
+    return AdvantageEstimator(compute, scope)  # type: ignore[arg-type]
+
+
+def forward(config: Any = CONFIG, **changes: Any) -> object:
+    given = {"pi_logits": LOGITS, "targets": IDS, "ref_logprobs": TWO, "advantages": TWO}
+    return GRPOLoss(config).forward(**given | changes)
+
+
+def built(**changes: Any) -> object:
+    return build_loss(SimpleNamespace(**vars(BARE) | changes))  # type: ignore[arg-type]
+
+
+CALLS: list[tuple[Callable[[], object], str]] = [
+    # lists that are not arguments by themselves
+    (lambda: compute_response_logprobs([[0.0]], packed()), "logits is a list"),  # type: ignore[arg-type]
+    (lambda: unpack_response_logprobs(packed(), [0.0] * 15), "response_logprobs is a list"),  # type: ignore[arg-type]
+    (lambda: merge_from_context_parallel(half(), [[0.0] * 15]), "local_values hold something"),  # type: ignore[list-item]
+    (lambda: sum_of_sample_mean(TWO, [2], [LIST]), "loss_masks hold something"),  # type: ignore[list-item]
+    (lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST), "logprobs is a list"),  # type: ignore[arg-type]
+    # lengths below 0
+    (lambda: gae(TWO, TWO, MASK, torch.tensor([3, -1])), "response_lens has -1 for sequence 1; a length is 0 or more"),
+    (lambda: kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1), "response_lens has -1 for sequence 0"),
+    (lambda: importance_weights(TWO, TWO, MASK, torch.tensor([3, -1]), "mask", "sequence"), "response_lens has -1"),
+    (lambda: forward(response_lens=torch.tensor([3, -1])), "response_lens has -1 for sequence 1"),
+    (lambda: overlong_penalty(torch.tensor([4, -2]), 5, 2), "response_lens has -2 as its least"),
+    (lambda: sum_of_sample_mean(TWO, [3, -1], [MASK, MASK]), "response_lengths has -1"),
+    (lambda: training_flops([5, -2], 2, 3, 4), "sequence 1 has length -2; give the number of its tokens"),
+    (lambda: training_flops([NAN], 2, 3, 4), "sequence 0 has length nan"),
+    # numbers that have to be whole, or finite
+    *(
+        (lambda partition=partition, budget=budget: partition([1, 2], budget, 1), rf"max_tokens={budget} is no number")
+        for partition in (partition_by_tokens, partition_full_batches)
+        for budget in (NAN, INF, 2.5)
+    ),
+    (lambda: partition_by_tokens([1, 2], 5, 1.5), r"num_ranks=1\.5 is no number of ranks"),  # type: ignore[arg-type]
+    *(
+        (lambda x=x: pack_sequences(batch(SHAPES), **x), rf"{next(iter(x))}=.* is no whole number; give an integer")
+        for x in ({"target_tokens_per_batch": 99.5}, {"ignore_index": -1.5}, {"pad_token_id": 0.5})
+    ),
+    *(
+        (lambda x=x: kl_penalty(TWO, TWO, MASK, LENGTHS, x), f"KL coefficient={x} scales no penalty; give a finite")
+        for x in (NAN, INF)
+    ),
+    *((lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK, LENGTHS, x), f"={x} would") for x in (NAN, INF)),
+    *(
+        (lambda name=name, x=x: built(**{name: x}), f"{name}={x} is no coefficient or threshold; give a finite one")
+        for name in ("kl_coef", "entropy_coef", "off_policy_mask")
+        for x in (NAN, INF, -0.1)
+    ),
+    *((lambda x=x: LossSums.zeros().to_stats(x, 0.0, 0.0), f"={x} divides") for x in (0, 0.0, -1.0, NAN, INF)),
+    # vocabularies, ids and types
+    (lambda: logprobs_and_entropy(torch.zeros(2, 0), IDS - 1), r"logits have shape \(2, 0\); give .* V of 1 or more"),
+    (lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)), r"targets have shape \(\), logits \(\); give"),
+    (lambda: logprobs_and_entropy(LOGITS, IDS.to(torch.uint8)), "targets are torch.uint8; give .* int64"),
+    (lambda: vocab_parallel_logprobs(LOGITS, IDS.to(torch.uint8), TWO + 1, vocab_size=5), "targets are torch.uint8"),
+    (lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 is no vocabulary"),
+    (lambda: vocab_parallel_logprobs(LOGITS.long(), IDS, TWO + 1, vocab_size=5), "logits are torch.int64; give floats"),
+    (lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 is no vocabulary"),
+    (
+        lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS, TWO + 1, vocab_size=2),
+        r"hidden is torch.bfloat16, weight torch.float32; give floats of one type, e.g. hidden.to\(weight.dtype\)",
+    ),
+    (lambda: fused_logprobs(LOGITS.long(), LOGITS.long(), IDS, TWO + 1, vocab_size=2), "hidden is torch.int64"),
+    (lambda: forward(pi_logits=LOGITS[0]), r"pi_logits have shape \(5,\), targets \(2,\); give \(R, V\) for a pack"),
+    (lambda: forward(pi_logits=[LOGITS[0], LOGITS[1]]), r"pi_logits have shape \(5,\)"),
+    (lambda: forward(targets=IDS.to(torch.uint8)), "targets are torch.uint8"),
+    # what a loss needs, and masks
+    (lambda: forward(advantages=None), r"loss 'ppo_clip' as configured needs advantages; .*give \(R,\)"),
+    (lambda: forward(padding_masks=torch.ones(2)), r"padding_masks is torch.float32; give a bool.* padding_masks.bool"),
+    (
+        lambda: GRPOLoss(AlgorithmConfig(loss="sft")).compute_loss_from_logprobs(TWO, loss_mask=torch.ones(2).long()),
+        r"loss_mask is torch.int64; give a bool, .* loss_mask.bool\(\)",
+    ),
+    # estimators and devices
+    (lambda: estimated("galaxy"), "scope='galaxy' of an advantage estimator is none; use 'group' or 'batch'"),
+    (lambda: estimated(compute=3), "compute of an advantage estimator is a int, which cannot be called"),
+    (lambda: pack_sequences(batch(SHAPES), device="gpu"), "device 'gpu' is none that torch knows; give e.g. 'cpu'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[re.sub(r"\W+", "_", m)[:50] for _, m in CALLS])
+def test_a_call_by_mistake(call: Callable[[], object], message: str) -> None:
+    refused(call, message)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(lambda: pack_sequences(batch(SHAPES), device="cuda:1"), "device 'cuda:1': torch sees no GPU .*give 'cpu'")
+
+
+def test_supervised_loss_needs_no_advantages() -> None:
+    loss, *_ = GRPOLoss(AlgorithmConfig(loss="sft")).forward(LOGITS, IDS, None, None)
+    assert float(loss) == pytest.approx(float(torch.tensor(5.0).log()))
+
+
+# ---------------------------------------------------------------------------------------------- entries of a sequence
+def with_entry(name: str, value: float) -> Any:
+    """Sequence 's1' with ``value`` in its last loss-carrying entry."""
+    sequence = replace(scored(1), loss_mask=torch.tensor([True, False, True, False]))
+    changed = getattr(sequence, name).clone()
+    changed[2 if changed.numel() == 4 else 1] = value
+    return replace(sequence, **{name: changed})
+
+
+SEQUENCES: list[tuple[Callable[[], Any], str]] = [
+    *(
+        (lambda name=name, x=x: with_entry(name, x), f"'s1': {name} has the entry {x} at response token 2")
+        for name in ("logprobs", "old_logprobs", "ref_logprobs")
+        for x in (NAN, INF, -INF)
+    ),
+    *(
+        (lambda name=name, x=x: with_entry(name, x), f"'s1': entry 1 of {name} is {x}; every one must be finite")
+        for name in ("rewards", "successes")
+        for x in (NAN, INF)
+    ),
+    (lambda: replace(scored(1), successes=torch.zeros(3)), "'s1' has 2 rewards and 3 successes.* one of each"),
+    (lambda: replace(scored(1), token_weight=-0.5), r"'s1' has the token_weight -0\.5; give a finite one, 0 or more"),
+    (lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0), r"'s1': prompt_tokens is torch.bool .*integer token"),
+    (lambda: replace(scored(1), response_tokens=torch.ones(4) > 0), r"'s1': response_tokens is torch.bool"),
+    (lambda: replace(scored(1), weight_versions=torch.ones(4) > 0), r"'s1': weight_versions is torch.bool"),
+    (lambda: replace(scored(1), sequence_id="s0"), "2 sequences of the pack have the id 's0'.* an id of its own"),
+    (lambda: replace(scored(1), sequence_id=["s1"]), r"sequence \['s1'\]: sequence_id is a list; give text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), SEQUENCES, ids=[re.sub(r"\W+", "_", m)[:60] for _, m in SEQUENCES])
+def test_a_sequence_that_no_pack_may_hold(make: Callable[[], Any], message: str) -> None:
+    pack_sequences([scored(0), scored(2)])
+    refused(lambda: pack_sequences([scored(0), make(), scored(2)]), message)
+
+
+def test_what_stands_on_masked_tokens_is_packed_as_it_is() -> None:
+    sequence = replace(scored(1), loss_mask=torch.tensor([True, True, False, True]))
+    for value in (NAN, -INF):
+        logprobs = sequence.logprobs.clone()
+        logprobs[2] = value
+        found = pack_sequences([scored(0), replace(sequence, logprobs=logprobs)]).logprobs
+        assert found[4:].equal(logprobs) or bool(found[4:].isnan().equal(logprobs.isnan()))
+
+
+def test_large_but_finite_values_are_packed() -> None:
+    """Whose sum is not finite."""
+    huge = torch.full((4,), -3e38)
+    found = pack_sequences([replace(scored(0), logprobs=huge, rewards=torch.full((2,), 3e38))])
+    assert found.logprobs.equal(huge) and bool(found.rewards.isfinite().all())
+
+
+def test_a_graph_stays_behind() -> None:
+    """Logprobs of a pack are data: what made them is no part of it."""
+    own = scored(0)
+    found = pack_sequences([replace(own, logprobs=own.logprobs.clone().requires_grad_())])
+    assert not found.logprobs.requires_grad and found.logprobs.equal(own.logprobs)
