@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from slime_like.errors import LaunchError
@@ -39,8 +40,8 @@ def create_key(path: Path) -> bytes:
     return _read(path)
 
 
-def await_key(path: Path, timeout_s: float) -> bytes:
-    """Every other node's part: wait until node 0 has made the file.
+def await_key(path: Path, timeout_s: float, look: Callable[[], None] = lambda: None) -> bytes:
+    """Every other node's part: wait until node 0 has made the file. ``look`` is called meanwhile, and may raise.
 
     Raises:
         LaunchError: it did not come in time, or others may read it.
@@ -48,6 +49,7 @@ def await_key(path: Path, timeout_s: float) -> bytes:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         raise_if_interrupted()
+        look()
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either node 0 was not "

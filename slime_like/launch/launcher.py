@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
 from slime_like.launch.child import Child
 from slime_like.launch.devices import local_gpus, slots_per_node
 from slime_like.launch.key import await_key, create_key, key_path
+from slime_like.launch.last_words import Awaited, LastWords, NodeEndedError
 from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict
 from slime_like.launch.options import LaunchOptions, Place, find_place
 from slime_like.launch.peers import Event, Lost, Membership, RollCall
@@ -40,16 +42,51 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
     """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them.
 
     Raises:
-        ConfigError: of node 0, before it listens: others wait for it within their own bound.
-        LaunchError: there is no key, the port is taken, or node 0 does not answer.
+        ConfigError: before this node has met the others, which find the reason beside the key.
+        LaunchError: in the same way: there is no key, the port is taken, or node 0 does not answer.
     """
+    if options.nodes == 1:
+        _require_checked(config)
+        return _alone(options, config)
+    words = LastWords(config.run_dir, options.node_rank)
+    words.take_back()
+    try:
+        return _take_place(options, config, words)
+    except SlimeLikeError as error:
+        _leave(words, Verdict(_code(error), _sentence(error)))
+        raise
+    except KeyboardInterrupt:
+        _leave(words, Verdict(FAILED, f"interrupted on node {options.node_rank} ({socket.gethostname()})"))
+        raise
+
+
+def _take_place(options: LaunchOptions, config: RunConfig, words: LastWords) -> Verdict:
     if options.leads:
         _require_checked(config)
-    if options.nodes == 1:
-        return _alone(options, config)
     place = find_place(options)
     key_file = options.key_file or key_path(config.run_dir)
-    return _lead(options, config, place, key_file) if options.leads else _follow(options, config, place, key_file)
+    if options.leads:
+        return _lead(options, config, place, key_file, words)
+    return _follow(options, config, place, key_file)
+
+
+def _leave(words: LastWords, verdict: Verdict) -> None:
+    """For the nodes that this one has not met."""
+    problem = words.leave(verdict)
+    if problem:
+        print(f"[slime-like] other nodes will not learn why this one has ended: {problem}", file=sys.stderr, flush=True)
+
+
+def _code(error: SlimeLikeError) -> int:
+    return REFUSED if isinstance(error, ConfigError) else FAILED
+
+
+def _sentence(error: SlimeLikeError) -> str:
+    return "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+
+
+def _awaited(options: LaunchOptions, config: RunConfig, rank: int) -> Awaited:
+    return Awaited(config.run_dir, rank, 2 * options.silence_s, options.nodes_timeout_s)
 
 
 def _require_checked(config: RunConfig) -> None:
@@ -130,7 +167,7 @@ def _alone(options: LaunchOptions, config: RunConfig) -> Verdict:
 
 
 # ------------------------------------------------------------------------------------------------------------- node 0
-def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Verdict:
+def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, words: LastWords) -> Verdict:
     key = create_key(key_file)
     with RollCall(place.address, options.port, key, options.nodes, options.silence_s) as roll:
         lead = _Lead(options, config, place, key_file, roll)
@@ -138,13 +175,15 @@ def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Pat
             verdict = Verdict(FAILED, f"{place} ended without a word")
             try:
                 verdict = lead.run(stack)
-            except ConfigError as error:
-                verdict = Verdict(REFUSED, "; ".join(error.problems))
+            except NodeEndedError as ended:
+                verdict = ended.verdict
             except SlimeLikeError as error:
-                verdict = Verdict(FAILED, str(error))
+                verdict = Verdict(_code(error), _sentence(error))
             except KeyboardInterrupt:
                 verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
             finally:
+                if not roll.is_complete:
+                    _leave(words, verdict)
                 # The others first: a head that is gone would be the first thing they notice.
                 roll.tell_all(verdict)
                 roll.wait_until_gone(_LEAVE_S)
@@ -162,6 +201,7 @@ class _Lead:
         self._roll = roll
         self._seen: set[str] = set()
         self._joined: set[str] = set()
+        self._awaited = {rank: _awaited(options, config, rank) for rank in range(1, options.nodes)}
         self._witness = Path()
 
     def run(self, stack: ExitStack) -> Verdict:
@@ -252,6 +292,7 @@ class _Lead:
         while len(self._seen) < self._options.nodes - 1:
             self._watch("start", None)
             missing = self._roll.missing()
+            self._require_none_ended(missing)
             if not missing and time.monotonic() > deadline + _HEAR_S:
                 blind = ", ".join(sorted(set(self._roll.hellos()) - self._seen))
                 raise LaunchError(f"{blind}: no answer whether run_dir is seen there; does its file system hang?")
@@ -261,6 +302,14 @@ class _Lead:
                     f"of {self._options.nodes} nodes, {_listed(missing)} did not come to {self._place} within "
                     f"{self._options.nodes_timeout_s:.0f} s{away}; start the same command there with its NODE_RANK"
                 )
+
+    def _require_none_ended(self, missing: list[int]) -> None:
+        """
+        Raises:
+            NodeEndedError: one of them has left word that it will not come.
+        """
+        for rank in missing:
+            self._awaited[rank].require_not_ended()
 
     def _require_same_versions(self) -> None:
         ours = installed_versions()
@@ -306,22 +355,36 @@ def _listed(ranks: list[int]) -> str:
 
 # --------------------------------------------------------------------------------------------------------- other nodes
 def _follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Verdict:
-    key = await_key(key_file, options.nodes_timeout_s)
-    with Membership.open(place.head, options.port, key, options.nodes_timeout_s, options.silence_s) as head:
+    try:
+        member = _find_node_0(options, config, place, key_file)
+    except NodeEndedError as ended:
+        return ended.verdict
+    with member as head:
         head.say(Hello(place.rank, place.host, place.address, installed_versions()))
         say(place, f"reported to node 0 at {place.head}:{options.port} from {place.address} ({place.interface})")
         try:
             return _take_part(options, config, place, key_file, head)
         except SlimeLikeError as error:
-            refused = isinstance(error, ConfigError)
-            sentence = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
-            head.say(Problem(sentence))
+            head.say(Problem(_sentence(error)))
             _await_verdict(head, _HEAR_S)  # so that node 0 has heard it before the connection ends
-            return Verdict(REFUSED if refused else FAILED, f"{place}: {sentence}")
+            return Verdict(_code(error), f"{place}: {_sentence(error)}")
         except KeyboardInterrupt:
             head.say(Problem("interrupted there"))
             _await_verdict(head, _HEAR_S)
             return Verdict(INTERRUPTED, f"interrupted on {place}")
+
+
+def _find_node_0(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Membership:
+    """
+    Raises:
+        NodeEndedError: node 0 has ended.
+        LaunchError: it has made no key, does not answer in time, or does not know the key.
+    """
+    awaited = _awaited(options, config, 0).require_not_ended
+    deadline = time.monotonic() + options.nodes_timeout_s
+    key = await_key(key_file, options.nodes_timeout_s, awaited)
+    left_s = max(1.0, deadline - time.monotonic())
+    return Membership.open(place.head, options.port, key, left_s, options.silence_s, awaited)
 
 
 def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, head: Membership) -> Verdict:

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime_like.errors import LaunchError
@@ -65,6 +66,7 @@ class RollCall:
         self._events: queue.Queue[tuple[str, Event]] = queue.Queue()
         self._closing = threading.Event()
         self._turned_away = ""
+        self._verdict: Verdict | None = None
         try:
             self._listener = listen(address, port)
         except OSError as error:
@@ -97,6 +99,12 @@ class RollCall:
         with self._lock:
             return [rank for rank in range(1, self._nodes) if rank not in self._peers or not self._peers[rank].here]
 
+    @property
+    def is_complete(self) -> bool:
+        """Has every rank reported, whether or not it has left since?"""
+        with self._lock:
+            return len(self._peers) == self._nodes - 1
+
     def hellos(self) -> dict[str, Hello]:
         """What every node said of itself, by its full name."""
         with self._lock:
@@ -124,8 +132,9 @@ class RollCall:
                 peer.channel.send(message)
 
     def tell_all(self, message: Join | Verdict) -> None:
-        """To every node that is still here."""
+        """To every node that is still here; a verdict also to whoever comes later."""
         with self._lock:
+            self._verdict = message if isinstance(message, Verdict) else None
             peers = [peer for peer in self._peers.values() if peer.here]
         for peer in peers:
             with contextlib.suppress(LostError):  # its reader says so
@@ -170,15 +179,16 @@ class RollCall:
                 self._events.put((peer.name, event))
 
     def _enter(self, hello: Hello, channel: Channel) -> _Peer | None:
-        """Write a node down, unless its rank is impossible or taken: then it is told."""
+        """Write a node down, unless its rank is impossible or taken, or the run has ended: then it is told."""
         with self._lock:
             taken = self._peers.get(hello.rank)
-            if 1 <= hello.rank < self._nodes and (taken is None or not taken.here):
+            if 1 <= hello.rank < self._nodes and (taken is None or not taken.here) and self._verdict is None:
                 self._peers[hello.rank] = _Peer(hello, channel)
                 return self._peers[hello.rank]
         reason = f"{taken.name} has it already" if taken else f"of NODES={self._nodes} it is 1 to {self._nodes - 1}"
+        refusal = Verdict(1, f"NODE_RANK={hello.rank} on {hello.host} is refused: {reason}")
         with contextlib.suppress(LostError):
-            channel.send(Verdict(1, f"NODE_RANK={hello.rank} on {hello.host} is refused: {reason}"))
+            channel.send(self._verdict or refusal)
         return None
 
     def _beat(self) -> None:
@@ -200,8 +210,16 @@ class Membership:
         self._closing = threading.Event()
 
     @classmethod
-    def open(cls, head: str, port: int, key: bytes, timeout_s: float, silence_s: float) -> Membership:
-        """Keep trying until node 0 answers.
+    def open(
+        cls,
+        head: str,
+        port: int,
+        key: bytes,
+        timeout_s: float,
+        silence_s: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> Membership:
+        """Keep trying until node 0 answers. ``look`` is called between two tries, and may raise.
 
         Raises:
             LaunchError: it did not within ``timeout_s``, or does not know the key.
@@ -218,6 +236,7 @@ class Membership:
                 ) from error
             except OSError as error:
                 why = error.strerror or str(error)
+                look()
                 time.sleep(_TRY_AGAIN_S)
         raise LaunchError(
             f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why}); is HEAD_ADDR right, and was node 0 "

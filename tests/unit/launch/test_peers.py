@@ -103,3 +103,14 @@ def test_a_busy_port_and_nobody_there() -> None:
             RollCall(HOST, port, KEY, nodes=2, silence_s=20)
     with pytest.raises(LaunchError, match=rf"node 0 did not answer at {HOST}:{port} within 1 s \(Connection refused\)"):
         Membership.open(HOST, port, KEY, timeout_s=1, silence_s=20)
+
+
+def test_who_comes_after_the_end_is_told_how_it_was() -> None:
+    """While node 0 still waits for others to hang up."""
+    with RollCall(HOST, 0, KEY, nodes=3, silence_s=20) as roll, ExitStack() as stack:
+        joined(stack, roll, 1)
+        heard(roll)
+        assert not roll.is_complete
+        roll.tell_all(Verdict(2, "the plan does not fit"))
+        assert answer(joined(stack, roll, 2)) == Verdict(2, "the plan does not fit")
+        assert not roll.is_complete
