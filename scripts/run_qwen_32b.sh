@@ -27,10 +27,9 @@ SLIME="${SLIME:-$REPO/.venv/bin/slime-like}"
 }
 
 options=(--node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}")
-if [ -n "${NODES:-}" ]; then
-    options+=(--nodes "$NODES")
-elif [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-    options+=(--slurm_nodes "$SLURM_JOB_NODELIST")
+[ -z "${NODES:-}" ] || options+=(--nodes "$NODES")
+if [ -n "${SLURM_JOB_NODELIST:-}" ] && { [ -z "${NODES:-}" ] || [ -z "${HEAD_ADDR:-}" ]; }; then
+    options+=(--slurm_nodes "$SLURM_JOB_NODELIST") # says how many nodes there are, and which is node 0
 fi
 [ -z "${HEAD_ADDR:-}" ] || options+=(--head "$HEAD_ADDR")
 [ -z "${NODE_ADDR:-}" ] || options+=(--address "$NODE_ADDR")

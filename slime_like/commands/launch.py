@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)"
+        "--nodes", type=_whole, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)"
     )
-    parser.add_argument("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
+    parser.add_argument("--node_rank", type=_whole, default=0, metavar="R", help="this node's number, from 0")
     parser.add_argument(
         "--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)"
     )
@@ -51,7 +52,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=int,
+        type=_whole,
         default=DEFAULT_PORT,
         metavar="PORT",
         help="where node 0 awaits the others (default: %(default)s)",
@@ -60,7 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)"
     )
     parser.add_argument(
-        "--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)"
+        "--gpus_per_node", type=_whole, metavar="M", help="devices that the plan counts with (default: this node's)"
     )
     for name, what in (
         ("nodes_timeout_s", "bound on waiting for all nodes"),
@@ -77,6 +78,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--no_plan", action="store_true", help="do not run `slime-like plan` first")
     parser.add_argument("--dry_run", action="store_true", help="print what every node would do, and start nothing")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -123,6 +131,10 @@ def _slurm_names(text: str) -> list[str]:
 
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
+    if given.head and given.nodes is None and not names:
+        raise ConfigError(
+            [f"--head={given.head} (HEAD_ADDR) is given, but not how many nodes take part: give --nodes (NODES)"]
+        )
     if given.nodes is not None and names and given.nodes != len(names):
         raise ConfigError([f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"])
     return LaunchOptions(

@@ -95,6 +95,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(config, wishes, _note)
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(plan.to_json(), indent=1, default=str) + "\n", encoding="utf-8")
     require_plannable(plan)
     print_plan(config, plan)

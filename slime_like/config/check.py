@@ -15,7 +15,8 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.config.fsdp import fsdp_problems
+from slime_like.config.fsdp import BACKEND as FSDP
+from slime_like.config.fsdp import axis_problems, fsdp_problems
 from slime_like.config.import_path import import_path_problem
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
@@ -33,6 +34,7 @@ from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, check_options, 
 def check(config: RunConfig) -> list[str]:
     """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
     dimensions, problems = _dimensions(config.model.path, "model.path")
+    problems += [] if dimensions is None else list(check_reference(config, dimensions))
     return problems + check_machine(config, dimensions) + check_settings(config, dimensions)
 
 
@@ -60,7 +62,7 @@ def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list
     if dimensions is not None:
         if config.model.weights is None or not config.supervised:  # engines load model.path in any case
             problems += _weights(config.model.path, "model.path", dimensions)
-        problems += _reference(config, dimensions)
+        problems += _reference_weights(config)
     return problems
 
 
@@ -422,7 +424,16 @@ def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
         )
 
 
-def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
+def _reference_weights(config: RunConfig) -> list[str]:
+    path = config.reference.path
+    if path is None or not config.algorithm.needs_reference:
+        return []
+    reference, _ = _dimensions(path, "reference.path")
+    return [] if reference is None else _weights(path, "reference.path", reference)
+
+
+def check_reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
+    """Problems with the reference that its ``config.json`` alone tells."""
     path = config.reference.path
     if not config.algorithm.needs_reference:
         return
@@ -430,8 +441,6 @@ def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
     if path is not None:
         reference, problems = _dimensions(path, "reference.path")
         yield from problems
-        if reference is not None:
-            yield from _weights(path, "reference.path", reference)
     if reference is None:
         return
     if reference.vocab_size != policy.vocab_size:
@@ -446,6 +455,8 @@ def _reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
 def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     problems = layout_problems(config.reference.parallel, dimensions)
     yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
+    if config.trainer.backend == FSDP:
+        yield from axis_problems(config.reference.parallel, "reference.parallel")
     if config.debug.load_rollouts is not None:
         yield (
             f"reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig
-from slime_like.config.trainer import FsdpConfig
+from slime_like.config.trainer import FsdpConfig, ParallelConfig
 
 BACKEND = "fsdp"
 _NO_RING = ("ring", "transformer_engine")
@@ -15,25 +15,24 @@ def fsdp_problems(config: RunConfig) -> Iterator[str]:
     """Settings that cannot be met, each with the remedy; of another backend, that it was given settings of fsdp."""
     trainer = config.trainer
     if trainer.backend == BACKEND:
-        yield from _axes(config)
+        yield from axis_problems(config.trainer.parallel, "trainer.parallel")
         yield from _settings(config)
     elif trainer.backend == "megatron" and trainer.fsdp != FsdpConfig():
         yield "trainer.fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp"
 
 
-def _axes(config: RunConfig) -> Iterator[str]:
-    parallel = config.trainer.parallel
+def axis_problems(parallel: ParallelConfig, field: str) -> Iterator[str]:
+    """Axes that this backend has not; ``field`` is where the layout stands in the configuration."""
     for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
         size = getattr(parallel, axis)
         if size > 1:
             yield (
-                f"trainer.parallel.{axis}={size}: trainer.backend=fsdp knows data and context ranks only, and shards "
+                f"{field}.{axis}={size}: trainer.backend=fsdp knows data and context ranks only, and shards "
                 f"the model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
             )
     if parallel.sequence:
         yield (
-            "trainer.parallel.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp has not; set it "
-            "to false"
+            f"{field}.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp has not; set it to false"
         )
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from slime_like.config import RunConfig
-from slime_like.orchestration.bundles import NodeRoom, NoRoomError, assign_nodes, bundle_sizes, tensor_blocks
+from slime_like.orchestration.bundles import bundle_sizes, fits_on_nodes, reference_blocks, tensor_blocks
 
 _GPU = re.compile(r"nvidia\d+")
 
@@ -28,17 +28,11 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
     What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole, and divides a node's
     slots, as it must divide its GPUs.
     """
-    blocks, engines = tensor_blocks(config), bundle_sizes(config)[config.trainer.parallel.world_size :]
-    step = math.lcm(config.trainer.parallel.tensor, config.rollout.tensor if engines else 1)
-    slots = step * math.ceil(max(sum([*blocks, *engines]) / nodes, *blocks, *engines) / step)
-    while not _fits(blocks, engines, [NodeRoom("", slots)] * nodes):
+    blocks, references = tensor_blocks(config), reference_blocks(config)
+    others = bundle_sizes(config)[config.trainer.parallel.world_size :]
+    engines = others[: len(others) - sum(references)]
+    step = math.lcm(config.trainer.parallel.tensor, *engines, *references)
+    slots = step * math.ceil(max(sum([*blocks, *others]) / nodes, *blocks, *engines, *references) / step)
+    while not fits_on_nodes(config, [slots] * nodes):
         slots += step
     return slots
-
-
-def _fits(blocks: list[int], engines: list[int], nodes: list[NodeRoom]) -> bool:
-    try:
-        assign_nodes(blocks, engines, nodes)
-    except NoRoomError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What a launch would do, in words; nothing is started, resolved or written."""
+"""What a launch would do, in words, and what would keep it from that here; nothing is started, resolved or written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from slime_like.config import RunConfig
+from slime_like.config.check import check
 from slime_like.launch.key import key_path
 from slime_like.launch.launcher import devices_per_node, plan_arguments, plan_path, train_arguments
 from slime_like.launch.options import LaunchOptions
@@ -23,8 +24,10 @@ def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> It
     devices = devices_per_node(options, config)
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
+    needed = sum(bundle_sizes(config))
+    few = " (TOO FEW)" if needed > options.nodes * devices else ""
     yield (
-        f"devices:  {sum(bundle_sizes(config))} needed, {options.nodes} x {devices} there; {parallel.world_size} "
+        f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; {parallel.world_size} "
         f"trainer ranks in {len(tensor_blocks(config))} groups that stay on one node each, placement "
         f"{config.cluster.placement}"
     )
@@ -38,6 +41,8 @@ def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> It
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
     yield f"train:    {_shown(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
+    for problem in check(config):
+        yield f"not yet:  {problem}"
 
 
 def _shown(arguments: Sequence[str]) -> str:

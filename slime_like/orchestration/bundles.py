@@ -32,6 +32,12 @@ def num_reference_ranks(config: RunConfig) -> int:
     return config.reference_workers * config.reference.parallel.world_size
 
 
+def reference_blocks(config: RunConfig) -> list[int]:
+    """Ranks of the reference workers in runs that must share a node: their tensor-parallel groups."""
+    size = config.reference.parallel.tensor
+    return [size] * (num_reference_ranks(config) // size)
+
+
 def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:
     """Trainer ranks in runs of neighbours that must share a node, in rank order.
 
@@ -65,11 +71,13 @@ class NoRoomError(Exception):
         super().__init__(f"{size} devices on one node")
 
 
-def assign_nodes(blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[NodeRoom]) -> list[int]:
-    """Index of the node of every bundle: all ranks of all blocks, then the engines.
+def assign_nodes(
+    blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[NodeRoom], references: Sequence[int] = ()
+) -> list[int]:
+    """Index of the node of every bundle: all ranks of all blocks, then the engines, then all ranks of ``references``.
 
     Ranks fill nodes in order and never go back, so that neighbours stay together and a pipeline's stages follow the
-    nodes; engines take the first room that is left.
+    nodes; engines take the first room that is left, and after them the blocks of reference ranks.
 
     Raises:
         NoRoomError: a block or an engine fits nowhere.
@@ -85,7 +93,23 @@ def assign_nodes(blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[
         node = _first_with_room(free, engine, start=0)
         free[node] -= engine
         places.append(node)
+    for block in references:
+        node = _first_with_room(free, block, start=0)
+        free[node] -= block
+        places += [node] * block
     return places
+
+
+def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
+    """Can a whole run be placed on empty nodes with so many devices each?"""
+    references = reference_blocks(config)
+    others = bundle_sizes(config)[config.trainer.parallel.world_size :]
+    engines = others[: len(others) - sum(references)]
+    try:
+        assign_nodes(tensor_blocks(config), engines, [NodeRoom("", count) for count in devices], references)
+    except NoRoomError:
+        return False
+    return True
 
 
 def along_devices(nodes: Sequence[str], devices: Sequence[int]) -> list[int]:

@@ -29,6 +29,7 @@ from slime_like.orchestration.bundles import (
     assign_nodes,
     bundle_sizes,
     num_reference_ranks,
+    reference_blocks,
     tensor_blocks,
 )
 
@@ -50,7 +51,7 @@ class Placement:
         self._sizes = bundle_sizes(config, with_trainers, with_engines)
         self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
         self._blocks = tensor_blocks(config, with_engines) if with_trainers else []
-        self._with_engines = with_engines
+        self._reference_blocks = reference_blocks(config) if with_trainers and with_engines else []
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
@@ -137,14 +138,17 @@ class Placement:
                 )
             )
 
+    @property
+    def _engine_sizes(self) -> list[int]:
+        return self._sizes[self._num_ranks : len(self._sizes) - sum(self._reference_blocks)]
+
     def _await_room(self, deadline: float) -> list[str]:
         """Address of the node of every bundle, as soon as there is room for all."""
         while True:
             nodes = node_rooms(self.device)
             try:
-                return [
-                    nodes[place].address for place in assign_nodes(self._blocks, self._sizes[self._num_ranks :], nodes)
-                ]
+                places = assign_nodes(self._blocks, self._engine_sizes, nodes, self._reference_blocks)
+                return [nodes[place].address for place in places]
             except NoRoomError as error:
                 raise_if_interrupted()
                 if time.monotonic() > deadline:
@@ -187,7 +191,7 @@ class Placement:
         require_whole_nodes("trainer.parallel.tensor", self._config.trainer.parallel.tensor, nodes)
         if self._shared:
             require_whole_nodes("rollout.tensor", self._config.rollout.tensor, nodes)
-        if count := num_reference_ranks(self._config) if self._num_ranks and self._with_engines else 0:
+        if count := sum(self._reference_blocks):
             tensor = self._config.reference.parallel.tensor
             require_whole_nodes("reference.parallel.tensor", tensor, self._nodes[-count:])
 

@@ -12,6 +12,7 @@ from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.sequence_scoring import request_tokens, score_sequences
 from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.worker_config import worker_config
 from slime_like.trajectory import UnscoredTrajectory
 
 
@@ -42,15 +43,6 @@ class RankedReference:
         if not self._closed:
             self._closed = True
             self._ranks.shutdown()
-
-
-def worker_config(config: RunConfig) -> RunConfig:
-    """The run's configuration as a worker's trainer ranks see it: the reference is their policy."""
-    path, model = config.reference.path, config.model
-    if path is not None:
-        model = model.model_copy(update={"path": path, "weights": None})
-    trainer = config.trainer.model_copy(update={"parallel": config.reference.parallel, "rendezvous_port": None})
-    return config.model_copy(update={"model": model, "trainer": trainer})
 
 
 def launch_references(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedReference]:

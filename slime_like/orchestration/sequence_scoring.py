@@ -39,8 +39,12 @@ def window_tokens(trainer: TrainerConfig) -> int:
 
 def request_tokens(trainer: TrainerConfig) -> int:
     """The fewest tokens that keep all ranks busy: a full pack for every replica, several where there is a pipeline."""
-    packs = _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
-    return trainer.target_tokens_per_batch * trainer.parallel.data * packs
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
+
+
+def packs_per_request(trainer: TrainerConfig) -> int:
+    """Full packs that each replica has of ``request_tokens``."""
+    return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 
 def score_sequences(

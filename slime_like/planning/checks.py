@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.weight_files import header_shapes
+from slime_like.orchestration.bundles import bundle_sizes, num_reference_ranks
 from slime_like.planning.hardware import Hardware
 
 _BYTES_PER_PARAMETER = 2 + 12
@@ -21,31 +23,54 @@ _BYTES_PER_PARAMETER = 2 + 12
 _SHOWN = 5
 
 
-def gpus_needed(config: RunConfig) -> tuple[int, int]:
-    """(trainer ranks, GPUs of engines that have their own)."""
-    own = config.cluster.placement == "separate" and not config.supervised and not config.debug.load_rollouts
-    engines = config.rollout.num_engines * config.rollout.tensor if own else 0
-    return config.trainer.parallel.world_size, engines
+@dataclass(frozen=True, slots=True)
+class GpusNeeded:
+    """GPUs by who has them.
+
+    Attributes:
+        trainers: one for each rank.
+        engines: of engines that do not share the trainers'.
+        references: of reference workers.
+    """
+
+    trainers: int
+    engines: int
+    references: int
+
+    @property
+    def total(self) -> int:
+        return self.trainers + self.engines + self.references
+
+    def __str__(self) -> str:
+        beside = ((self.engines, "engines"), (self.references, "reference workers"))
+        return ", ".join([str(self.trainers), *(f"{whose} {count}" for count, whose in beside if count)])
+
+
+def gpus_needed(config: RunConfig) -> GpusNeeded:
+    """What the run's placement will reserve."""
+    trainers, references = config.trainer.parallel.world_size, num_reference_ranks(config)
+    return GpusNeeded(trainers, sum(bundle_sizes(config)) - trainers - references, references)
 
 
 def nodes_needed(config: RunConfig, hardware: Hardware) -> int:
-    """Fewest nodes that hold every trainer rank and engine."""
-    return -(-sum(gpus_needed(config)) // hardware.gpus_per_node)
+    """Fewest nodes that hold every trainer rank, engine and reference rank."""
+    return -(-gpus_needed(config).total // hardware.gpus_per_node)
 
 
 def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """Do all GPUs exist, and do tensor-parallel groups stay inside a node?"""
-    ranks, engines = gpus_needed(config)
+    needed = gpus_needed(config)
     per_node, nodes = hardware.gpus_per_node, hardware.nodes
-    if nodes is not None and ranks + engines > nodes * per_node:
-        beside = f" and {engines} for engines" if engines else ""
+    if nodes is not None and needed.total > nodes * per_node:
         yield (
             f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but "
-            f"trainer.parallel needs {ranks}{beside}; use {nodes_needed(config, hardware)} nodes, or a smaller layout"
+            f"trainer.parallel needs {needed}; use {nodes_needed(config, hardware)} nodes, or a smaller layout"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
         sizes.append(("rollout.tensor", config.rollout.tensor))
+    if needed.references:
+        sizes.append(("reference.parallel.tensor", config.reference.parallel.tensor))
     for field, size in sizes:
         if per_node % size:
             fitting = [str(n) for n in range(1, per_node + 1) if per_node % n == 0]

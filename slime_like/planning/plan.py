@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_like.config import RunConfig
-from slime_like.config.check import check_machine, check_settings
+from slime_like.config.check import check_machine, check_reference, check_settings
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layout_problems
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.plugins import load_backend
-from slime_like.planning import checks
+from slime_like.orchestration.worker_config import worker_config
+from slime_like.planning import checks, references
 from slime_like.planning.engines import EnginePlan, plan_engine, share_setting
 from slime_like.planning.estimate import RankEstimate, RankKind
 from slime_like.planning.hardware import GIB, Hardware
@@ -55,6 +56,7 @@ class Plan:
 
     Attributes:
         kinds: every kind of trainer rank; empty where the layout itself is refused.
+        references: every kind of rank of a reference worker; empty without workers, or where theirs is refused.
         engine: one engine; ``None`` without engines.
         engine_phase: the GPU of an engine that has its own.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
@@ -66,6 +68,7 @@ class Plan:
     nodes: int
     gpus_in_use: int
     kinds: list[KindPlan] = field(default_factory=list)
+    references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
     host: HostMemory | None = None
@@ -78,7 +81,7 @@ class Plan:
 
     @property
     def phases(self) -> list[PhaseMemory]:
-        own = [phase for kind in self.kinds for phase in kind.phases]
+        own = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
         return own + ([self.engine_phase] if self.engine_phase is not None else [])
 
     @property
@@ -101,7 +104,7 @@ class Plan:
 
 
 def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    own = [phase for kind in written["kinds"] for phase in kind["phases"]]
+    own = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
     return own + ([written["engine_phase"]] if written["engine_phase"] is not None else [])
 
 
@@ -117,9 +120,10 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     started = time.monotonic()
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     backend = plannable_backend(config)
-    plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), sum(checks.gpus_needed(config)))
+    plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
     plan.problems += check_settings(config, dimensions)
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
+    plan.problems += [text for text in _of_references(config, dimensions, backend) if text not in plan.problems]
     plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]
     _judge_machine(plan, config, dimensions, options)
     if not layout_problems(config.trainer.parallel, dimensions):
@@ -129,6 +133,19 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
         plan.problems += _misfits(plan, config)
     plan.seconds = time.monotonic() - started
     return plan
+
+
+def _of_references(config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]) -> Iterator[str]:
+    """Each once, whether the configuration or the backend says it first."""
+    found = list(check_reference(config, dimensions))
+    if config.reference_workers and _references_are_there(config):
+        found += references.backend_problems(config, backend)
+    yield from dict.fromkeys(found)
+
+
+def _references_are_there(config: RunConfig) -> bool:
+    path = config.reference.path
+    return path is None or (path / "config.json").is_file()
 
 
 def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
@@ -147,7 +164,7 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
 
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
-    lacking = check_machine(config, dimensions)
+    lacking = [text for text in check_machine(config, dimensions) if text not in plan.problems]
     if options.preflight:
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
         return
@@ -205,6 +222,8 @@ def _work_out(
             plan.transport = _transport(config, plan.nodes)
         except WeightSyncError as error:
             plan.problems.append(str(error))
+    if config.reference_workers and _references_are_there(config):
+        _work_out_references(plan, config, backend, note)
     found = estimated_kinds(config, backend, backend.rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     for kind, estimate in found:
@@ -215,7 +234,18 @@ def _work_out(
         plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
     with_delta = plan.transport is not None and use_delta(config.sync.delta, plan.transport, config.model.dtype)
     plan.host = host_memory(config, dimensions, estimates, plan.engine, with_delta)
-    plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport)
+    scoring = references.reference_seconds(config, hardware, workload, [own.estimate for own in plan.references])
+    plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport, scoring)
+
+
+def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
+    """Nothing where their layout does not suit their model: the problem has been noted."""
+    own = worker_config(config)
+    if layout_problems(own.trainer.parallel, ModelDimensions.from_checkpoint(own.model.path)):
+        return
+    for kind, estimate in estimated_kinds(own, backend, references.reference_kinds(config, backend), note):
+        phase = references.reference_phase(plan.hardware, kind, estimate)
+        plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 
 
 def _transport(config: RunConfig, nodes: int) -> str:
@@ -231,10 +261,13 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
     for phase in plan.phases:
         if not phase.fits:
             largest = max(phase.items, key=lambda item: item.nbytes)
+            remedy = _remedy(largest.name, config)
+            if phase.phase == references.PHASE:
+                remedy = remedy.replace("trainer.parallel", "reference.parallel")
             problems.append(
                 f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
                 f"GPU's {phase.capacity / GIB:.1f}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
-                f"{_remedy(largest.name, config)}"
+                f"{remedy}"
             )
     if plan.engine is not None and plan.engine.longest_sequences < 1:
         problems.append(

@@ -81,9 +81,12 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
 
 
 def trainer_gpus(config: RunConfig, hardware: Hardware) -> int:
-    """GPUs that the search lays out: the cluster's, without engines' own; the layout's own where no size is given."""
-    ranks, engines = checks.gpus_needed(config)
-    return ranks if hardware.nodes is None else hardware.nodes * hardware.gpus_per_node - engines
+    """GPUs that the search lays out: the cluster's, without those of engines and reference workers; the layout's own
+    where no size is given."""
+    needed = checks.gpus_needed(config)
+    if hardware.nodes is None:
+        return needed.trainers
+    return hardware.nodes * hardware.gpus_per_node - needed.engines - needed.references
 
 
 def _admitted(

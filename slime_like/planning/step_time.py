@@ -27,6 +27,7 @@ class Workload:
         samples: sequences of a step.
         mean_prompt, mean_response: their tokens on average.
         micro_batches: per replica and optimizer step.
+        per_micro_batch: sequences of mean length that fit into one.
         filled: share of a micro-batch's token budget that whole sequences of mean length fill.
     """
 
@@ -34,6 +35,7 @@ class Workload:
     mean_prompt: float
     mean_response: float
     micro_batches: int
+    per_micro_batch: int
     filled: float
 
     @property
@@ -49,7 +51,7 @@ class Workload:
         per_update = samples / config.algorithm.minibatches / config.trainer.parallel.data
         fitting = max(1, int(config.trainer.target_tokens_per_batch / (prompt + response)))
         filled = min(1.0, fitting * (prompt + response) / config.trainer.target_tokens_per_batch)
-        return cls(samples, prompt, response, math.ceil(per_update / fitting), filled)
+        return cls(samples, prompt, response, math.ceil(per_update / fitting), fitting, filled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class StepTime:
     Attributes:
         generation, scoring, training, sync, moving: phases; ``moving`` is what colocated devices are emptied and
             filled in.
+        references: what reference workers need for the step's sequences, which they score while others are sampled.
         overlapped: sampling runs beside training (``rollout.max_staleness``).
+        after_last: of scoring and training, what cannot begin before the last sample is there: all of it, or with
+            ``rollout.stream`` the last micro-batch and the update.
         model_flops: of scoring and training, on all ranks, recomputation not counted.
         utilisation: of all trainer GPUs' data-sheet rate while they train.
     """
@@ -69,14 +74,16 @@ class StepTime:
     training: float
     sync: float
     moving: float
+    references: float
     overlapped: bool
+    after_last: float
     model_flops: float
     utilisation: float
 
     @property
     def total(self) -> float:
-        ours = self.scoring + self.training
-        together = max(self.generation, ours) if self.overlapped else self.generation + ours
+        ours, sampled = self.scoring + self.training, max(self.generation, self.references)
+        together = max(sampled, ours) if self.overlapped else max(sampled, ours - self.after_last) + self.after_last
         return together + self.sync + self.moving
 
 
@@ -98,19 +105,20 @@ def predict(
     estimates: Sequence[RankEstimate],
     engine: EnginePlan | None,
     transport: str | None,
+    references: float = 0.0,
 ) -> StepTime:
-    """The whole step. ``estimates`` has every kind of rank; the slowest stage decides."""
+    """The whole step. ``estimates`` has every kind of rank; the slowest stage decides. ``references`` are seconds."""
     layout, algorithm = config.trainer.parallel, config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     bubble = (layout.pipeline - 1) / layout.virtual_pipeline
     slots = workload.micro_batches + bubble
-    training = slots * max(_pass_seconds(config, hardware, workload, own, own.training) for own in estimates)
-    training = updates * (training + max(_update_seconds(hardware, own) for own in estimates))
+    slot = max(pass_seconds(hardware, workload, own, own.training) for own in estimates)
+    update = max(_update_seconds(hardware, own) for own in estimates)
+    training = updates * (slots * slot + update)
     scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
-    scoring = (
-        scores * forward_slots * max(_pass_seconds(config, hardware, workload, own, own.forward) for own in estimates)
-    )
+    score_slot = scores * max(pass_seconds(hardware, workload, own, own.forward) for own in estimates)
+    scoring = forward_slots * score_slot
     useful = 6.0 * dimensions.active_parameters + 6.0 * dimensions.num_layers * workload.mean_length * (
         dimensions.num_heads * dimensions.head_dim
     )
@@ -122,7 +130,9 @@ def predict(
         training=training,
         sync=0.0 if engine is None or transport is None else _sync_seconds(config, dimensions, hardware, transport),
         moving=_moving_seconds(config, hardware, estimates, engine),
+        references=references,
         overlapped=config.rollout.max_staleness > 0,
+        after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
         model_flops=flops * (1 + scores / 3),
         utilisation=flops / (training * peak),
     )
@@ -166,9 +176,7 @@ def _weights_read(dimensions: ModelDimensions, engine: EnginePlan, at_once: int)
     return engine.weight_bytes * share
 
 
-def _pass_seconds(
-    config: RunConfig, hardware: Hardware, workload: Workload, estimate: RankEstimate, work: Work
-) -> float:
+def pass_seconds(hardware: Hardware, workload: Workload, estimate: RankEstimate, work: Work) -> float:
     """One micro-batch, as far as it is filled. Attention is scaled from the longest sequence to the mean one."""
     shorter = min(1.0, workload.mean_length / estimate.longest)
     attention = hardware.attention_seconds(work.attention_flops * shorter)

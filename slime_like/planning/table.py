@@ -12,9 +12,10 @@ from rich.table import Table
 
 from slime_like.config import RunConfig
 from slime_like.config.gpus import GPUS
+from slime_like.planning.estimate import Work
 from slime_like.planning.hardware import GIB
 from slime_like.planning.memory import PhaseMemory
-from slime_like.planning.plan import Plan
+from slime_like.planning.plan import KindPlan, Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S
 
@@ -31,7 +32,12 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
     for table in (_traffic(plan), _time(plan)):
         if table is not None:
             console.print(table)
-    for line in (*_engine_lines(config, plan), *_host_lines(plan), *_assumptions(config, plan)):
+    for line in (
+        *_engine_lines(config, plan),
+        *_reference_lines(config, plan),
+        *_host_lines(plan),
+        *_assumptions(config, plan),
+    ):
         console.print(line, markup=False)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
@@ -71,25 +77,30 @@ def _cluster_line(config: RunConfig, plan: Plan) -> str:
 
 
 def _ranks(plan: Plan) -> Table:
-    table = Table(title="Trainer ranks, per GPU", title_justify="left")
+    table = Table(title="Ranks, per GPU", title_justify="left")
     columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
     table.add_column("kind", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
     table.add_column("true of")
     for own in plan.kinds:
-        estimate, memory = own.estimate, own.estimate.memory
-        table.add_row(
-            own.kind.name,
-            str(len(own.kind.ranks)),
-            f"{memory.parameters:,}",
-            f"{estimate.training.flops / 1e12:.1f}",
-            f"{estimate.micro_batch_tokens:,} tokens",
-            f"{memory.saved_bytes / GIB:.2f} GiB",
-            str(memory.in_flight),
-            estimate.layers,
-        )
+        memory = own.estimate.memory
+        kept = f"{memory.saved_bytes / GIB:.2f} GiB"
+        table.add_row(*_first_columns(own, own.estimate.training), kept, str(memory.in_flight), own.estimate.layers)
+    for own in plan.references:  # nothing is kept for a backward pass
+        table.add_row(*_first_columns(own, own.estimate.forward), "", "", own.estimate.layers)
     return table
+
+
+def _first_columns(own: KindPlan, work: Work) -> tuple[str, ...]:
+    estimate = own.estimate
+    return (
+        own.kind.name,
+        str(len(own.kind.ranks)),
+        f"{estimate.memory.parameters:,}",
+        f"{work.flops / 1e12:.1f}",
+        f"{estimate.micro_batch_tokens:,} tokens",
+    )
 
 
 def _memory(plan: Plan) -> Table:
@@ -144,8 +155,14 @@ def _time(plan: Plan) -> Table | None:
     table = Table(title="Predicted step", title_justify="left")
     table.add_column("phase")
     table.add_column("seconds", justify="right")
-    for name in ("generation", "scoring", "training", "sync", "moving"):
-        seconds = getattr(step, name)
+    for name, seconds in (
+        ("generation", step.generation),
+        ("reference workers, beside generation", step.references),
+        ("scoring", step.scoring),
+        ("training", step.training),
+        ("sync", step.sync),
+        ("moving", step.moving),
+    ):
         if seconds:
             table.add_row(name, f"{seconds:.1f}")
     table.add_section()
@@ -162,6 +179,13 @@ def _engine_lines(config: RunConfig, plan: Plan) -> list[str]:
         f"({engine.kv_bytes_per_token / 1024:.0f} KiB each per GPU), {engine.longest_sequences:,} sequences of "
         f"{config.max_model_len:,}; decoding {engine.at_once:,} at once"
     ]
+
+
+def _reference_lines(config: RunConfig, plan: Plan) -> list[str]:
+    if not plan.references:
+        return []
+    count, size = config.reference_workers, config.reference.parallel.world_size
+    return [f"reference workers: {count} of {size} GPUs, which score while others are sampled"]
 
 
 def _host_lines(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""A node that ends before it has met the others leaves word, and they end with it instead of waiting their patience out."""
+"""A node that ends before it has met the others leaves word, and they end with it instead of waiting in vain."""
 
 from __future__ import annotations
 

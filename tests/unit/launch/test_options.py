@@ -99,6 +99,7 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 groups that stay on one node each" in said
     assert f"plan.json {' '.join(flags)} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
     assert f"slime-like train {' '.join(flags)} --cluster.address" in said
+    assert "not yet:  model.path" in said
     assert list(tmp_path.iterdir()) == []  # nothing was written
 
 
@@ -107,6 +108,7 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--slurm_nodes", "gpu[1-"], "--slurm_nodes: node list"),
         (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "--nodes=3, but --slurm_nodes names 2 nodes"),
+        (["--head", "10.0.0.1"], "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes"),
         (["--", "--cluster.address", "10.0.0.1:1"], "cluster.address is not for you to give"),
     ],
 )

@@ -46,6 +46,17 @@ def test_variables_of_ones_own_win() -> None:
     assert "key:      /k " in done.stdout and "slime-like plan" not in done.stdout
 
 
+def test_slurm_fills_in_what_is_not_given() -> None:
+    """And contradicts what is given wrongly."""
+    slurm = {"SLURM_JOB_NODELIST": "gpu[1-4]", "SLURM_NODEID": "1"}
+    done = dry_run(**slurm, NODES="4")
+    assert done.returncode == 0 and "listens on gpu1:6380" in done.stdout, done.stderr
+    done = dry_run(**slurm, NODES="3")
+    assert done.returncode == 2 and "--nodes=3, but --slurm_nodes names 4 nodes" in done.stderr
+    done = dry_run(HEAD_ADDR="10.0.0.1")
+    assert done.returncode == 2 and "give --nodes (NODES)" in done.stderr
+
+
 def pins() -> dict[str, str]:
     lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE))

@@ -1,0 +1,14 @@
+"""The configuration that the trainer ranks of a reference worker are given. Pure: no Ray."""
+
+from __future__ import annotations
+
+from slime_like.config import RunConfig
+
+
+def worker_config(config: RunConfig) -> RunConfig:
+    """The run's configuration as a worker's trainer ranks see it: the reference is their policy."""
+    path, model = config.reference.path, config.model
+    if path is not None:
+        model = model.model_copy(update={"path": path, "weights": None})
+    trainer = config.trainer.model_copy(update={"parallel": config.reference.parallel, "rendezvous_port": None})
+    return config.model_copy(update={"model": model, "trainer": trainer})

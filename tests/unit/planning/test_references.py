@@ -1,0 +1,148 @@
+"""Reference workers in a plan: their GPUs, their memory, their time; and what streaming does to a step's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.load import load_config
+from slime_like.planning import checks
+from slime_like.planning.estimate import RankKind
+from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.plan import Plan, PlanOptions, make_plan
+from slime_like.planning.references import reference_phase, reference_seconds
+from slime_like.planning.search import trainer_gpus
+from slime_like.planning.step_time import Workload, predict
+from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED, config, estimate
+
+ROOT = Path(__file__).parents[3]
+REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, which takes seconds
+WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
+
+
+def with_workers(**sections: Any) -> Any:
+    return config(reference=WORKERS, algorithm={"kl_coef": 0.01}, **sections)
+
+
+def test_their_gpus_are_counted() -> None:
+    run = with_workers(trainer={"parallel": {"data": 8}}, rollout={"num_engines": 4}, cluster={"nodes": 2})
+    needed = checks.gpus_needed(run)
+    assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
+    (problem,) = checks.placement_problems(run, Hardware.of(run))
+    assert "trainer.parallel needs 8, engines 4, reference workers 8; use 3 nodes" in problem
+    assert trainer_gpus(run, Hardware.of(run)) == 16 - 4 - 8
+    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term nobody scores
+    assert checks.gpus_needed(unused).references == 0
+
+
+def test_their_tensor_groups_stay_inside_a_node() -> None:
+    run = with_workers(cluster={"gpus_per_node": 6}, trainer={"parallel": {"data": 6}})
+    (problem,) = checks.placement_problems(run, Hardware.of(run))
+    assert "reference.parallel.tensor=4 does not divide cluster.gpus_per_node=6" in problem
+
+
+def test_they_hold_weights_and_a_pass_without_gradients() -> None:
+    own = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
+    phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), own)
+    assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + 2)
+    assert not any("gradients" in item.name or "optimizer" in item.name for item in phase.items)
+
+
+def test_a_step_waits_for_whichever_is_slower() -> None:
+    """8,192 tokens hold two sequences of 4,096: four workers' replicas have one micro-batch of a step's eight each."""
+    sections = {
+        "data": {"max_prompt_tokens": 2048},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
+        "trainer": {"target_tokens_per_batch": 8192},
+    }
+    run = config(
+        reference={"placement": "workers", "workers": 2, "parallel": {"data": 2}},
+        algorithm={"kl_coef": 0.01},
+        **sections,
+    )
+    hardware, workload = Hardware.of(run), Workload.of(run, None, None)
+    own = estimate()
+    one_pass = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
+    assert reference_seconds(run, hardware, workload, [own]) == pytest.approx(one_pass)
+    staged = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"pipeline": 2})})
+    slower = run.model_copy(update={"reference": staged})  # requests of 8 packs and one idle slot
+    assert reference_seconds(slower, hardware, workload, [own]) == pytest.approx(one_pass * 9 / 8)
+    dimensions = ModelDimensions.from_checkpoint(run.model.path)
+    step = predict(run, dimensions, hardware, workload, [own], None, None, references=30.0)
+    assert step.scoring == 0.0
+    assert step.total == pytest.approx(30.0 + step.training)
+    assert replace(step, generation=40.0).total == pytest.approx(40.0 + step.training)
+
+
+def test_streaming_leaves_one_micro_batch_and_the_update_for_the_end() -> None:
+    sections: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 2048},
+        "trainer": {"target_tokens_per_batch": 8192, "parallel": {"pipeline": 2}},
+    }
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048}
+    run = config(rollout={**rollout, "stream": True}, **sections)
+    hardware, workload = Hardware.of(run), Workload.of(run, None, None)
+    dimensions = ModelDimensions.from_checkpoint(run.model.path)
+    step = predict(run, dimensions, hardware, workload, [estimate()], None, None)
+    one_pass = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
+    update = step.training - 5 * one_pass  # four micro-batches and one idle slot
+    assert step.after_last == pytest.approx(2 * one_pass + update)
+    assert replace(step, generation=100.0).total == pytest.approx(100.0 + 2 * one_pass + update)
+    assert replace(step, generation=0.0).total == pytest.approx(step.training)
+    whole = predict(config(rollout=rollout, **sections), dimensions, hardware, workload, [estimate()], None, None)
+    assert replace(whole, generation=100.0).total == pytest.approx(100.0 + whole.training)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
+    monkeypatch.chdir(ROOT)
+    small = [
+        "--trainer.target_tokens_per_batch",
+        "2048",
+        "--rollout.max_new_tokens",
+        "512",
+        "--algorithm.kl_coef",
+        "0.1",
+    ]
+    workers = ["--reference.placement", "workers"]
+    return make_plan(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*small, *workers, *flags]), PlanOptions())
+
+
+def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPUs hold its own weights, however small the policy is."""
+    flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
+    plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
+    assert plan.problems == []
+    (own,) = plan.references
+    assert own.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
+    assert own.phases[0] in plan.phases and own.phases[0].items[0].nbytes == 2 * own.estimate.memory.parameters
+    assert plan.gpus_in_use == checks.gpus_needed(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [])).total + 4
+    assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*REFUSED, "--reference.parallel.tensor", "3"], ["reference.parallel.tensor=3 does not divide the model's"]),
+        ([*REFUSED, "--reference.path", "/nowhere"], ["reference.path=/nowhere is no directory"]),
+        (
+            ["--cluster.gpu_memory_gib", "5", "--reference.path", str(MODELS / "Qwen2.5-7B")],
+            [
+                "has 152064 tokens and model.path 151936",
+                "reference, stage 1 of 1, reference scoring: ",
+                "a larger reference.parallel.tensor",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_with_them_is_a_problem(
+    flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is none of the cluster's, too."""
+    plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
+    for word in words:
+        assert [problem for problem in plan.problems if word in problem], plan.problems
+        assert not [note for note in plan.notes if word in note]
