@@ -13,6 +13,7 @@
 # PORT        where node 0 awaits the others, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
 # GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node, else the recipe's
 # NODES_TIMEOUT_S    bound on waiting for all nodes, 600
+# SILENCE_S   a node that says nothing for so long is lost, 30
 # PLAN=0      trains without planning first
 # DRY_RUN=1   prints what would run, and starts nothing
 #
@@ -37,6 +38,7 @@ fi
 [ -z "${TOKEN_FILE:-}" ] || options+=(--token_file "$TOKEN_FILE")
 [ -z "${GPUS_PER_NODE:-}" ] || options+=(--gpus_per_node "$GPUS_PER_NODE")
 [ -z "${NODES_TIMEOUT_S:-}" ] || options+=(--nodes_timeout_s "$NODES_TIMEOUT_S")
+[ -z "${SILENCE_S:-}" ] || options+=(--silence_s "$SILENCE_S")
 [ "${PLAN:-1}" = 1 ] || options+=(--no_plan)
 [ "${DRY_RUN:-0}" = 0 ] || options+=(--dry_run)
 

@@ -145,7 +145,8 @@ def _candidate(
 ) -> Candidate | None:
     """The first and the last kind are followed: one has most micro-batches under way, the other the head."""
     workload = Workload.of(config, options.mean_prompt, options.mean_response)
-    engine = None if config.supervised else plan_engine(config, dimensions, hardware, workload.mean_length)
+    samples = not config.supervised and not config.debug.load_rollouts
+    engine = plan_engine(config, dimensions, hardware, workload.mean_length) if samples else None
     kinds = backend.rank_kinds(config)
     phases, estimates = [], []
     for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):

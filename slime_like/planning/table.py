@@ -27,7 +27,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
     stream = stream or sys.stdout
     console = _console(stream)
     console.print(_cluster_line(config, plan))
-    console.print(_ranks(plan))
+    console.print(_ranks(config, plan))
     console.print(_memory(plan))
     for table in (_traffic(plan), _time(plan)):
         if table is not None:
@@ -76,8 +76,8 @@ def _cluster_line(config: RunConfig, plan: Plan) -> str:
     )
 
 
-def _ranks(plan: Plan) -> Table:
-    table = Table(title="Ranks, per GPU", title_justify="left")
+def _ranks(config: RunConfig, plan: Plan) -> Table:
+    table = Table(title=f"Ranks, per GPU; recompute: {config.trainer.recompute}", title_justify="left")
     columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
     table.add_column("kind", no_wrap=True)
     for column in columns:

@@ -1,4 +1,7 @@
-"""What keeps nodes from coming together is one sentence on each of them, soon, with nothing left behind."""
+"""What keeps nodes from coming together is one sentence on each of them, soon, with nothing left behind.
+
+All cases are started at once, each with a port and a run directory of its own: most of their time is spent waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.conftest import Tiny
-from tests.hosts.hosts import Host, Network, two_hosts
+from tests.hosts.hosts import Host, Network, Running, two_hosts
 from tests.hosts.test_two_hosts import PORT, here, left_on, start
+
+NOWHERE = "192.0.2.9"
 
 
 @pytest.fixture(scope="module")
@@ -23,114 +30,172 @@ def network(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Iterator[Ne
         yield network
 
 
-def test_a_node_that_never_comes(network: Network, tiny: Tiny) -> None:
-    """Both that did come are told which one did not."""
-    runs = [
-        start(host, rank, network, tiny, "never", NODES="3", NODES_TIMEOUT_S="8")
-        for rank, host in enumerate(network.nodes)
-    ]
-    codes = [run.finish(60) for run in runs]
-    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 8 s; start the same "
-    assert codes == [1, 1]
-    for run in runs:
-        assert run.last_line.startswith(expected), run.output
-    assert [left_on(host) for host in network.nodes] == [[], []]
+class Cases:
+    """Starts of the script on both hosts, by name; each name has its port and its run directory."""
+
+    def __init__(self, network: Network, tiny: Tiny) -> None:
+        self._network = network
+        self._tiny = tiny
+        self.runs: dict[str, dict[int, Running]] = {}
+
+    def port(self, name: str) -> int:
+        return PORT + 1 + list(self.runs).index(name)
+
+    def begin(self, name: str, rank: int, run_dir: Path | None = None, **environment: str) -> None:
+        """Node ``rank`` of case ``name``."""
+        self.runs.setdefault(name, {})
+        flags = ("--run_dir", str(run_dir or self._network.shared / name))
+        variables = {"PORT": str(self.port(name)), **environment}
+        host = self._network.nodes[rank]
+        self.runs[name][rank] = start(host, rank, self._network, self._tiny, name, flags, **variables)
+
+    def both(self, name: str, run_dir: Path | None = None, **environment: str) -> None:
+        for rank in range(2):
+            self.begin(name, rank, run_dir, **environment)
+
+    def launcher(self, name: str, rank: int) -> psutil.Process:
+        """Python's process behind the script."""
+        port = str(self.port(name))
+        (found,) = (
+            process
+            for process in self._network.nodes[rank].processes()
+            if "launch" in process.cmdline()[2:3] and port in process.cmdline()
+        )
+        return found
 
 
-def launchers(host: Host) -> list[psutil.Process]:
-    return [process for process in host.processes() if "launch" in process.cmdline()[2:3]]
+@dataclass
+class Ended:
+    """How all of them ended: exit codes and closing lines by case and rank, and what was left on either host."""
+
+    codes: dict[str, list[int]]
+    said: dict[str, list[str]]
+    output: dict[str, str]
+    left: list[list[str]]
 
 
-def test_a_node_that_ends_before_the_start(network: Network, tiny: Tiny) -> None:
-    """Killed or interrupted while a third is awaited: the others learn of it at once."""
-    first, second = network.nodes
-    for victim, number, codes, said in (
-        (first, signal.SIGKILL, [-9, 1], f"{here(network, 1)} has lost node 0 ({first.address}): its connection ended"),
-        (second, signal.SIGTERM, [1, 130], f"{here(network, 1)}: interrupted there"),
-    ):
-        runs = [start(host, rank, network, tiny, "ends", NODES="3") for rank, host in enumerate(network.nodes)]
-        runs[0].wait_for("is here", 60)
-        (process,) = launchers(victim)
-        process.send_signal(number)
-        ended = [run.finish(30) for run in runs]
-        assert [code if code != 137 else -9 for code in ended] == codes, runs[0].output + runs[1].output
-        survivor = runs[1] if victim is first else runs[0]
-        assert survivor.last_line.startswith(f"slime-like: {said}"), survivor.output
-        assert [left_on(host) for host in network.nodes] == [[], []]
-
-
-def test_node_0_is_killed_outright(network: Network, tiny: Tiny) -> None:
-    """With Ray and training on: nobody is left to end them but they themselves."""
-    runs = [start(host, rank, network, tiny, "killed") for rank, host in enumerate(network.nodes)]
-    runs[0].wait_for("all 2 nodes have joined; training", 120)
-    (process,) = launchers(network.nodes[0])
-    process.kill()
-    assert runs[1].finish(60) == 1
-    runs[0].finish(30)
-    assert runs[1].last_line.startswith(f"slime-like: {here(network, 1)} has lost node 0 "), runs[1].output
-    assert [left_on(host, grace_s=60) for host in network.nodes] == [[], []]
-
-
-def test_a_plan_that_is_refused(network: Network, tiny: Tiny) -> None:
-    """Before Ray is started, and told to who is there."""
-    runs = [
-        start(host, rank, network, tiny, "plan", PLAN="1", GPUS_PER_NODE="-1")
-        for rank, host in enumerate(network.nodes)
-    ]
-    assert [run.finish(120) for run in runs] == [2, 2]
-    for run in runs:
-        assert run.last_line.startswith(f"slime-like: {here(network, 0)}, slime-like plan: "), run.output
-        assert "cluster.gpus_per_node=-1" in run.last_line and "Ray" not in run.output
-    assert [left_on(host) for host in network.nodes] == [[], []]
-
-
-def test_a_wrong_address_a_busy_port_and_a_wrong_key(network: Network, tiny: Tiny) -> None:
-    first, second = network.nodes
-    held = (
-        f"import socket, time; s = socket.create_server(('{first.address}', {PORT + 1})); print('held'); time.sleep(60)"
-    )
-    holder = first.start([sys.executable, "-u", "-c", held], network.shared / "holder.log")
-    other_key = network.shared / "other-key"
-    other_key.write_text("k" * 40)
-    other_key.chmod(0o600)
-    holder.wait_for("held", 20)
-    bounded = {"NODES_TIMEOUT_S": "3"}
-    cases = {
-        "no such address": (start(first, 0, network, tiny, "a", HEAD_ADDR="192.0.2.9", NODE_ADDR=""), 2),
-        "nobody there": (start(second, 1, network, tiny, "b", HEAD_ADDR="192.0.2.9", **bounded), 1),
-        "busy": (start(first, 0, network, tiny, "c", PORT=str(PORT + 1)), 1),
-        "somebody else there": (
-            start(second, 1, network, tiny, "d", PORT=str(PORT + 1), TOKEN_FILE=str(other_key), **bounded), 1,
-        ),
-        "no shared key": (start(second, 1, network, tiny, "e", ("--run_dir", "/tmp/own"), **bounded), 1),
-    }  # fmt: skip
-    codes = {name: run.finish(60) for name, (run, _) in cases.items()}
-    said = {name: run.last_line for name, (run, _) in cases.items()}
-    for process in first.processes():  # the holder, as it is called inside
-        process.kill()
+@pytest.fixture(scope="module")
+def ended(network: Network, tiny: Tiny) -> Ended:
+    cases = Cases(network, tiny)
+    cases.both("killed")  # with Ray and training on
+    holder = _begin_waiting(cases, network)
+    for name, victim, number in (("lost", 0, signal.SIGKILL), ("stopped", 1, signal.SIGTERM)):
+        cases.runs[name][0].wait_for("is here", 120)
+        cases.launcher(name, victim).send_signal(number)
+    cases.runs["killed"][0].wait_for("all 2 nodes have joined; training", 180)
+    cases.launcher("killed", 0).kill()
+    codes = {name: [run.finish(90) for run in runs.values()] for name, runs in cases.runs.items()}
+    for process in network.nodes[0].processes():  # the holder, as it is called inside
+        if "holder" in " ".join(process.cmdline()):
+            process.kill()
     holder.finish(10)
-    assert codes == {name: code for name, (_, code) in cases.items()}, said
-    assert f"HEAD_ADDR=192.0.2.9 is 192.0.2.9, which is no address of {first.name}" in said["no such address"]
-    assert "192.0.2.9" in said["nobody there"] and "within 3 s" in said["nobody there"]
-    assert f"port {PORT + 1} of {first.address} cannot be listened on (Address already in use)" in said["busy"]
-    assert f"node 0 did not answer at {first.address}:{PORT + 1} within 3 s" in said["somebody else there"]
-    assert "no cluster key /tmp/.own.cluster/key within 3 s" in said["no shared key"]
-    assert [left_on(host) for host in network.nodes] == [[], []]
+    said = {name: [run.last_line for run in runs.values()] for name, runs in cases.runs.items()}
+    output = {name: "\n".join(run.output for run in runs.values()) for name, runs in cases.runs.items()}
+    return Ended(codes, said, output, [left_on(host, grace_s=60) for host in network.nodes])
 
 
-def test_a_node_that_shares_no_files(network: Network, tiny: Tiny) -> None:
+def _begin_waiting(cases: Cases, network: Network) -> Running:
+    """Those that end without Ray. Returns who holds the port of one of them."""
+    first = network.nodes[0]
+    cases.both("never", NODES="3", NODES_TIMEOUT_S="15")
+    cases.both("lost", NODES="3")
+    cases.both("stopped", NODES="3")
+    cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="6")
+    cases.begin("no such address", 0, HEAD_ADDR=NOWHERE, NODE_ADDR="")
+    other_key = _key(network, "other")
+    cases.begin("nobody there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
+    cases.begin("no shared key", 1, Path("/tmp/keyless"), NODES_TIMEOUT_S="3")
+    cases.begin("busy", 1, SILENCE_S="6")
+    taken = cases.port("busy")
+    holder = _hold(first, taken, network.shared / "holder.log")
+    cases.begin("busy", 0)
+    cases.begin("somebody else there", 1, PORT=str(taken), TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
+    if not network.why_loopback:
+        cases.both("own", Path("/tmp/own"), TOKEN_FILE=_key(network, "by-hand"))
+    return holder
+
+
+def _hold(host: Host, port: int, log: Path) -> Running:
+    """Somebody who accepts connections there and says nothing."""
+    bound = f"s = socket.create_server(('{host.address}', {port}))"
+    held = f"import socket, time; {bound}; print('holder'); time.sleep(300)"
+    holder = host.start([sys.executable, "-u", "-c", held], log)
+    holder.wait_for("holder", 30)
+    return holder
+
+
+def _key(network: Network, name: str) -> str:
+    """A key that was made by hand."""
+    path = network.shared / f"key-{name}"
+    path.write_text("k" * 40)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
+    """Both that did come are told which one did not."""
+    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 15 s; start the same "
+    assert ended.codes["never"] == [1, 1]
+    for line in ended.said["never"]:
+        assert line.startswith(expected), ended.output["never"]
+
+
+def test_a_node_that_ends_before_the_start(ended: Ended, network: Network) -> None:
+    """Killed or interrupted while a third is awaited: the others learn of it at once."""
+    lost = f"slime-like: {here(network, 1)} has lost node 0 ({network.nodes[0].address}): its connection ended"
+    assert ended.codes["lost"] in ([-9, 1], [137, 1])
+    assert ended.said["lost"][1].startswith(lost), ended.output["lost"]
+    assert ended.codes["stopped"] == [1, 130]
+    assert ended.said["stopped"][0].startswith(f"slime-like: {here(network, 1)}: interrupted there")
+
+
+def test_node_0_is_killed_outright(ended: Ended, network: Network) -> None:
+    """With Ray and training on: nobody is left to end them but they themselves."""
+    assert ended.codes["killed"][1] == 1
+    lost = f"slime-like: {here(network, 1)} has lost node 0 "
+    assert ended.said["killed"][1].startswith(lost), ended.output["killed"]
+
+
+def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
+    """Before Ray is started, and told to who is there and to who comes later."""
+    assert ended.codes["plan"] == [2, 2]
+    for line in ended.said["plan"]:
+        assert f"{here(network, 0)}, slime-like plan: " in line, ended.output["plan"]
+        assert "cluster.gpus_per_node=-1" in line
+    assert "Ray" not in ended.output["plan"]
+
+
+def test_a_wrong_address(ended: Ended, network: Network) -> None:
+    assert ended.codes["no such address"] == [2] and ended.codes["nobody there"] == [1]
+    (line,) = ended.said["no such address"]
+    assert f"HEAD_ADDR={NOWHERE} is {NOWHERE}, which is no address of {network.nodes[0].name}" in line
+    (line,) = ended.said["nobody there"]
+    assert NOWHERE in line and "within 3 s" in line
+
+
+def test_a_busy_port_ends_who_waits_as_well(ended: Ended, network: Network) -> None:
+    """Node 0 cannot answer there; node 1 finds its sentence beside the key."""
+    assert ended.codes["busy"] == [1, 1]
+    for line in ended.said["busy"]:
+        assert f" of {network.nodes[0].address} cannot be listened on (Address already in use)" in line
+
+
+def test_a_wrong_key_and_none(ended: Ended, network: Network) -> None:
+    assert ended.codes["somebody else there"] == ended.codes["no shared key"] == [1]
+    (line,) = ended.said["somebody else there"]
+    assert f"node 0 did not answer at {network.nodes[0].address}:" in line and "within 3 s" in line
+    assert "no cluster key /tmp/.keyless.cluster/key within 3 s" in ended.said["no shared key"][0]
+
+
+def test_a_node_that_shares_no_files(ended: Ended, network: Network) -> None:
     """It has the key, by hand, and its run directory is another one: checkpoints would be torn in two."""
     if network.why_loopback:
         pytest.skip(f"these nodes are loopback addresses and share everything: {network.why_loopback}")
-    key = network.shared / "key"
-    key.write_text("s" * 40)
-    key.chmod(0o600)
-    runs = [
-        start(host, rank, network, tiny, "own", ("--run_dir", "/tmp/own"), TOKEN_FILE=str(key))
-        for rank, host in enumerate(network.nodes)
-    ]
-    assert [run.finish(120) for run in runs] == [1, 1]
-    for run in runs:
-        assert "run_dir=/tmp/own is not the directory that node 0 sees" in run.last_line, run.output
-        assert "Ray" not in run.output
-    assert [left_on(host) for host in network.nodes] == [[], []]
+    assert ended.codes["own"] == [1, 1]
+    for line in ended.said["own"]:
+        assert "run_dir=/tmp/own is not the directory that node 0 sees" in line, ended.output["own"]
+    assert "Ray" not in ended.output["own"]
+
+
+def test_nothing_is_left(ended: Ended) -> None:
+    assert ended.left == [[], []]

@@ -1,7 +1,8 @@
 """``scripts/run_qwen_32b.sh`` on two hosts: the script itself, real addresses, a Ray node on each.
 
 One pair of hosts and two starts serve all tests: the first trains to its end over tensor x pipeline x context ranks,
-while strangers knock; the second, with another engine and layout, goes on from it and loses a node.
+while strangers knock; the second, with another engine and layout, goes on from it and loses a node. Nearly all of their
+time is that of imports, nine seconds of a core for every rank: the second has no more ranks than hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
 
 PORT = 6380
 EIGHT_RANKS = ("--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
-FOUR_RANKS = ("--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2")
+ONE_RANK_EACH = ("--trainer.parallel.pipeline", "2")
+NOT_LOOKED_AT = ("--checkpoint.export_hf", "false", "--logging.tensorboard", "false")
 RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver is a worker of Ray's, too
 
 
@@ -52,7 +54,7 @@ def start(
         **environment,
     }
     data = ("--model.path", variables["MODEL"], "--data.train", str(network.shared / "data" / "train.jsonl"))
-    command = ["bash", "scripts/run_qwen_32b.sh", *everything, *data, *run_dir, *flags]
+    command = ["bash", "scripts/run_qwen_32b.sh", *everything, *NOT_LOOKED_AT, *data, *run_dir, *flags]
     return host.start(command, network.shared / f"{log}-{rank}.log", variables)
 
 
@@ -184,9 +186,10 @@ class LostNode:
 
 @pytest.fixture(scope="module")
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
-    """The second start, with vLLM on four ranks whose places it shares; node 1 loses its power in the middle."""
-    flags = (*FOUR_RANKS, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
-    runs = [start(host, rank, network, tiny, "second", flags, ENGINE="vllm") for rank, host in enumerate(network.nodes)]
+    """The second start, with vLLM on two ranks of which it shares one's place; node 1 loses its power in the middle."""
+    flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
+    own = {"ENGINE": "vllm", "SILENCE_S": "12"}
+    runs = [start(host, rank, network, tiny, "second", flags, **own) for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
     network.nodes[1].power_off()
     began = time.monotonic()
@@ -205,5 +208,5 @@ def test_a_node_that_dies_ends_the_run_with_its_name(lost: LostNode, network: Ne
     """In a bounded time: silence, then the bound on training's end."""
     assert lost.code == 1
     assert lost.run.last_line.startswith(f"slime-like: {here(network, 1)} was lost during `slime-like train`: ")
-    assert lost.seconds < 120
+    assert lost.seconds < 90
     assert lost.left == []
