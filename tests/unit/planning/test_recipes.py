@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.commands import plan as plan_command
 from slime_like.config.load import load_config
-from slime_like.planning.plan import PlanOptions, make_plan
+from slime_like.planning.plan import Plan, PlanOptions, make_plan
 from slime_like.planning.search import search
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +45,24 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
         layout = config.trainer.parallel
         held = sum(own.estimate.memory.parameters * layout.tensor for own in plan.kinds)
         assert held == pytest.approx(_parameters(config.model.path), rel=0.01)
+    if name == "qwen3_32b":
+        _is_worked_out_by_hand(plan)
+
+
+def _is_worked_out_by_hand(plan: Plan) -> None:
+    """Qwen3-32B's published sizes on tensor 8 x pipeline 2 x context 2; a weight takes 2 bytes, its gradient 4, and its
+    main weight and both moments 12, divided by the two ranks that share them (Megatron's rule: 6 + 12 / d).
+    """
+    attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
+    layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
+    vocabulary = 152_576 * 5120  # 151,936, padded to a multiple of 128 on each of eight ranks
+    first = (vocabulary + 32 * layer) // 8 + 32 * norms
+    for own, expected in zip(plan.kinds, (first, first + 5120), strict=True):  # the last norm
+        memory = own.estimate.memory
+        assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
+        assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
+        assert memory.optimizer_bytes == pytest.approx(12 / 2 * expected, rel=1e-5)
+    assert plan.engine is not None and plan.engine.kv_bytes_per_token * 4 == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
 
 
 def _parameters(model: Path) -> int:
