@@ -10,6 +10,7 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.config.check import check_machine, check_reference, check_settings
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -261,13 +262,13 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
     for phase in plan.phases:
         if not phase.fits:
             largest = max(phase.items, key=lambda item: item.nbytes)
-            remedy = _remedy(largest.name, config)
+            cure = remedy(largest.name, config)
             if phase.phase == references.PHASE:
-                remedy = remedy.replace("trainer.parallel", "reference.parallel")
+                cure = cure.replace("trainer.parallel", "reference.parallel")
             problems.append(
                 f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
                 f"GPU's {phase.capacity / GIB:.1f}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
-                f"{remedy}"
+                f"{cure}"
             )
     if plan.engine is not None and plan.engine.longest_sequences < 1:
         problems.append(
@@ -282,15 +283,19 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
     return problems
 
 
-def _remedy(item: str, config: RunConfig) -> str:
-    layout = "a larger trainer.parallel.tensor or pipeline"
+def remedy(item: str, config: RunConfig) -> str:
+    """What makes an item of the memory table smaller, in words of the configuration."""
+    fsdp = config.trainer.backend == FSDP
+    layout = "more trainer.parallel.data" if fsdp else "a larger trainer.parallel.tensor or pipeline"
     if item == "activations":
         less = [] if config.trainer.recompute == "full" else ["trainer.recompute: full"]
         return "use " + ", ".join([*less, "a smaller trainer.target_tokens_per_batch", "more trainer.parallel.context"])
-    if item in ("optimizer state", "optimizer's temporaries beyond"):
+    if item == "gradients" and fsdp and config.trainer.fsdp.accumulate != "sharded":
+        return "use trainer.fsdp.accumulate: sharded"
+    if item in ("optimizer state", "optimizer's temporaries beyond") and not fsdp:
         return f"use {layout}, more trainer.parallel.data with optimizer.distributed, or trainer.optimizer.offload"
     if item == "head":
-        return "lower trainer.head_chunk_tokens, or raise trainer.parallel.tensor"
+        return "lower trainer.head_chunk_tokens" + ("" if fsdp else ", or raise trainer.parallel.tensor")
     if item == "KV cache":
         return f"lower {share_setting(config)}"
     if item == "engine weights":

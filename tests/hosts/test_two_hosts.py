@@ -2,7 +2,7 @@
 
 One pair of hosts and two starts serve all tests: the first trains to its end over tensor x pipeline x context ranks,
 while strangers knock; the second, with another engine and layout, goes on from it and loses a node. Nearly all of their
-time is that of imports, nine seconds of a core for every rank: the second has no more ranks than hosts.
+time is that of processes that start, nine seconds of a core for every rank: the second has no more ranks than hosts.
 """
 
 from __future__ import annotations

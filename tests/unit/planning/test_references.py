@@ -13,7 +13,7 @@ from slime_like.config.load import load_config
 from slime_like.planning import checks
 from slime_like.planning.estimate import RankKind
 from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.plan import Plan, PlanOptions, make_plan
+from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
 from slime_like.planning.references import reference_phase, reference_seconds
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import Workload, predict
@@ -121,6 +121,21 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
     assert own.phases[0] in plan.phases and own.phases[0].items[0].nbytes == 2 * own.estimate.memory.parameters
     assert plan.gpus_in_use == checks.gpus_needed(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [])).total + 4
     assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "item", "words"),
+    [
+        ("megatron", "gradients", "a larger trainer.parallel.tensor or pipeline"),
+        ("fsdp", "gradients", "trainer.fsdp.accumulate: sharded"),
+        ("fsdp", "parameters", "more trainer.parallel.data"),
+        ("fsdp", "head", "lower trainer.head_chunk_tokens"),
+    ],
+)
+def test_remedies_are_those_that_the_backend_has(backend: str, item: str, words: str) -> None:
+    found = remedy(item, config(trainer={"backend": backend}))
+    assert words in found
+    assert backend == "megatron" or not any(axis in found for axis in ("tensor", "pipeline"))
 
 
 @pytest.mark.parametrize(
