@@ -378,6 +378,12 @@ class TrainerBackend(Protocol):
         one that sends yields tensors, those that only take part in its gathers yield empty buckets, others nothing.
         """
 
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        """In place of ``finish_step``: the step's finished gradients, as ``export_weights`` gives weights, in float32.
+
+        Reduced and divided by ``denominator``, not clipped. Nothing is updated: the next step begins anew.
+        """
+
     def export_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint (sharded safetensors, index, config, tokenizer)."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +28,9 @@ from slime_like.verification.comparison import (
     Measurement,
     Parity,
     TensorGap,
+    add_gradients,
     add_weights,
+    compare_gradient,
     compare_measurements,
     compare_tensor,
     missing_tensor,
@@ -63,7 +65,7 @@ class LayoutsRequest:
 
 
 def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
-    """Per-token logprobs, ``config.steps`` optimizer steps with their losses and gradient norms, weights afterwards.
+    """Per-token logprobs, gradients, ``config.steps`` optimizer steps with their figures, weights afterwards.
 
     Returns:
         One row per layout, the baseline first.
@@ -88,7 +90,8 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.compare(baseline.own, []))]
+        own = baseline.compare(baseline.own, Gaps())
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, own)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
@@ -101,12 +104,10 @@ def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseli
     ranks = layout.parallel.world_size
     if misfit is not None:
         return Row(layout.name, ranks, skipped=misfit)
-    gaps: list[TensorGap] = []
     try:
-        found = measure(config, baseline.batch, lambda tensors: gaps.extend(baseline.gaps(tensors)))
+        found, gaps = baseline.measure(config)
     except TrainerError as error:
         return Row(layout.name, ranks, failed=str(error))
-    gaps += [missing_tensor(name) for name in baseline.final.names - {gap.name for gap in gaps}]
     return Row(layout.name, ranks, baseline.compare(found, gaps))
 
 
@@ -142,58 +143,92 @@ def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
         raise ConfigError(problems)
 
 
+@dataclass(slots=True)
+class Gaps:
+    """How far every tensor is from the baseline's: the first step's gradients, and the weights after training."""
+
+    gradients: list[TensorGap] = field(default_factory=list)
+    weights: list[TensorGap] = field(default_factory=list)
+
+
 class Baseline:
-    """What the baseline computed, its weights before and after training on disk.
+    """What the baseline computed, its gradients and its weights before and after training on disk.
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
         own: the baseline's measurement.
-        final: its weights after the last step.
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
-        self._initial, self.final = TensorStore(directory / "before"), TensorStore(directory / "after")
         self._tolerances = TOLERANCES[config.model.dtype]
+        self._gradients = TensorStore(directory / "gradients")
+        self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
         with trainers_alone(config) as trainers:
             trainers.setup()
-            _export(trainers, self._initial.add)
+            _drain(trainers.exported_tensors(), self._initial.add)
             scores = score_sequences(trainers, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            self.own = _train(trainers, config, self.batch, [score.logprobs for score in scores])
-            _export(trainers, self.final.add)
+            logprobs = [score.logprobs for score in scores]
+            self.own = _train(trainers, config, self.batch, logprobs, self._gradients.add)
+            _drain(trainers.exported_tensors(), self._final.add)
 
-    def compare(self, found: Measurement, gaps: Sequence[TensorGap]) -> Parity:
+    def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
+        """Run another layout; its tensors are compared bucket by bucket and not kept."""
+        gaps = Gaps()
+        with trainers_alone(config) as trainers:
+            trainers.setup()
+            scores = score_sequences(trainers, self.batch, config.trainer)
+            found = _train(
+                trainers,
+                config,
+                self.batch,
+                [score.logprobs for score in scores],
+                lambda tensors: gaps.gradients.extend(self._gradient_gaps(tensors)),
+            )
+            _drain(trainers.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
+        gaps.gradients += _missing(self._gradients, gaps.gradients)
+        gaps.weights += _missing(self._final, gaps.weights)
+        return found, gaps
+
+    def compare(self, found: Measurement, gaps: Gaps) -> Parity:
         parity = compare_measurements(found, self.own, self.batch, self._tolerances)
-        add_weights(parity, gaps)
+        add_gradients(parity, gaps.gradients)
+        add_weights(parity, gaps.weights)
         return parity
 
-    def gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
-        """One bucket of another layout's trained weights."""
+    def _gradient_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
+        whole = self.own.grad_norms[0]
         return [
-            compare_tensor(name, tensor, self.final[name], self._initial[name], self._tolerances)
-            if name in self.final.names
+            compare_gradient(name, tensor, self._gradients[name], whole, self._tolerances)
+            if name in self._gradients.names
+            else unexpected_tensor(name)
+            for name, tensor in tensors.items()
+        ]
+
+    def _weight_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
+        return [
+            compare_tensor(name, tensor, self._final[name], self._initial[name], self._tolerances)
+            if name in self._final.names
             else unexpected_tensor(name)
             for name, tensor in tensors.items()
         ]
 
 
-def measure(
-    config: RunConfig, batch: Sequence[ScoredTrajectory], weights: Callable[[Mapping[str, Tensor]], None]
-) -> Measurement:
-    """Run one layout; ``weights`` is given its trained tensors, bucket by bucket."""
-    with trainers_alone(config) as trainers:
-        trainers.setup()
-        scores = score_sequences(trainers, batch, config.trainer)
-        measurement = _train(trainers, config, batch, [score.logprobs for score in scores])
-        _export(trainers, weights)
-        return measurement
+def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
+    return [missing_tensor(name) for name in expected.names - {gap.name for gap in found}]
 
 
 def _train(
-    trainers: TrainerGroup, config: RunConfig, batch: Sequence[ScoredTrajectory], logprobs: list[Tensor]
+    trainers: TrainerGroup,
+    config: RunConfig,
+    batch: Sequence[ScoredTrajectory],
+    logprobs: list[Tensor],
+    gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
+    """All optimizer steps; ``gradients`` is given those of the first one, bucket by bucket."""
     packed = ExperienceBatcher(config, trainers.data_parallel_size, pad_token_id=0).batch(batch)
     trainers.load_batch(packed.replicas)
+    _drain(trainers.gradient_tensors(0, packed.denominators[0]), gradients)
     stats = [
         trainers.train_minibatch(index, denominator)
         for _ in range(config.steps)
@@ -202,6 +237,6 @@ def _train(
     return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 
-def _export(trainers: TrainerGroup, sink: Callable[[Mapping[str, Tensor]], None]) -> None:
-    for tensors in trainers.exported_tensors():
+def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: Callable[[Mapping[str, Tensor]], None]) -> None:
+    for tensors in buckets:
         sink(tensors)

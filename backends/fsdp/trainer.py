@@ -275,7 +275,19 @@ class FsdpTrainer:
     # ---------------------------------------------------------------------------------------------------------- weights
     def export_weights(self) -> Iterator[WeightBucket]:
         """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
-        return self._buckets(int(self.config.sync.bucket_mb * 2**20))
+        return self._buckets(self._bucket_bytes)
+
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        """The step's finished gradients under Hugging Face's names; nothing is updated."""
+        self._step.require_denominator(denominator)
+        with self._phase("finalize_gradients"):
+            self.finalize_gradients(denominator)
+        own = self.optimizer.gradients()
+        return export_buckets(self.model, torch.float32, self._bucket_bytes, self.device, own)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.config.sync.bucket_mb * 2**20)
 
     def _buckets(self, nbytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, self._dtype, nbytes, self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -72,12 +72,19 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
 
 @torch.no_grad()
 def export_buckets(
-    model: LogprobModel, dtype: torch.dtype, bucket_bytes: int, device: torch.device
+    model: LogprobModel,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    device: torch.device,
+    rows: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
     """Stream all tensors in ``dtype``, at most ``bucket_bytes`` a bucket; a single larger parameter travels alone.
 
     Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
     whole at a time beside the bucket; nobody ever holds the model.
+
+    Args:
+        rows: this rank's rows of something else of every parameter's shape, such as its gradient; by the model's names.
     """
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
@@ -86,7 +93,8 @@ def export_buckets(
         if nbytes and nbytes + size > bucket_bytes:
             yield WeightBucket(bucket)
             bucket, nbytes = [], 0
-        whole = gathered(parameter, dtype, device)
+        own = shard_of(parameter).detach() if rows is None else rows[name]
+        whole = _joined(own, parameter.shape, dtype, device)
         nbytes += size
         if dist.get_rank() == 0:
             bucket += [(piece.name, piece.view) for piece in pieces(name, whole)]
@@ -95,15 +103,20 @@ def export_buckets(
 
 def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The whole tensor in ``dtype``, on every rank. Collective. Rounded before it travels."""
-    size, own = dist.get_world_size(), shard_of(parameter).detach().to(device, dtype)
+    return _joined(shard_of(parameter).detach(), parameter.shape, dtype, device)
+
+
+def _joined(own: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor of ``shape`` of which each rank has its ``own`` rows."""
+    size, own = dist.get_world_size(), own.to(device, dtype)
     if size == 1:
         return own
-    rows = -(-parameter.shape[0] // size)
-    padded = own.new_zeros(rows, *parameter.shape[1:])
+    rows = -(-shape[0] // size)
+    padded = own.new_zeros(rows, *shape[1:])
     padded[: len(own)] = own
-    whole = own.new_empty(size * rows, *parameter.shape[1:])
+    whole = own.new_empty(size * rows, *shape[1:])
     dist.all_gather_into_tensor(whole, padded)
-    return whole[: parameter.shape[0]]
+    return whole[: shape[0]]
 
 
 def host_copies(model: LogprobModel) -> list[Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 
@@ -61,6 +62,16 @@ class Communication:
                 not group.param_gather_dispatched or group.param_gather_handle is not None
             ):
                 group.start_param_sync(force_sync=True)
+
+    def gather_gradients(self) -> None:
+        """Make the sums whole where the optimizer is sharded, and each rank has finished those of its shard alone."""
+        for group in self._groups():
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            replicas = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=replicas)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

@@ -283,8 +283,19 @@ class MegatronTrainer:
     def export_weights(self) -> Iterator[WeightBucket]:
         """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
         self.settle_weights()
-        bucket_bytes = int(self.config.sync.bucket_mb * 2**20)
-        return conversion.export_buckets(self.chunks, self.dimensions, bucket_bytes)
+        return conversion.export_buckets(self.chunks, self.dimensions, self._bucket_bytes)
+
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        """The step's finished gradients under Hugging Face's names; nothing is updated."""
+        self._step.require_denominator(denominator)
+        self.finalize_gradients(denominator)
+        with self._phase("gathering gradients"):
+            self._communication.gather_gradients()
+        return conversion.export_gradients(self.chunks, self.dimensions, self._bucket_bytes)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.config.sync.bucket_mb * 2**20)
 
     def export_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint."""

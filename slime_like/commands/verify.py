@@ -33,8 +33,8 @@ def add_parser(subparsers: Any) -> None:
         help="does every parallel layout compute what one rank computes, on this machine?",
         usage=USAGE,
         description="Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
-        "logprobs, loss, gradient norm and the weights after training with one rank's. Exit code 1 where one differs;\n"
-        "the first differing token and tensor are named.",
+        "logprobs, loss, every tensor's gradient, and the weights after training with one rank's. Exit code 1 where\n"
+        "one differs; the first differing token, gradient and tensor are named.",
         epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
         "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
         "steps.",

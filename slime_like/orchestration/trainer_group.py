@@ -215,7 +215,16 @@ class TrainerGroup:
     def exported_tensors(self) -> Iterator[dict[str, Tensor]]:
         """The model under Hugging Face's names, in buckets of at most ``sync.bucket_mb``, to this process."""
         self.begin_export()
-        while buckets := [b for b in self._call("next_tensors", phase="exporting weights") if b is not None]:
+        yield from self._tensors("exporting weights")
+
+    def gradient_tensors(self, index: int, denominator: float) -> Iterator[dict[str, Tensor]]:
+        """Gradients of the loaded batch's minibatch ``index``, as ``exported_tensors``; no weight is changed."""
+        phase = "computing gradients"
+        self._call("begin_gradient_export", index, denominator, phase=phase)
+        yield from self._tensors(phase)
+
+    def _tensors(self, phase: str) -> Iterator[dict[str, Tensor]]:
+        while buckets := [own for own in self._call("next_tensors", phase=phase) if own is not None]:
             yield from buckets
 
     # -------------------------------------------------------------------------------------------------- checkpoints

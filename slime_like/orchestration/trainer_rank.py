@@ -255,6 +255,13 @@ class TrainerRank:
         self._release(keep=0)
         self._buckets = self.backend.export_weights()
 
+    def begin_gradient_export(self, index: int, denominator: float) -> None:
+        """Make the gradients of the loaded batch's minibatch ``index`` what ``next_tensors`` gives; update nothing."""
+        packs = self._minibatches[index]
+        self.backend.begin_step(denominator, real_tokens(packs))
+        self.backend.accumulate(packs, last=True)
+        self._buckets = self.backend.export_gradients(denominator)
+
     def next_bucket(self) -> BucketMetadata | None:
         """Gather and send the next bucket; ``None`` when this rank has none to send, or no more.
 
@@ -273,7 +280,7 @@ class TrainerRank:
         return self._in_flight[-1]
 
     def next_tensors(self) -> dict[str, Tensor] | None:
-        """The next bucket of ``begin_export`` itself, on the host; ``None`` as in ``next_bucket``."""
+        """The next bucket itself of the weights or gradients begun, on the host; ``None`` as in ``next_bucket``."""
         if self._buckets is None:
             raise RuntimeError(f"trainer rank {self._rank}: next_tensors before begin_export")
         bucket = next(self._buckets, None)

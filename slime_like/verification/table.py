@@ -18,6 +18,7 @@ _FIGURES = (
     ("(mean)", "logprob_mean"),
     ("loss", "loss"),
     ("grad norm", "grad_norm"),
+    ("gradients", "gradients"),
     ("weights", "weights"),
 )
 

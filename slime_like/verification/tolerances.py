@@ -15,6 +15,8 @@ class Tolerances:
         logprob_max, logprob_mean: nats, over response tokens.
         loss: difference relative to ``1 + |loss|``.
         grad_norm: relative.
+        gradient: norm of the deviation of a tensor's gradient, relative to its norm.
+        gradient_floor: further deviation allowed, relative to the norm of the whole gradient.
         weight_change: norm of a tensor's deviation, relative to the norm of the change that training made to it.
         rounding: further deviation allowed, relative to the norm of the tensor itself: one unit in the last place.
     """
@@ -23,13 +25,15 @@ class Tolerances:
     logprob_mean: float
     loss: float
     grad_norm: float
+    gradient: float
+    gradient_floor: float
     weight_change: float
     rounding: float
 
 
 TOLERANCES = {
-    "float32": Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 2e-3, 2.0**-23),
-    "bfloat16": Tolerances(0.5, 0.02, 1e-2, 5e-2, 0.15, 2.0**-8),
+    "float32": Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4, 1e-7, 2e-3, 2.0**-23),
+    "bfloat16": Tolerances(0.5, 0.02, 1e-2, 5e-2, 0.1, 1e-3, 0.15, 2.0**-8),
 }
 """By ``model.dtype``. Logprobs of a wrong layout differ by whole nats, gradients that were not reduced by tens of
 percent."""

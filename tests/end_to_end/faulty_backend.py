@@ -1,15 +1,30 @@
-"""A Megatron trainer with the fault that a context-parallel group forgets to reduce one gradient properly."""
+"""A Megatron trainer with a known fault: gradients of query and key norms that sequence-parallel ranks do not sum."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from backends.megatron.trainer import MegatronTrainer
+
+# By name: the package has a function of the same name.
+_finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
 
 class FaultyTrainer(MegatronTrainer):
-    """Twice the gradient of one norm of layer 1, on context-parallel layouts only."""
+    """Every tensor rank keeps its own part of the gradient of layer 1's query norm."""
 
     def finalize_gradients(self, denominator: float) -> None:
-        super().finalize_gradients(denominator)
-        if self.config.trainer.parallel.context > 1:
-            for chunk in self.chunks:
-                chunk.decoder.layers[1].self_attention.q_layernorm.weight.main_grad.mul_(2.0)
+        correct = _finalization._allreduce_non_tensor_model_parallel_grads
+
+        def reduce(model: Any, *arguments: Any) -> None:
+            norm = self.chunks[0].decoder.layers[1].self_attention.q_layernorm.weight
+            own = norm.main_grad.clone()
+            correct(model, *arguments)
+            norm.main_grad.copy_(own)
+
+        _finalization._allreduce_non_tensor_model_parallel_grads = reduce
+        try:
+            super().finalize_gradients(denominator)
+        finally:
+            _finalization._allreduce_non_tensor_model_parallel_grads = correct

@@ -27,7 +27,8 @@ def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong gradient of 32 numbers: logprobs and the first loss are right, the trained tensor is not.
+    """One gradient of 32 numbers is not summed: logprobs and the first loss are right, gradient and trained tensor are
+    not. Without sequence parallelism the same trainer is sound: the baseline is.
 
     On kept rollouts, which lack the logprobs that only a trainer gives.
     """
@@ -41,7 +42,7 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
     )
     monkeypatch.setenv("PYTHONPATH", f"{installed.parent}:{REPO}")
     finished = run(
-        ["verify", "layouts", "--model", str(tiny.model), "--layouts", "cp2", "--steps", "1",
+        ["verify", "layouts", "--model", str(tiny.model), "--layouts", "tp2-sp", "--steps", "1",
          "--trainer.backend", "faulty", "--batch", str(rollouts), "--trainer.target_tokens_per_batch", "192"],
         tmp_path / "log",
         TIMEOUT_S,
@@ -49,7 +50,10 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
     assert finished.code == 1, finished.stdout + finished.stderr
     assert finished.left_behind == []
     (table_row,) = [line for line in finished.stdout.splitlines() if "DIFFERS" in line]
-    assert " cp2 " in table_row
-    sentences = [line for line in finished.stdout.splitlines() if line.startswith("cp2: ")]
-    assert any(line.startswith("cp2: layer 1, self_attn.q_norm.weight deviates by") for line in sentences), sentences
+    assert " tp2-sp " in table_row
+    sentences = [line for line in finished.stdout.splitlines() if line.startswith("tp2-sp: ")]
+    (gradient,) = [line for line in sentences if "the gradient of" in line]
+    assert gradient.startswith("tp2-sp: the gradient of layer 1, self_attn.q_norm.weight deviates by"), sentences
+    assert "gradients differ" not in gradient  # no other one does
+    assert any(line.startswith("tp2-sp: layer 1, self_attn.q_norm.weight deviates by") for line in sentences), sentences
     assert not any("logprob" in line or "loss of" in line for line in sentences), sentences

@@ -56,10 +56,11 @@ def train_fsdp_rank(
     scored = trainer.score(filled)
     assert scored is not None
     two_windows(trainer, filled, denominator)
-    trainer.finalize_gradients(denominator)
+    buckets = trainer.export_gradients(denominator)
+    exported = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
     gradients = whole_gradients(trainer)
     stats = [_step(trainer, filled, denominator) for _ in range(steps)]
-    result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, whole_weights(trainer))
+    result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, whole_weights(trainer), exported)
     trainer.shutdown()
     return result
 

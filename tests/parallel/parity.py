@@ -18,6 +18,7 @@ from slime_like.algorithms.packing import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from slime_like.weights.expected import expected_tensors
 from tests.parallel.assembly import to_hugging_face
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
@@ -126,11 +127,11 @@ def run_case(
 
 
 def check_everything(case: Case, layout: Settings, results: list[RankResult]) -> None:
-    """Logprobs, entropies, the loss, gradients (where a rank has them whole) and the updates."""
+    """Logprobs, entropies, the loss, gradients, as they lie in memory and as they are exported, and the updates."""
     check_scores(case, results)
     check_loss(case, results)
-    if not layout.get("distributed") or len(results) == 1:
-        check_gradients(case, results)
+    check_gradients(case, results)
+    check_exported_gradients(case, results)
     check_updates(case, results)
 
 
@@ -161,6 +162,32 @@ def check_loss(case: Case, results: list[RankResult]) -> None:
 def check_gradients(case: Case, results: list[RankResult], bound: float = GRADIENT_BOUND) -> None:
     dimensions = ModelDimensions.from_checkpoint(case.checkpoint)
     check_tensors(to_hugging_face(by_stage(results, "gradients"), dimensions), case.expected.gradients, bound)
+
+
+def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
+    """Each tensor comes from exactly one rank, under the names of the checkpoint's files."""
+    exported: dict[str, Tensor] = {}
+    for result in results:
+        assert not exported.keys() & result.exported.keys()
+        exported |= result.exported
+    checkpoint = expected_tensors(case.checkpoint)
+    trained = {name: shape for name, shape in checkpoint.items() if not name.endswith("e_score_correction_bias")}
+    assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == trained
+    check_tensors(stacked_experts(exported), case.expected.gradients, GRADIENT_BOUND)
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors as Hugging Face's module holds them: experts in one, gate rows above up rows."""
+    experts = [name for name in tensors if ".experts." in name]
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
+        count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)
+        of = {kind: [tensors[f"{prefix}.experts.{n}.{kind}_proj.weight"] for n in range(count)]
+              for kind in ("gate", "up", "down")}  # fmt: skip
+        gate_up = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}.experts.down_proj"] = torch.stack(of["down"])
+    return stacked
 
 
 def check_updates(case: Case, results: list[RankResult]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,10 @@ from tests.parallel.held import Held, held_by
 
 @dataclass
 class RankResult:
-    """``scored`` belongs to the packs ``pack_indices``; gradients are finished (reduced, divided)."""
+    """``scored`` belongs to the packs ``pack_indices``; gradients are finished (reduced, divided).
+
+    ``exported`` are the same gradients as the trainer gives them away, under Hugging Face's names.
+    """
 
     coordinates: RankCoordinates
     pack_indices: list[int]
@@ -26,6 +29,7 @@ class RankResult:
     gradients: dict[str, Tensor]
     stats: list[GRPOStats | None]
     weights: dict[str, Tensor]
+    exported: dict[str, Tensor] = field(default_factory=dict)
     held: Held | None = None
 
 
@@ -40,7 +44,7 @@ def train_rank(
     window = -(-len(packs) // coordinates.data_size)
     filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
     scored = trainer.score(filled)
-    gradients = _gradients(trainer, filled, denominator)
+    exported, gradients = _gradients(trainer, filled, denominator)
     stats = [_step(trainer, filled, denominator) for _ in range(steps)]
     trainer.settle_weights()
     result = RankResult(
@@ -50,17 +54,22 @@ def train_rank(
         gradients,
         stats,
         local_shard(trainer, gradients=False),
+        exported,
         held_by(trainer),
     )
     trainer.shutdown()
     return result
 
 
-def _gradients(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> dict[str, Tensor]:
+def _gradients(
+    trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the trainer exports, and what lies behind each parameter."""
     trainer.begin_step(denominator, real_tokens(packs))
     _two_windows(trainer, packs)
-    trainer.finalize_gradients(denominator)
-    return local_shard(trainer, gradients=True)
+    buckets = trainer.export_gradients(denominator)
+    exported = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
+    return exported, local_shard(trainer, gradients=True)
 
 
 def _step(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:

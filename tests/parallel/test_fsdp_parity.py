@@ -25,6 +25,7 @@ from tests.parallel.parity import (
     STEPS,
     UPDATE_BOUND,
     Case,
+    check_exported_gradients,
     check_loss,
     check_scores,
     check_tensors,
@@ -81,6 +82,7 @@ def _run(cases: list[Case], layout: Settings, directory: Path) -> list[list[Rank
 def _check(case: Case, results: list[RankResult]) -> None:
     check_scores(case, results)
     check_loss(case, results)
+    check_exported_gradients(case, results)
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
         changes = {name: value.double() - case.initial[name] for name, value in result.weights.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,36 @@ def export_buckets(
     Raises:
         CheckpointError: a parameter that no rule covers.
     """
+    yield from _stream(_exported(model_chunks, dimensions), bucket_bytes)
+
+
+def export_gradients(
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
+) -> Iterator[WeightBucket]:
+    """As ``export_buckets``, what Megatron's DDP has added up for each parameter (``main_grad``), whole on every rank.
+
+    What lies in memory like a parameter is exported like one. Weights that no gradient reaches are left out.
+    """
+    trained = [own for own in _exported(model_chunks, dimensions) if own.parameter.requires_grad]
+    yield from _stream([replace(own, parameter=_gradient(own.parameter)) for own in trained], bucket_bytes)
+
+
+def _gradient(parameter: Any) -> Tensor:
+    gradient: Tensor = parameter.main_grad
+    return gradient
+
+
+def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+    return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
+
+
+def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors that ``exported`` place, gathered and merged."""
     role = _Role.of_this_rank()
     if not (role.dense or role.expert):
         return
-    exported = [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
     batches = [_Batch(placements) for placements in _in_batches(exported, bucket_bytes)]
-    device = next(model_chunks[0].parameters()).device
+    device = exported[0].parameter.device
     with contextlib.ExitStack() as stack:
         dense = stack.enter_context(_open(role.dense, _dense_group(), [own.dense for own in batches], device))
         expert = stack.enter_context(_open(role.expert, _expert_group(), [own.expert for own in batches], device))

@@ -19,7 +19,9 @@ from slime_like.verification.batch import require_fit, synthetic_batch, with_fro
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
+    add_gradients,
     add_weights,
+    compare_gradient,
     compare_measurements,
     compare_tensor,
     missing_tensor,
@@ -34,8 +36,8 @@ from tests.unit.config.checkpoint import write_checkpoint
 FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
 NAMES = (
     "model.embed_tokens.weight",
-    "model.layers.2.mlp.down_proj.weight",
     "model.layers.2.self_attn.q_proj.weight",
+    "model.layers.2.mlp.down_proj.weight",
     "model.layers.10.input_layernorm.weight",
     "model.norm.weight",
     "lm_head.weight",
@@ -166,6 +168,41 @@ def test_of_several_the_first_in_the_model_is_named() -> None:
         assert sentence.endswith(f"; {6 - first} of 6 tensors differ") == (first < 5)
 
 
+def test_gradients_are_compared_by_their_norm() -> None:
+    """Rounding is none, also of a gradient that is nothing beside the others; half of a norm's sum is found."""
+    _, gradient = trained(NAMES[1])
+    for tolerances, rounding in ((FLOAT32, 1e-5), (BFLOAT16, 1e-2)):
+        same = compare_gradient(NAMES[1], gradient * (1 + rounding), gradient, 1.0, tolerances)
+        assert same.difference is None and same.relative == pytest.approx(rounding, rel=1e-2)
+        nothing = tolerances.gradient_floor / 100 * torch.ones(6, 8)
+        assert compare_gradient(NAMES[1], -nothing, nothing, 1.0, tolerances).difference is None
+        assert compare_gradient(NAMES[1], gradient / 2, gradient, 1.0, tolerances).relative == pytest.approx(0.5)
+    partial = gradient.clone()
+    partial[3, 5] += float(gradient.norm())
+    found = compare_gradient(NAMES[1], partial, gradient, 1.0, FLOAT32).difference
+    assert found is not None
+    assert found.startswith(
+        "the gradient of layer 2, self_attn.q_proj.weight deviates by 1.00e+00 of its norm; most at [3, 5]"
+    )
+    broken = compare_gradient(NAMES[1], gradient * torch.nan, gradient, 1.0, FLOAT32)
+    assert broken.difference is not None
+    assert compare_gradient(NAMES[1], gradient[:2], gradient, 1.0, FLOAT32).difference == (
+        "the gradient of layer 2, self_attn.q_proj.weight has the shape (2, 8) instead of (6, 8)"
+    )
+
+
+def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
+    parity, gaps = Parity(), []
+    for index, name in enumerate(NAMES):
+        _, gradient = trained(name)
+        gaps.append(compare_gradient(name, gradient * (2 if index in (1, 3) else 1), gradient, 1.0, FLOAT32))
+    add_gradients(parity, gaps[::-1])
+    (sentence,) = parity.differences
+    assert sentence.startswith("the gradient of layer 2, self_attn.q_proj.weight deviates by 1.00e+00")
+    assert sentence.endswith("; 2 of 6 gradients differ, the last in the model is layer 10, input_layernorm.weight")
+    assert parity.gradients == pytest.approx(1.0)
+
+
 def test_a_tensor_too_few_or_too_many_is_told() -> None:
     parity = Parity()
     add_weights(parity, [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")])
@@ -231,8 +268,8 @@ def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
     assert [row.verdict for row in rows] == ["same", "DIFFERS", "skipped", "FAILED"]
     text = stream.getvalue()
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line]
-    assert cells[1] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 4, "DIFFERS"]
-    assert cells[2] == ["tp16-sp-pp2-cp2-distributed", "64", *[""] * 5, "skipped"]
+    assert cells[1] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 5, "DIFFERS"]
+    assert cells[2] == ["tp16-sp-pp2-cp2-distributed", "64", *[""] * 6, "skipped"]
     assert text.splitlines()[-4:] == [
         "tp2: token 3 is wrong",
         "tp2: layer 1 is wrong",
