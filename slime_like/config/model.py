@@ -42,3 +42,9 @@ class ReferenceConfig(Section):
     parallel: ParallelConfig = Field(
         default_factory=lambda: ParallelConfig(), description="For placement workers: the layout of each."
     )
+    max_worker_restarts: int = Field(
+        2,
+        ge=0,
+        description="For placement workers: how many are started anew after they failed, over the whole run; what they "
+        "had goes to others, or waits. The run ends when none is left.",
+    )

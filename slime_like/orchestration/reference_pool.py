@@ -8,11 +8,11 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from slime_like.errors import TrainerError
+from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.orchestration.scoring import RewardedGroup
 from slime_like.orchestration.worker_registry import WorkerRegistry
 from slime_like.trajectory import UnscoredTrajectory
@@ -32,6 +32,13 @@ class ReferenceWorker(Protocol):
 
         Raises:
             TrainerError: it is of no more use.
+        """
+
+    def restart(self) -> None:
+        """End what is left of it, and start it anew in the same place. Called from one thread; may take a while.
+
+        Raises:
+            SlimeLikeError: it did not start, or was closed.
         """
 
     def close(self) -> None:
@@ -57,17 +64,21 @@ class _Request:
 class ReferencePool:
     """Groups are scored whole, by the worker with the least outstanding tokens. Use from one thread.
 
-    A worker that fails leaves; what it had goes to others, from the beginning. The last one's failure is the pool's.
+    A worker that fails leaves; what it had goes to others, from the beginning. It is started anew, in the background,
+    and joins again; the failure that finds no restart and no worker left is the pool's.
 
     Args:
         request_tokens: groups that wait are sent together, up to so many tokens.
+        max_restarts: workers started anew, over the pool's life.
 
     Attributes:
-        lost: a sentence about every worker that has left.
+        news: a sentence about every worker that has left, or come back.
     """
 
-    def __init__(self, request_tokens: int) -> None:
+    def __init__(self, request_tokens: int, max_restarts: int = 0) -> None:
         self._request_tokens = request_tokens
+        self._restarts_left = max_restarts
+        self._restarting: dict[Future[None], ReferenceWorker] = {}
         self._registry = WorkerRegistry(_REQUESTS_PER_WORKER)
         self._numbers = itertools.count()
         self._workers: dict[int, ReferenceWorker] = {}
@@ -77,7 +88,7 @@ class ReferencePool:
         self._guard = threading.Lock()
         self._busy_s = 0.0
         self._tokens = (0, 0)
-        self.lost: list[str] = []
+        self.news: list[str] = []
 
     def __len__(self) -> int:
         """Groups that have not come out."""
@@ -101,8 +112,10 @@ class ReferencePool:
             TrainerError: no worker is left.
         """
         self._send()
-        done = wait(self._running, timeout_s, FIRST_COMPLETED).done if self._running else set()
+        awaited: list[Future[Any]] = [*self._running, *self._restarting]
+        done = wait(awaited, timeout_s, FIRST_COMPLETED).done if awaited else set()
         finished = [group for future in done for group in self._settle(future)]
+        self._admit_restarted()
         self._send()
         return finished
 
@@ -156,9 +169,9 @@ class ReferencePool:
             self._tokens = response, total + sum(trajectory.total_len for trajectory in trajectories)
         return logprobs
 
-    def _settle(self, future: Future[list[Tensor]]) -> list[RewardedGroup]:
+    def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
         request = self._running.pop(future, None)
-        if request is None:  # its worker was lost a moment ago
+        if request is None:  # its worker was lost a moment ago, or is starting again
             return []
         self._registry.release(request.member, request.tokens)
         try:
@@ -175,10 +188,33 @@ class ReferencePool:
         self._waiting.extendleft(reversed([own for request in lost for own in request.groups]))
         self._registry.leave(failed.member)
         worker, thread = self._workers.pop(failed.member), self._threads.pop(failed.member)
-        self.lost.append(f"{worker.name} left the logprob pool ({error})")
+        self.news.append(f"{worker.name} left the logprob pool ({error})")
         for future in others:
             future.cancel()
-        thread.submit(worker.close)  # which may take a while
+        self._restart_or_close(worker, thread, error)
         thread.shutdown(wait=False)
-        if not self._registry.workers:
+
+    def _restart_or_close(self, worker: ReferenceWorker, thread: ThreadPoolExecutor, error: SlimeLikeError) -> None:
+        """Either may take a while, and happens in ``thread``."""
+        if self._restarts_left > 0:
+            self._restarts_left -= 1
+            self._restarting[thread.submit(worker.restart)] = worker
+            return
+        thread.submit(worker.close)
+        if not self._registry.workers and not self._restarting:
             raise TrainerError(f"no reference worker is left: {error}") from error
+
+    def _admit_restarted(self) -> None:
+        """Let workers score that have started again; those that could not are tried again while restarts are left."""
+        for future in [own for own in self._restarting if own.done()]:
+            worker = self._restarting.pop(future)
+            try:
+                future.result()
+            except SlimeLikeError as error:
+                self.news.append(f"{worker.name} did not start again ({error})")
+                with_thread = ThreadPoolExecutor(1, thread_name_prefix=worker.name)
+                self._restart_or_close(worker, with_thread, error)
+                with_thread.shutdown(wait=False)
+            else:
+                self.news.append(f"{worker.name} was started again")
+                self.join(worker)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from torch import Tensor
 
 from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.sequence_scoring import request_tokens, score_sequences
@@ -21,9 +23,15 @@ class RankedReference:
 
     def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
         self._config = worker_config(config)
+        self._placement = placement
+        self._index = index
         self.name = f"reference worker {index}"
+        self._guard = threading.Lock()
         self._closed = False
-        self._ranks = TrainerGroup(self._config, placement, index)
+        self._ranks = self._new_ranks()
+
+    def _new_ranks(self) -> TrainerGroup:
+        return TrainerGroup(self._config, self._placement, self._index)
 
     def launch(self) -> None:
         """Create the ranks; they import in the background until ``setup`` waits for them."""
@@ -38,10 +46,21 @@ class RankedReference:
         scores = score_sequences(self._ranks, trajectories, self._config.trainer)
         return [score.logprobs for score in scores]
 
+    def restart(self) -> None:
+        """See ``ReferenceWorker``."""
+        self._ranks.shutdown()
+        with self._guard:  # whoever closes it meanwhile finds either all new ranks or none
+            if self._closed:
+                raise TrainerError(f"{self.name}, starting again: the run has ended")
+            self._ranks = self._new_ranks()
+            self._ranks.launch()
+        self.setup()
+
     def close(self) -> None:
         """See ``ReferenceWorker``."""
-        if not self._closed:
-            self._closed = True
+        with self._guard:
+            closed, self._closed = self._closed, True
+        if not closed:
             self._ranks.shutdown()
 
 
@@ -60,7 +79,7 @@ def reference_pool(config: RunConfig, workers: list[RankedReference]) -> Referen
         return None
     with ThreadPoolExecutor(len(workers)) as threads:
         list(threads.map(RankedReference.setup, workers))
-    pool = ReferencePool(request_tokens(worker_config(config).trainer))
+    pool = ReferencePool(request_tokens(worker_config(config).trainer), config.reference.max_worker_restarts)
     for worker in workers:
         pool.join(worker)
     return pool

@@ -213,9 +213,9 @@ class StepRecorder:
         if side is None or side.references is None:
             return None
         work = side.references.take_work()
-        for sentence in side.references.lost:
+        for sentence in side.references.news:
             self._session.progress.note(sentence)
-        side.references.lost.clear()
+        side.references.news.clear()
         return ReferenceRecord(
             total_s=times.step_s,
             model_running_s=work.busy_s,

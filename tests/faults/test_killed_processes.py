@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime_like.data.ledger import audit_run
@@ -75,3 +76,34 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         assert row.get("weights/probe_gap", 0.0) < 1e-4
         assert row.get("rollout/staleness_max", 0) <= ahead
+
+
+def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
+    """The only one: rewarded groups wait for its successor, and each is trained once, with reference logprobs."""
+    flags = ["--steps", "6", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
+    run_dir = tmp_path / "run"
+    with Command(quick(tiny, run_dir, *flags, "--reference.placement", "workers"), tmp_path / "log") as command:
+        victim = None
+        while victim is None:
+            assert command.process.poll() is None, command.output
+            victim = next((own for own in command.descendants() if _runs(own, "ray::TrainerRank.score")), None)
+            time.sleep(0.01)
+        victim.kill()
+        finished = command.finish(timeout_s=150)
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert "reference worker 0 left the logprob pool (" in finished.stderr
+    assert "reference worker 0 was started again" in finished.stderr
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["train_actor_training/kl_loss"] > 0
+
+
+def _runs(process: psutil.Process, call: str) -> bool:
+    """Ray shows an actor's present call as the title of its process."""
+    try:
+        return process.cmdline()[:1] == [call]
+    except psutil.NoSuchProcess:
+        return False

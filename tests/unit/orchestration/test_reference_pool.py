@@ -45,6 +45,7 @@ class Worker:
         self.requests: list[list[int]] = []
         self.fails = False
         self.closed = threading.Event()
+        self.fatal_starts = 0
         self.may_work = threading.Event()
         if may_work:
             self.may_work.set()
@@ -55,6 +56,12 @@ class Worker:
         if self.fails:
             raise TrainerError(f"{self.name} rank 0 died while scoring")
         return [-t.response_tokens.float() for t in trajectories]
+
+    def restart(self) -> None:
+        if self.fatal_starts:
+            self.fatal_starts -= 1
+            raise TrainerError(f"{self.name} rank 0 gave no answer while setting up")
+        self.fails = False
 
     def close(self) -> None:
         self.closed.set()
@@ -120,12 +127,45 @@ def test_a_worker_that_fails_leaves_and_its_groups_are_scored_by_others() -> Non
     good.may_work.set()
     check(list(drain(pool)), range(6))
     assert bad.closed.wait(30)
-    assert pool.lost == ["bad left the logprob pool (bad rank 0 died while scoring)"]
+    assert pool.news == ["bad left the logprob pool (bad rank 0 died while scoring)"]
     assert len(good.requests) == 6 and len(bad.requests) <= 2
     late = Worker("late")
     pool.join(late)
     pool.submit(group(6))
     check(list(drain(pool)), range(6, 7))
+    pool.close()
+
+
+def test_a_worker_that_fails_is_started_again_and_gets_what_it_had() -> None:
+    """The only one: groups wait until it is back. It does not start at once, and restarts are counted."""
+    pool, bad = ReferencePool(request_tokens=16, max_restarts=3), Worker("bad")
+    bad.fails, bad.fatal_starts = True, 2
+    pool.join(bad)
+    for number in range(4):
+        pool.submit(group(number))
+    check(list(drain(pool)), range(4))
+    assert pool.news == [
+        "bad left the logprob pool (bad rank 0 died while scoring)",
+        *["bad did not start again (bad rank 0 gave no answer while setting up)"] * 2,
+        "bad was started again",
+    ]
+    assert not bad.closed.is_set()
+    bad.fails = True  # no restart is left
+    pool.submit(group(4))
+    with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 died while scoring"):
+        list(drain(pool))
+    assert bad.closed.wait(30)
+    pool.close()
+
+
+def test_a_worker_that_never_starts_again_ends_the_run() -> None:
+    pool, bad = ReferencePool(request_tokens=16, max_restarts=2), Worker("bad")
+    bad.fails, bad.fatal_starts = True, 9
+    pool.join(bad)
+    pool.submit(group(0))
+    with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 gave no answer while setting up"):
+        list(drain(pool))
+    assert bad.fatal_starts == 7 and bad.closed.wait(30)
     pool.close()
 
 
