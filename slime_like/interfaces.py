@@ -408,6 +408,16 @@ class TrainerBackend(Protocol):
 
     def load(self, directory: Path) -> None: ...
 
+    def save_weights(self, directory: Path) -> None:
+        """Write the weights alone, for ``load_weights`` and ``setup_for_scoring``."""
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        """Read the weights that ``save`` or ``save_weights`` wrote, under any layout.
+
+        Into the policy, for a trainer that only scores, or into what ``score`` takes for the reference: the policy
+        then stays as it is.
+        """
+
     def offload(self, keep_weights: bool = False) -> None:
         """Move gradients, optimizer state and, unless ``keep_weights``, weights to host memory; may be repeated."""
 

@@ -30,6 +30,8 @@ def train(config: RunConfig) -> TrainSummary:
         train_step = _train_on_stream if config.rollout.stream else _train_on_batch
         for step in range(done + 1, config.steps + 1):
             trained = train_step(session, step, clock)
+            with clock.phase("sync"):
+                session.reference.refresh(step)
             if session.rollout:
                 with clock.phase("sync"):
                     synced = session.rollout.sync.run(version=step)

@@ -104,6 +104,19 @@ def load_checkpoint(
     _set_random_state(state)
 
 
+def save_weights(directory: Path, model: LogprobModel, groups: Groups, device: torch.device) -> None:
+    """Write what ``load_weights`` reads. Collective over the world.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    model.shard_weights()
+    common = {"backend": "fsdp", "format": FORMAT, "layout": _layout(groups)}
+    writer = CheckpointWriter(Path(directory), _model_state(model), common, device)
+    writer.write()
+    writer.finish()
+
+
 def load_weights(directory: Path, model: LogprobModel, device: torch.device) -> None:
     """Read the model's weights alone, in place, on any number of ranks. Collective over the world.
 

@@ -336,6 +336,21 @@ class FsdpTrainer:
         with self._phase("load"):
             checkpoint.load_checkpoint(directory, self.config, self.model, self.optimizer, self.groups, self.device)
 
+    def save_weights(self, directory: Path) -> None:
+        """Write the weights alone."""
+        with self._phase("save"):
+            checkpoint.save_weights(directory, self.model, self.groups, self.device)
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        """Read weights into the policy of a trainer that only scores, or into the reference."""
+        with self._phase("load"):
+            if weights == "policy":
+                self._load_weights(directory)
+                return
+            with preserved_weights(self.model):
+                self._load_weights(directory)
+                self._reference = ReferenceWeights(self.model)
+
     def offload(self, keep_weights: bool = False) -> None:
         """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""
         offload.to_host(self.model, self.optimizer, keep_weights, self.config.trainer.optimizer.offload)

@@ -112,6 +112,16 @@ def load_checkpoint(
     return extra
 
 
+def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
+    """Write what ``load_weights`` reads. Collective over the world.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
+    write_state(Path(directory), state, next(model_chunks[0].parameters()).device)
+
+
 def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     """Read the model's weights alone, in place, under this layout or another. Collective over the world.
 

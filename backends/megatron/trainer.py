@@ -22,7 +22,7 @@ from backends.common.step import StepSums, reduced_over_data, require_finite_los
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention_choice import attention_of, machine_problems
-from backends.megatron.checkpoint import load_weights
+from backends.megatron.checkpoint import load_weights, save_weights
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
@@ -336,6 +336,23 @@ class MegatronTrainer:
         self.settle_weights()
         with self._phase("load"):
             checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+
+    def save_weights(self, directory: Path) -> None:
+        """Write the weights alone."""
+        self.settle_weights()
+        with self._phase("save"):
+            save_weights(directory, self.chunks)
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        """Read weights into the policy of a trainer that only scores, or into the reference."""
+        if weights == "policy":
+            with self._phase("load"):
+                load_weights(directory, self.chunks)
+            return
+        self.settle_weights()
+        with self._phase("load"), preserved_weights(self.chunks):
+            load_weights(directory, self.chunks)
+            self._reference = ReferenceWeights(self.chunks)
 
     def offload(self, keep_weights: bool = False) -> None:
         """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""

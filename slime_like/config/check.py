@@ -448,6 +448,12 @@ def check_reference(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
             f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "
             "logprobs cannot be compared; use a reference with the policy's tokenizer"
         )
+    if config.reference.update_interval and reference != policy:
+        yield (
+            f"reference.update_interval={config.reference.update_interval} gives the reference the policy's weights, "
+            f"and reference.path={path} has other sizes than model.path={config.model.path}; use 0, or a reference of "
+            "the policy's sizes"
+        )
     if config.reference.placement == "workers":
         yield from _reference_workers(config, reference)
 

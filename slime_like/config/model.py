@@ -38,6 +38,12 @@ class ReferenceConfig(Section):
         description="Who scores with it: the trainer ranks, which swap its weights in (so that it must have the "
         "policy's sizes), or workers on devices of their own, which score groups while others are being sampled.",
     )
+    update_interval: int = Field(
+        0,
+        ge=0,
+        description="After every so many steps the policy becomes the reference; 0 keeps the one that the run starts "
+        "with. Workers may score groups that were sampled ahead (`rollout.max_staleness`) with the one before.",
+    )
     workers: int = Field(1, ge=1, description="For placement workers: how many; a group goes to the least busy one.")
     parallel: ParallelConfig = Field(
         default_factory=lambda: ParallelConfig(), description="For placement workers: the layout of each."

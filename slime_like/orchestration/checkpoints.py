@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -115,12 +116,18 @@ class CheckpointStore:
         self._trainers = trainers
         self._started: Path | None = None
         self._also: dict[str, Callable[[Path], None]] = {}
+        self._linked: dict[str, Callable[[], Path | None]] = {}
         for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
             shutil.rmtree(partial)
 
     def also_write(self, write: Callable[[Path], None], name: str) -> None:
         """From now on, ``write`` the file ``name`` into every checkpoint."""
         self._also[name] = write
+
+    def also_link(self, source: Callable[[], Path | None], name: str) -> None:
+        """From now on, link the files of the directory that ``source`` names, if any, into every checkpoint as
+        ``name``. They must not be written to any more; whoever reads them sees to their checksums."""
+        self._linked[name] = source
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
@@ -193,6 +200,9 @@ class CheckpointStore:
         for name, write in self._also.items():
             write(partial / name)
             checksums[name] = zlib.crc32((partial / name).read_bytes())
+        for name, source in self._linked.items():
+            if (files := source()) is not None:
+                link_tree(files, partial / name)
         write_state(partial, step, {**state, _FILES: checksums})
 
     def _commit(self, final: Path) -> None:
@@ -221,6 +231,22 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for old in sorted(self._root.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The files of ``source`` under new names, without a copy where the file system has such links.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    shutil.copytree(source, target, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+        shutil.copyfile(source, target)
 
 
 def _partial(final: Path) -> Path:

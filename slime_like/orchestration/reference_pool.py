@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,8 +37,16 @@ class ReferenceWorker(Protocol):
             TrainerError: it is of no more use.
         """
 
-    def restart(self) -> None:
-        """End what is left of it, and start it anew in the same place. Called from one thread; may take a while.
+    def use(self, weights: Path) -> None:
+        """Score with the weights in this directory from now on; nothing to do if it does so already.
+
+        Raises:
+            SlimeLikeError: it is of no more use.
+        """
+
+    def restart(self, weights: Path | None) -> None:
+        """End what is left of it, and start it anew in the same place, with ``weights`` if there are any but those of
+        the configuration. Called from one thread; may take a while.
 
         Raises:
             SlimeLikeError: it did not start, or was closed.
@@ -86,6 +97,8 @@ class ReferencePool:
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Tensor]], _Request] = {}
         self._guard = threading.Lock()
+        self._weights: Path | None = None
+        self._in_use: Counter[Path] = Counter()
         self._busy_s = 0.0
         self._tokens = (0, 0)
         self.news: list[str] = []
@@ -118,6 +131,30 @@ class ReferencePool:
         self._admit_restarted()
         self._send()
         return finished
+
+    def use(self, weights: Path) -> None:
+        """Whatever a worker begins to score from now on is scored with the weights in this directory. Thread-safe."""
+        with self._guard:
+            self._weights = weights
+
+    def weights_in_use(self) -> set[Path]:
+        """Directories that a worker may be reading. Thread-safe."""
+        with self._guard:
+            return {weights for weights, readers in self._in_use.items() if readers}
+
+    @contextmanager
+    def _newest(self) -> Iterator[Path | None]:
+        """The weights to be used; inside, they count as being read."""
+        with self._guard:
+            weights = self._weights
+            if weights is not None:
+                self._in_use[weights] += 1
+        try:
+            yield weights
+        finally:
+            with self._guard:
+                if weights is not None:
+                    self._in_use[weights] -= 1
 
     def discard(self) -> None:
         """Forget every group; what is being scored comes out nowhere."""
@@ -160,6 +197,9 @@ class ReferencePool:
 
     def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
         """In the worker's thread."""
+        with self._newest() as weights:
+            if weights is not None:
+                worker.use(weights)
         started = time.perf_counter()
         logprobs = worker.score(trajectories)
         with self._guard:
@@ -176,12 +216,12 @@ class ReferencePool:
         self._registry.release(request.member, request.tokens)
         try:
             logprobs = iter(future.result())
-        except TrainerError as error:
+        except SlimeLikeError as error:
             self._lose(request, error)
             return []
         return [replace(own, reference=[next(logprobs) for _ in own.group.trajectories]) for own in request.groups]
 
-    def _lose(self, failed: _Request, error: TrainerError) -> None:
+    def _lose(self, failed: _Request, error: SlimeLikeError) -> None:
         """Back to the head of the queue, together with everything else that the lost worker had."""
         others = [future for future, request in self._running.items() if request.member == failed.member]
         lost = [failed, *(self._running.pop(future) for future in others)]
@@ -198,11 +238,16 @@ class ReferencePool:
         """Either may take a while, and happens in ``thread``."""
         if self._restarts_left > 0:
             self._restarts_left -= 1
-            self._restarting[thread.submit(worker.restart)] = worker
+            self._restarting[thread.submit(self._restart, worker)] = worker
             return
         thread.submit(worker.close)
         if not self._registry.workers and not self._restarting:
             raise TrainerError(f"no reference worker is left: {error}") from error
+
+    def _restart(self, worker: ReferenceWorker) -> None:
+        """In the worker's thread."""
+        with self._newest() as weights:
+            worker.restart(weights)
 
     def _admit_restarted(self) -> None:
         """Let workers score that have started again; those that could not are tried again while restarts are left."""

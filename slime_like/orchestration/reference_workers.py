@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class RankedReference:
         self.name = f"reference worker {index}"
         self._guard = threading.Lock()
         self._closed = False
+        self._weights: Path | None = None
         self._ranks = self._new_ranks()
 
     def _new_ranks(self) -> TrainerGroup:
@@ -39,16 +41,23 @@ class RankedReference:
 
     def setup(self) -> None:
         """Load the weights."""
-        self._ranks.setup_for_scoring()
+        self._ranks.setup_for_scoring(self._weights)
+
+    def use(self, weights: Path) -> None:
+        """See ``ReferenceWorker``."""
+        if weights != self._weights:
+            self._ranks.load_weights(weights, "policy")
+            self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
         """See ``ReferenceWorker``."""
         scores = score_sequences(self._ranks, trajectories, self._config.trainer)
         return [score.logprobs for score in scores]
 
-    def restart(self) -> None:
+    def restart(self, weights: Path | None) -> None:
         """See ``ReferenceWorker``."""
         self._ranks.shutdown()
+        self._weights = weights
         with self._guard:  # whoever closes it meanwhile finds either all new ranks or none
             if self._closed:
                 raise TrainerError(f"{self.name}, starting again: the run has ended")

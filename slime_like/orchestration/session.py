@@ -21,6 +21,7 @@ from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.credit import require_group_scope
 from slime_like.orchestration.evaluation import Evaluator
+from slime_like.orchestration.moving_reference import REFERENCE, MovingReference
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.reference_workers import launch_references, reference_pool
@@ -69,6 +70,7 @@ class Session:
         batcher: packs them.
         trainers: all trainer ranks.
         turns: who may use the devices, where trainers and engines share them.
+        reference: refreshes the reference's weights where ``reference.update_interval`` says so.
         rollout: engines, scoring, sync and evaluation; ``None`` in supervised mode and when training on kept rollouts.
         checkpoints, metrics, progress: where results go.
         resumed: the checkpoint this run went on from, if any.
@@ -78,6 +80,7 @@ class Session:
     source: ExperienceSource
     batcher: ExperienceBatcher
     trainers: TrainerGroup
+    reference: MovingReference
     rollout: RolloutSide | None
     resumed: Checkpoint | None
     tokenizer: Any
@@ -147,11 +150,14 @@ class Session:
             self.rollout = self._open_rollout(stack, placement, prompts, cluster.run_name)
             self.source = self.rollout.source
             self.checkpoints.also_write(self.rollout.ledger.snapshot, LEDGER)
+        self.reference = MovingReference(config, self.trainers, self.rollout.references if self.rollout else None)
+        self.checkpoints.also_link(self.reference.files, REFERENCE)
         if self.resumed is not None:
             if self.rollout is not None:
                 self.rollout.source.load_state_dict({**self.resumed.state, "data": self.resumed.data_position()})
                 self.rollout.ledger.restore(self.resumed.file(LEDGER))
             self.trainers.load(self.resumed.trainer)
+            self.reference.restore(self.resumed)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
             if changed:
                 self.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")

@@ -265,6 +265,7 @@ class StepRecorder:
             state = session.rollout.source.state_dict()
         elif session.prompts is not None:
             state = {"data": session.prompts.state_dict()}
+        state |= session.reference.state_dict()
         if not self._config.checkpoint.async_save:
             self._tell_saved(session.checkpoints.save(step, state))
             return

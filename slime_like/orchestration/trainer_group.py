@@ -247,6 +247,14 @@ class TrainerGroup:
     def load(self, directory: Path) -> None:
         self._call("load", directory, phase="loading a checkpoint")
 
+    def save_weights(self, directory: Path) -> None:
+        """Write the weights alone: what ``load_weights`` and ``setup_for_scoring`` read."""
+        self._call("save_weights", directory, phase="saving weights")
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        """Read what ``save`` or ``save_weights`` wrote; into the policy only where ranks just score."""
+        self._call("load_weights", directory, weights, phase=f"loading the {weights} weights")
+
     def export_hf(self, directory: Path) -> None:
         self._call("export_hf", directory, phase="writing the Hugging Face model")
 

@@ -309,6 +309,12 @@ class TrainerRank:
     def load(self, directory: Path) -> None:
         self.backend.load(directory)
 
+    def save_weights(self, directory: Path) -> None:
+        self.backend.save_weights(directory)
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        self.backend.load_weights(directory, weights)
+
     def export_hf(self, directory: Path) -> None:
         self.backend.export_hf(directory)
 

@@ -388,3 +388,47 @@ def test_a_full_disk_is_told_on_every_rank(behind: bool, tmp_path: Path) -> None
     assert "__1_0.distcp: could not be written" in second
     ((message,), _) = run_ranks(_errors, 2, tmp_path / "errors", config, [checkpoint])
     assert "not a whole training checkpoint" in message
+
+
+def _save_weights_and_refer(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
+    """What the policy was becomes the reference, exactly, and stays so while the policy goes on."""
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    for _ in range(2):
+        _step(trainer)
+    exported, policy = _exported(trainer), _scored(trainer, "policy")
+    assert not torch.equal(_scored(trainer, "reference"), policy)
+    trainer.save_weights(directory)
+    trainer.load_weights(directory, "reference")
+    assert torch.equal(_scored(trainer, "reference"), policy) and torch.equal(_scored(trainer, "policy"), policy)
+    _step(trainer)
+    assert torch.equal(_scored(trainer, "reference"), policy) and not torch.equal(_scored(trainer, "policy"), policy)
+    trainer.shutdown()
+    return exported
+
+
+def _score_with(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup_for_scoring()
+    trainer.load_weights(directory, "policy")
+    exported = _exported(trainer)
+    trainer.shutdown()
+    return exported
+
+
+def _scored(trainer: MegatronTrainer, weights: Any) -> Tensor:
+    packs = _own_packs([pack_sequences(scored_sequences([(5, 9), (3, 4)]))], trainer, 1)
+    scored = trainer.score(packs, weights)
+    return torch.zeros(1) if scored is None else scored[0].logprobs
+
+
+def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_path: Path) -> None:
+    """With the optimizer sharded and gathers behind the update, which saving must wait for; then on one rank."""
+    model, reference = _model(tmp_path / "model", "tp2"), {"algorithm": {"kl_coef": 0.1}}
+    layout = {"tensor": 2, "sequence": True, "distributed": True}
+    config = _config(model, tmp_path, layout, "bfloat16", **reference)
+    wrote = run_ranks(_save_weights_and_refer, 2, tmp_path / "first", config, tmp_path / "weights")
+    (read,) = run_ranks(
+        _score_with, 1, tmp_path / "second", _config(model, tmp_path, {}, "bfloat16"), tmp_path / "weights"
+    )
+    _same(read, {name: tensor for own in wrote for name, tensor in own.items()}, 0.0)

@@ -13,6 +13,7 @@ import shutil
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -256,3 +257,33 @@ def test_other_runs_are_refused_and_scoring_takes_its_weights(
     torch.testing.assert_close(scorer.drawn.double(), expected, rtol=0, atol=bound)
     assert "is of another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
+
+
+def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None:
+    trainer = FsdpTrainer(config, placement)
+    trainer.setup()
+    pack = pack_sequences(scored_sequences([(5, 9), (3, 4)]))
+
+    def scored(weights: Literal["policy", "reference"]) -> Tensor:
+        found = trainer.score([pack], weights)
+        assert found is not None
+        return found[0].logprobs
+
+    _step(trainer)
+    policy = scored("policy")
+    assert not torch.equal(scored("reference"), policy)
+    trainer.save_weights(directory)
+    trainer.load_weights(directory, "reference")
+    assert torch.equal(scored("reference"), policy) and torch.equal(scored("policy"), policy)
+    _step(trainer)
+    assert torch.equal(scored("reference"), policy) and not torch.equal(scored("policy"), policy)
+    trainer.load_weights(directory, "policy")
+    assert torch.equal(scored("policy"), policy)
+    trainer.shutdown()
+
+
+def test_weights_alone_become_the_reference(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    config = _config(tmp_path / "model", tmp_path, {"data": 2})
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.1})})
+    run_ranks(_refer, 2, tmp_path / "ranks", config, tmp_path / "weights")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,18 +47,25 @@ class Worker:
         self.fails = False
         self.closed = threading.Event()
         self.fatal_starts = 0
+        self.weights: Path | None = None
+        self.scored_with: list[Path | None] = []
         self.may_work = threading.Event()
         if may_work:
             self.may_work.set()
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        self.scored_with.append(self.weights)
         self.requests.append(list(dict.fromkeys(t.group_id for t in trajectories)))
         assert self.may_work.wait(30)
         if self.fails:
             raise TrainerError(f"{self.name} rank 0 died while scoring")
         return [-t.response_tokens.float() for t in trajectories]
 
-    def restart(self) -> None:
+    def use(self, weights: Path) -> None:
+        self.weights = weights
+
+    def restart(self, weights: Path | None) -> None:
+        self.weights = weights
         if self.fatal_starts:
             self.fatal_starts -= 1
             raise TrainerError(f"{self.name} rank 0 gave no answer while setting up")
@@ -166,6 +174,24 @@ def test_a_worker_that_never_starts_again_ends_the_run() -> None:
     with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 gave no answer while setting up"):
         list(drain(pool))
     assert bad.fatal_starts == 7 and bad.closed.wait(30)
+    pool.close()
+
+
+def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
+    """Also by a worker that has to be started again for it. Weights that may be being read are told."""
+    pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
+    pool.join(worker)
+    for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
+        if weights is not None:
+            pool.use(weights)
+        worker.fails = number == 2
+        pool.submit(group(number))
+        check(list(drain(pool)), range(number, number + 1))
+    assert worker.scored_with == [None, Path("step-2"), Path("step-4"), Path("step-4")]
+    assert pool.weights_in_use() == set()
+    with pool._newest() as weights:
+        pool.use(Path("step-6"))
+        assert weights == Path("step-4") and pool.weights_in_use() == {Path("step-4")}
     pool.close()
 
 
