@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
+from pydantic import ValidationError
+
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config.dimensions import ModelDimensions
@@ -212,5 +214,16 @@ class EngineBase(Generic[Running]):
 
 def one_line(error: Exception) -> str:
     """Our own errors say everything themselves; of others also the type."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_told(error)}"
     return " ".join(text.split())[:500]
+
+
+def _told(error: Exception) -> str:
+    """pydantic's own text counts its errors and ends each with an address."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    places = (".".join(map(str, detail["loc"])) for detail in details)
+    return "; ".join(
+        f"{place}: {own['msg']}" if place else own["msg"] for place, own in zip(places, details, strict=True)
+    )

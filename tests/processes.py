@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from ray._common.utils import get_default_ray_temp_dir
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -112,16 +113,20 @@ class Command:
         return finished
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
-        """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, and segments
-        of shared memory whose maker is gone."""
+        """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, segments of
+        shared memory whose maker is gone, and the directory of its Ray session."""
         deadline = time.monotonic() + grace_s
-        while (self.descendants() or self._memory_left()) and time.monotonic() < deadline:
+        while (self.descendants() or self._memory_left() or self._sessions()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = self.descendants()
         titles = [_title(process) for process in left]
         for process in left:
             process.kill()
-        return titles + [str(path) for path in self._memory_left()]
+        return titles + [str(path) for path in [*self._memory_left(), *self._sessions()]]
+
+    def _sessions(self) -> list[Path]:
+        """Ray's files, and the temporary ones of engines, where the command started a cluster of its own."""
+        return list(Path(get_default_ray_temp_dir()).glob(f"session_*_{self.process.pid}"))
 
     def _memory_left(self) -> list[Path]:
         """Of this command, or of one beside it whose guard is just about to remove it."""

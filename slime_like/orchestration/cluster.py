@@ -21,6 +21,8 @@ from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted
 from slime_like.orchestration import guard
+from slime_like.orchestration.node import session_directory
+from slime_like.orchestration.ray_session import link_logs, make_room, put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
@@ -31,7 +33,7 @@ class Cluster:
 
     Args:
         config: where the cluster is, or how large one of our own becomes.
-        logs: becomes a link to the workers' logs.
+        logs: becomes a link to the workers' logs, and in the end, in a cluster of our own, a directory with them.
         slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
         bucket_directories: where weight buckets lie besides shared memory.
 
@@ -45,25 +47,26 @@ class Cluster:
         self._bucket_directories = (SHARED_MEMORY, *(directory.resolve() for directory in bucket_directories))
         self._logs = logs
         self._slots = slots
+        self._session: Path | None = None
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
-        if self._logs.exists() and not self._logs.is_symlink():
-            raise SlimeLikeError(f"{self._logs} must become a link to the workers' logs and is none; move it away")
+        make_room(self._logs)
         if self._config.address is None:
             _stay_on_loopback()
         else:
             _require_reachable(self._config.address)
         self._guard = guard.start(
-            os.getpid(), Path(get_default_ray_temp_dir()), self.run_name, self._bucket_directories
+            os.getpid(), Path(get_default_ray_temp_dir()), self._logs, self.run_name, self._bucket_directories
         )
         try:
             with _own_signals():
                 ray.init(**self._arguments())
             raise_if_interrupted()
-            self._link_logs()
+            self._session = session_directory()
+            link_logs(self._session, self._logs)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             self._end(in_order=False)
             where = self._config.address or "on this machine"
@@ -83,6 +86,8 @@ class Cluster:
         ray.shutdown()
         cleanup(self.run_name, self._bucket_directories)
         if in_order:
+            if self._session is not None and self._config.address is None:
+                put_away(self._session, self._logs)
             guard.dismiss(self._guard)
         elif self._guard.stdin is not None:
             self._guard.stdin.close()
@@ -98,13 +103,6 @@ class Cluster:
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
         }
-
-    def _link_logs(self) -> None:
-        """Make the workers' logs findable from the run directory."""
-        node = ray._private.worker._global_node
-        if node is not None:
-            self._logs.unlink(missing_ok=True)
-            self._logs.symlink_to(node.get_logs_dir_path())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.orchestration.conversations import Conversations
-from slime_like.orchestration.node import use_cluster_interface
+from slime_like.orchestration.node import use_cluster_interface, use_session_directory
 from slime_like.orchestration.plugins import engine_class
 
 
@@ -35,6 +35,7 @@ class EngineActor:
         if shared_devices:  # Ray gave a colocated engine no device of its own; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         use_cluster_interface(gloo=False)  # weights come from other hosts
+        use_session_directory()
         self._config = config
         self._index = index
         self._engine = engine_class(config)(config, index)

@@ -1,10 +1,11 @@
 """A small process that outlives a killed driver just long enough to remove what it leaves behind.
 
 A driver that ends in any other way cleans up itself. One that is killed outright takes its Ray cluster's main daemons
-along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory stays for ever.
+along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
+stay for ever.
 
-Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY RUN_NAME BUCKET_DIRECTORY...`` with a pipe as
-standard input: a line on it means all is well, its end without a line means the driver is gone.
+Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTORY...`` with a
+pipe as standard input: a line on it means all is well, its end without a line means the driver is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from slime_like.orchestration.ray_session import put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _GRACE_S = 2.0
@@ -27,7 +29,11 @@ _LOOK_EVERY_S = 0.2
 
 
 def start(
-    driver_pid: int, ray_directory: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
+    driver_pid: int,
+    ray_directory: Path,
+    logs: Path,
+    run_name: str,
+    bucket_directories: Sequence[Path] = (SHARED_MEMORY,),
 ) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
     module = "slime_like.orchestration.guard"
@@ -37,6 +43,7 @@ def start(
         module,
         str(driver_pid),
         str(ray_directory),
+        str(logs.absolute()),
         run_name,
         *map(str, bucket_directories),
     ]
@@ -53,13 +60,19 @@ def dismiss(guard: subprocess.Popen[bytes]) -> None:
         guard.wait()
 
 
-def watch(driver_pid: int, ray_directory: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
+def watch(driver_pid: int, ray_directory: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
     """Until standard input says something, or ends."""
     if sys.stdin.readline():
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
     end_orphans(driver_pid, ray_directory)
     cleanup(run_name, bucket_directories)
+    for session in _sessions(driver_pid, ray_directory):
+        put_away(session, logs)
+
+
+def _sessions(driver_pid: int, ray_directory: Path) -> list[Path]:
+    return list(ray_directory.glob(f"session_*_{driver_pid}"))
 
 
 def end_orphans(driver_pid: int, ray_directory: Path) -> None:
@@ -91,7 +104,7 @@ def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
 
 def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Process]:
     """Living processes of the Ray session that ``driver_pid`` started."""
-    return writers_below(list(ray_directory.glob(f"session_*_{driver_pid}")), but=driver_pid)
+    return writers_below(_sessions(driver_pid, ray_directory), but=driver_pid)
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
@@ -110,4 +123,5 @@ def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], [Path(directory) for directory in sys.argv[4:]])
+    directories = [Path(directory) for directory in sys.argv[5:]]
+    watch(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], directories)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import ray
 import ray._private.worker
@@ -16,6 +19,21 @@ def node_address() -> str:
     """This node's address in the cluster."""
     address: str = ray._private.worker.global_worker.node_ip_address
     return address
+
+
+def session_directory() -> Path:
+    """Where Ray keeps the files of this cluster on this node."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def use_session_directory() -> None:
+    """Temporary files of this process and its children go with Ray's session, however they end.
+
+    Engines make sockets and files that they leave behind. What torch compiles stays where it is found again.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = str(session_directory())
+    tempfile.tempdir = None  # what was found before
 
 
 def use_cluster_interface(gloo: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.orchestration import guard
+from slime_like.orchestration.ray_session import link_logs
 
 DRIVER = 4_000_000  # no process has this id
 HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
@@ -50,7 +51,7 @@ def test_only_those_who_write_the_sessions_logs_are_ended(
 
 
 def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
-    watching = guard.start(DRIVER, tmp_path, "slime-test-guard")
+    watching = guard.start(DRIVER, tmp_path, tmp_path / "logs", "slime-test-guard")
     guard.dismiss(watching)
     assert watching.returncode == 0
     assert processes["agent"].poll() is None
@@ -62,9 +63,13 @@ def test_without_a_word_from_the_driver_it_cleans_up(
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
-    watching = guard.start(DRIVER, tmp_path, name)
+    (session,) = tmp_path.glob(f"session_*_{DRIVER}")
+    link_logs(session, tmp_path / "worker_logs")
+    watching = guard.start(DRIVER, tmp_path, tmp_path / "worker_logs", name)
     assert watching.stdin is not None
     watching.stdin.close()
     assert watching.wait(60) == 0
     assert processes["agent"].wait(5) == -9
     assert not left.exists()
+    assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 1
+    assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()

@@ -1,0 +1,49 @@
+"""Logs of a Ray session are kept where they were linked; the rest of it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.orchestration.ray_session import link_logs, make_room, put_away
+
+
+def session(root: Path, content: str) -> Path:
+    (root / "logs").mkdir(parents=True)
+    (root / "sockets").mkdir()
+    (root / "logs" / "worker.out").write_text(content)
+    return root
+
+
+def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
+    logs = tmp_path / "worker_logs"
+    for start in ("first", "second", "third"):
+        own = session(tmp_path / start, start)
+        make_room(logs)
+        link_logs(own, logs)
+        assert (logs / "worker.out").read_text() == start
+        put_away(own, logs)
+        assert not own.exists()
+    kept = {path.name: (path / "worker.out").read_text() for path in tmp_path.iterdir()}
+    assert kept == {"worker_logs": "third", "worker_logs.1": "first", "worker_logs.2": "second"}
+
+
+def test_another_sessions_link_is_left_alone(tmp_path: Path) -> None:
+    """The run has been started again before the guard of a killed start gets to it."""
+    old, new, logs = session(tmp_path / "old", "old"), session(tmp_path / "new", "new"), tmp_path / "worker_logs"
+    link_logs(new, logs)
+    put_away(old, logs)
+    assert not old.exists() and (logs / "worker.out").read_text() == "new" and logs.is_symlink()
+
+
+def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
+    link_logs(own, logs)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("slime_like.orchestration.ray_session.shutil.move", full)
+    put_away(own, logs)
+    assert (logs / "worker.out").read_text() == "own"
