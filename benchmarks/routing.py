@@ -4,6 +4,8 @@
 busiest worker's outstanding tokens are above the mean. A request is charged with its prompt and with as many tokens as
 it may sample. Two loads: as a run sends them (every request may sample the same number of tokens, prompts are
 lognormal), and requests that are lognormal altogether, where a single one may outweigh a tenth of a worker's load.
+
+Beside it, what a decision costs where the same object is a Ray actor that is asked for each one: why it is not.
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import ray
+
+from slime_like.config import ClusterConfig
+from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.worker_registry import WorkerRegistry
 
-WORKERS, REQUESTS, IN_FLIGHT = 64, 50_000, 64 * 64
+WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
 
 
@@ -52,6 +60,17 @@ def route(sizes: Sequence[int]) -> Figures:
     return Figures(len(sizes) / spent, max(imbalances), max(sizes) / mean)
 
 
+def ask_an_actor(sizes: Sequence[int]) -> float:
+    """Decisions a second, one after another, of a registry behind Ray."""
+    with TemporaryDirectory() as directory, Cluster(ClusterConfig(), Path(directory) / "worker_logs", slots=1):
+        registry = ray.remote(WorkerRegistry).options(num_cpus=0).remote(capacity=len(sizes))
+        ray.get([registry.join.remote(worker) for worker in range(WORKERS)], timeout=60)
+        started = time.perf_counter()
+        for size in sizes:
+            ray.get(registry.acquire.remote(size), timeout=60)
+        return len(sizes) / (time.perf_counter() - started)
+
+
 def main() -> None:
     rng = random.Random(0)
     as_in_a_run = [int(rng.lognormvariate(5.5, 0.8)) + 1 + 8 * 1024 for _ in range(REQUESTS)]
@@ -67,6 +86,8 @@ def main() -> None:
         f"         lognormal requests, {other.per_s:,.0f} decisions a second, busiest above the mean: "
         f"{other.imbalance:.1%}; the largest request alone is {other.largest:.1%} of a worker's mean load"
     )
+    per_s = ask_an_actor(as_in_a_run[:ASKED])
+    print(f"         the same object as a Ray actor, asked for each decision: {per_s:,.0f} decisions a second")
 
 
 if __name__ == "__main__":

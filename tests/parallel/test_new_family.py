@@ -1,0 +1,75 @@
+"""A family that this package does not know takes a name and a rule table: Seed-OSS, as in ``docs/extending.md``.
+
+Its weights come back bit for bit from two sequence-parallel ranks, and logprobs are those of transformers' own model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import SeedOssConfig, SeedOssForCausalLM
+
+from backends.megatron.conversion import families
+from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QKV_BIAS
+from backends.megatron.conversion.rules import Family
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.config import RunConfig, dimensions
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_ranks
+from tests.parallel.tiny import VOCAB, scored_sequences
+
+SEED_OSS = Family("seed_oss", (*OUTER, *NORMS, *ATTENTION, *QKV_BIAS, *MLP))
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+
+
+@contextmanager
+def _known() -> Iterator[None]:
+    with (
+        patch.dict(dimensions.FAMILIES, SeedOssForCausalLM="seed_oss"),
+        patch.dict(families._FAMILIES, seed_oss=SEED_OSS),
+    ):
+        yield
+
+
+def _score(placement: RankPlacement, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    with _known():
+        trainer = MegatronTrainer(config, placement)
+        trainer.setup_for_scoring()
+        scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 12)]))])
+        assert scored is not None
+        exported = {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
+        trainer.shutdown()
+    return scored[0].logprobs, exported
+
+
+def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = SeedOssForCausalLM(SeedOssConfig(**SIZES, **HEADS)).float()
+    torch.nn.utils.vector_to_parameters(
+        0.2 * torch.randn(sum(p.numel() for p in model.parameters())), model.parameters()
+    )
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    trainer = {"parallel": {"tensor": 2, "sequence": True}, "step_timeout_s": 60.0, "cpu_threads": 1}
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path / "model", "dtype": "float32"}, trainer=trainer)
+    (logprobs, exported), (_, others) = run_ranks(_score, 2, tmp_path / "ranks", config)
+    assert not others and exported.keys() == model.state_dict().keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(logprobs.double(), _of_transformers(model.double().eval()), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def _of_transformers(model: SeedOssForCausalLM) -> Tensor:
+    found = []
+    for own in scored_sequences([(5, 9), (3, 12)]):
+        tokens = torch.cat([own.prompt_tokens, own.response_tokens])
+        logits = model(tokens[None]).logits[0, own.prompt_len - 1 : -1] / own.temperature
+        found.append(logits.log_softmax(-1).gather(-1, own.response_tokens[:, None])[:, 0])
+    return torch.cat(found)
