@@ -21,6 +21,7 @@ from ray._private.parameter import RayParams
 from slime_like.launch.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.bundles import RANK_LABEL
 from slime_like.orchestration.guard import end_writers
+from slime_like.orchestration.ray_session import keep_logs_only
 
 _LOOK_EVERY_S = 0.5
 _VITAL = ("gcs_server", "raylet")
@@ -41,6 +42,8 @@ def main(spec: RayNodeSpec) -> int:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
         end_writers([directory])
+        if node is not None and directory in (session := Path(node.get_session_dir_path())).parents:
+            keep_logs_only(session)
     if died:
         print(died, file=sys.stderr)
     return int(bool(died))

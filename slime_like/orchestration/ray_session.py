@@ -39,3 +39,14 @@ def put_away(session: Path, logs: Path) -> None:
         logs.unlink()
         moving.rename(logs)
     shutil.rmtree(session, ignore_errors=True)  # a daemon that ends this moment may still write a file
+
+
+def keep_logs_only(session: Path) -> None:
+    """End of a session whose logs stay where they are."""
+    for entry in session.iterdir():
+        if entry.name == _LOGS:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)  # as above
+        else:
+            entry.unlink(missing_ok=True)

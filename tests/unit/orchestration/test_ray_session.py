@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.orchestration.ray_session import link_logs, make_room, put_away
+from slime_like.orchestration.ray_session import keep_logs_only, link_logs, make_room, put_away
 
 
 def session(root: Path, content: str) -> Path:
@@ -47,3 +47,11 @@ def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("slime_like.orchestration.ray_session.shutil.move", full)
     put_away(own, logs)
     assert (logs / "worker.out").read_text() == "own"
+
+
+def test_of_a_node_s_session_the_logs_alone_stay(tmp_path: Path) -> None:
+    own = session(tmp_path / "own", "own")
+    (own / "engine.sock").write_text("")
+    (own / "latest").symlink_to(own / "logs")
+    keep_logs_only(own)
+    assert [path.name for path in own.iterdir()] == ["logs"] and (own / "logs" / "worker.out").read_text() == "own"

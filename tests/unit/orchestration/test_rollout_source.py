@@ -187,6 +187,10 @@ class Opinions:
             raise TrainerError(f"{self.name} died")
         return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
 
+    def use(self, weights: Path) -> None: ...
+
+    def restart(self, weights: Path | None) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -215,7 +219,7 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     assert sorted(opinions) == sorted((group, -float(group)) for group in trained for _ in range(SAMPLES))
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
-    assert pool.lost == ["first left the logprob pool (first died)"]
+    assert pool.news == ["first left the logprob pool (first died)"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
