@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Protocol
@@ -78,8 +78,8 @@ class AttentionKernel(Protocol):
 class CpuFlash:
     """torch's flash attention for CPU. Runs in float32, float64 and bfloat16.
 
-    The operator knows batches, not boundaries: segments of equal lengths go through one call together. At tens of
-    tokens per sequence a call per segment would cost more than the arithmetic.
+    The operator knows batches, not boundaries: segments of equal lengths go through one call together, read where they
+    lie if they are neighbours. At tens of tokens per sequence a call per segment would cost more than the arithmetic.
     """
 
     def forward(
@@ -90,7 +90,7 @@ class CpuFlash:
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
             precision = torch.float64 if q.dtype == torch.float64 else torch.float32
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
-            for same in _alike(q_segments, k_segments):
+            for same in _alike(q_segments.host, k_segments.host):
                 part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
                 same.q.put(out, part)
                 same.q.put(lse, statistics)
@@ -114,7 +114,7 @@ class CpuFlash:
             groups, statistics = k.shape[1], lse.t()
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            for same in _alike(q_segments, k_segments):
+            for same in _alike(q_segments.host, k_segments.host):
                 rows, columns = same.q, same.k
                 parts = op(
                     rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out),
@@ -286,15 +286,15 @@ def kernel_for(device_type: str) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The tokens of some segments of one length: a slice of the flat axis where there is one segment, else an index."""
+    """The tokens of some segments of one length: a slice of the flat axis where they are neighbours, else an index."""
 
     where: slice | Tensor
     length: int
 
     @classmethod
     def of_segments(cls, starts: list[int], length: int) -> _Rows:
-        if len(starts) == 1:
-            return cls(slice(starts[0], starts[0] + length), length)
+        if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
+            return cls(slice(starts[0], starts[-1] + length), length)
         return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
 
     def of(self, x: Tensor) -> Tensor:
@@ -314,9 +314,10 @@ class _Alike:
     k: _Rows
 
 
-def _alike(q_segments: Segments, k_segments: Segments) -> list[_Alike]:
+@lru_cache(maxsize=64)  # all layers of a micro-batch ask for the same ones, forwards and backwards
+def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list[_Alike]:
     starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    pairs = zip(pairwise(q_segments.host), pairwise(k_segments.host), strict=True)
+    pairs = zip(pairwise(q_boundaries), pairwise(k_boundaries), strict=True)
     for (q_start, q_end), (k_start, k_end) in pairs:
         own = starts.setdefault((q_end - q_start, k_end - k_start), ([], []))
         own[0].append(q_start)

@@ -11,16 +11,21 @@ import torch.distributed as dist
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
+from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import RankPlacement
+from slime_like.onednn import use_onednn
 
 
-def set_threads(config: RunConfig, placement: RankPlacement) -> None:
-    """``trainer.cpu_threads``; by default ranks on a CPU share its cores evenly."""
+def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
+    """``trainer.cpu_threads``; by default ranks on a CPU share its cores evenly, and use all that they can do."""
     threads = config.trainer.cpu_threads
     if threads is None and not torch.cuda.is_available():
         threads = max(1, len(os.sched_getaffinity(0)) // placement.world_size)
     if threads is not None:
         torch.set_num_threads(threads)
+    if not torch.cuda.is_available():
+        use_onednn()
+        keep_freed_memory()
 
 
 def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = "nccl") -> None:

@@ -17,7 +17,7 @@ from backends.common.collectives import join_context_parts
 from backends.common.hf_directory import SHARD_BYTES, write_hf_directory
 from backends.common.learning_rate import schedule_problems
 from backends.common.objective import Objective
-from backends.common.rendezvous import set_threads
+from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.fsdp import checkpoint, offload, parallel
 from backends.fsdp.balance import balance_loss
@@ -123,7 +123,7 @@ class FsdpTrainer:
         problems = self.check(self.config) + self._machine_problems()
         if problems:
             raise ConfigError(problems)
-        set_threads(self.config, self.placement)
+        prepare_processor(self.config, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self.groups = parallel.initialize(self.config, self.placement)
         self.device = parallel.device()

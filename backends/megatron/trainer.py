@@ -17,7 +17,7 @@ from torch import Tensor
 from backends.common.balance import BalanceLoss
 from backends.common.learning_rate import schedule_problems
 from backends.common.objective import Objective
-from backends.common.rendezvous import set_threads
+from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
@@ -145,7 +145,7 @@ class MegatronTrainer:
             problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
         if problems:
             raise ConfigError(problems)
-        set_threads(self.config, self.placement)
+        prepare_processor(self.config, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self.coordinates = parallel.initialize(self.config, self.placement)
         self.chunks = build_chunks(self.config, self.dimensions)

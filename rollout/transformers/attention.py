@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,6 +29,7 @@ def grouped_sdpa(
 
     All heads of a group see the same keys, and a single new token sees every key that is not masked. So the heads of a
     group may stand where the kernel expects the queries of several tokens; "sdpa" copies keys and values for each head.
+    On a CPU its kernel costs more than two products of batches of matrices, as few rows as these have.
 
     Args:
         query: (B, heads, n, head_dim).
@@ -40,8 +43,20 @@ def grouped_sdpa(
     if tokens != 1 or heads == key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    if query.device.type == "cpu":
+        scale = dim**-0.5 if scaling is None else scaling
+        return _products(grouped, key, value, attention_mask, scale).reshape(batch, 1, heads, value.shape[3]), None
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(batch, 1, heads, value.shape[3]), None
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of (B, kv_heads, n, head_dim) queries that all see the same columns, in two products."""
+    batch, groups, rows, dim = query.shape
+    scores = torch.bmm(query.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
+    if mask is not None:
+        scores.view(batch, groups * rows, -1).masked_fill_(~mask[:, 0], -math.inf)
+    return torch.bmm(scores.softmax(dim=-1), value.flatten(0, 1)).view(batch, groups, rows, value.shape[3])
 
 
 def register() -> None:

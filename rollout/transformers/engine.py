@@ -16,7 +16,9 @@ from torch import Tensor
 from rollout.base import EngineBase
 from rollout.requests import sample_seed, stop_ids
 from slime_like.errors import EngineError, WeightSyncError
+from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.onednn import use_onednn
 from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
@@ -152,6 +154,9 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         from rollout.transformers.scheduler import DecodeScheduler
 
         register()
+        if not torch.cuda.is_available():
+            use_onednn()
+            keep_freed_memory()
         arguments = self._config.rollout.engine_args
         model = AutoModelForCausalLM.from_pretrained(
             self._config.model.path,

@@ -64,16 +64,20 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
     does not depend on who else is in the batch. Greedy rows (temperature 0) take the largest logit; their logprob is
     that of the unscaled logits.
     """
-    temperatures = torch.tensor([s.sampling.temperature or 1.0 for s in samples], device=logits.device)
+    given = [sample.sampling.temperature for sample in samples]
+    temperatures = torch.tensor([temperature or 1.0 for temperature in given], device=logits.device)
     logprobs = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
-    probabilities = logprobs.double().exp()
+    probabilities = logprobs.double().exp_()
     for row, sample in enumerate(samples):
-        _truncate(probabilities[row], sample.sampling)
-    cumulative = probabilities.cumsum(dim=-1)
+        if sample.sampling.top_k > 0 or sample.sampling.top_p < 1.0:
+            _truncate(probabilities[row], sample.sampling)
+    cumulative = probabilities.cumsum_(dim=-1)
     uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    greedy = torch.tensor([s.sampling.temperature == 0 for s in samples], device=logits.device)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), drawn.clamp_max(logits.shape[-1] - 1))
+    tokens = drawn.clamp_max_(logits.shape[-1] - 1)
+    if 0 in given:
+        greedy = torch.tensor([temperature == 0 for temperature in given], device=logits.device)
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 
 

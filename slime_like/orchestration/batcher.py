@@ -109,10 +109,11 @@ class ExperienceBatcher:
         return fill_to_equal_counts(self._packed(sequences, partition + [[] for _ in range(self._replicas - used)]))
 
     def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
-        return [
-            [pack_sequences([sequences[i] for i in indices], pad_token_id=self._pad_token_id) for indices in replica]
-            for replica in partition
-        ]
+        return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]
+
+    def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
+        """Sequences of one length are neighbours: attention on a CPU takes them together, where they lie."""
+        return pack_sequences(sorted(sequences, key=lambda each: each.total_len), pad_token_id=self._pad_token_id)
 
     def _lengths(self, sequences: Sequence[ScoredTrajectory]) -> list[int]:
         """Tokens that each takes of a micro-batch."""

@@ -1,0 +1,26 @@
+"""How this process's C library deals with memory that is freed and soon wanted again."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_KEPT_BYTES = 2**30
+_STEP_BYTES = 2**26
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep up to 1 GiB of freed memory, in large blocks too, from now on in this process.
+
+    By itself it returns blocks of some MiB to the kernel as soon as they are freed, and a training step asks for the
+    same ones again at once: faulting them in, zeroed page by page, is an eighth of a small model's step on a CPU.
+
+    Returns:
+        If it does; other C libraries are left alone.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    sizes = ((_M_MMAP_THRESHOLD, _KEPT_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_TOP_PAD, _STEP_BYTES))
+    return all([mallopt(parameter, size) == 1 for parameter, size in sizes])

@@ -1,0 +1,33 @@
+"""Memory that is freed and wanted again."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_FAULTS = """
+import resource, sys
+from slime_like.heap import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del_me = [bytearray(48 * 2**20) for _ in range(2)]
+    del del_me
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[1:]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_freed_blocks_are_not_faulted_in_again() -> None:
+    again, kept = (
+        int(subprocess.run([sys.executable, "-c", _FAULTS, mode], check=True, capture_output=True, timeout=60).stdout)
+        for mode in ("returned", "kept")
+    )
+    assert again > 100  # pages may be huge
+    assert kept < again / 10
