@@ -22,5 +22,5 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    sizes = ((_M_MMAP_THRESHOLD, _KEPT_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_TOP_PAD, _STEP_BYTES))
-    return all([mallopt(parameter, size) == 1 for parameter, size in sizes])
+    sizes = {_M_MMAP_THRESHOLD: _KEPT_BYTES, _M_TRIM_THRESHOLD: _KEPT_BYTES, _M_TOP_PAD: _STEP_BYTES}
+    return all(mallopt(parameter, size) == 1 for parameter, size in sizes.items())

@@ -52,7 +52,7 @@ def grouped_sdpa(
 
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of (B, kv_heads, n, head_dim) queries that all see the same columns, in two products."""
-    batch, groups, rows, dim = query.shape
+    batch, groups, rows, _ = query.shape
     scores = torch.bmm(query.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
     if mask is not None:
         scores.view(batch, groups * rows, -1).masked_fill_(~mask[:, 0], -math.inf)
