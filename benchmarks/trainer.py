@@ -1,6 +1,7 @@
 """One optimizer step of a trainer backend on one rank: ``python -m benchmarks.trainer [--backend megatron fsdp]``.
 
-Every backend is given the same packs of the same tiny model, in a process of its own. Prints medians in seconds.
+Every backend is given the same packs of the same tiny model, in a process of its own. Prints medians in seconds, and
+those of the step's processor time, which other programs on the machine disturb least (``--threads 1``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _sequence(index: int, response: int, generator: torch.Generator) -> ScoredTr
     )
 
 
-def measure(backend: str, model: Path, repeats: int, results: multiprocessing.SimpleQueue[dict[str, float]]) -> None:
+def measure(
+    backend: str, model: Path, repeats: int, threads: int | None, results: multiprocessing.SimpleQueue[dict[str, float]]
+) -> None:
     """Start, scoring and whole steps of one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,27 +65,29 @@ def measure(backend: str, model: Path, repeats: int, results: multiprocessing.Si
     config = RunConfig(
         run_dir=model.parent / backend,
         model={"path": model, "dtype": "float32"},
-        trainer={"backend": backend, "target_tokens_per_batch": BUDGET},
+        trainer={"backend": backend, "target_tokens_per_batch": BUDGET, "cpu_threads": threads},
     )
     started = time.perf_counter()
     trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", port))
     trainer.setup()
     figures = {"start": time.perf_counter() - started}
     batch = packs()
-    scoring, training = [], []
+    scoring, training, processor = [], [], []
     for _ in range(repeats + 2):
         begin = time.perf_counter()
         scored = trainer.score(batch)
         scoring.append(time.perf_counter() - begin)
         for pack, values in zip(batch, scored or [], strict=True):
             pack.old_logprobs = values.logprobs
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         trainer.begin_step(float(SEQUENCES), real_tokens(batch))
         trainer.accumulate(batch, last=True)
         trainer.finish_step(float(SEQUENCES))
         training.append(time.perf_counter() - begin)
+        processor.append(time.process_time() - used)
     trainer.shutdown()
-    figures["score"], figures["step"] = (statistics.median(values[2:]) for values in (scoring, training))
+    names = ("score", "step", "processor")
+    figures |= {name: statistics.median(v[2:]) for name, v in zip(names, (scoring, training, processor), strict=True)}
     results.put(figures)
 
 
@@ -90,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", nargs="+", default=["megatron", "fsdp"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--threads", type=int, help="of each rank; all cores if left out")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
@@ -97,10 +103,11 @@ def main() -> None:
         make_tiny_model(model)
         tokens = sum(pack.actual_total_tokens for pack in packs())
         print(f"{SEQUENCES} sequences, {tokens} tokens a step, {len(packs())} micro-batches, one rank")
-        print("| backend | start (s) | score (s) | optimizer step (s) | tokens/s |\n|---|---|---|---|---|")
+        print("| backend | start (s) | score (s) | optimizer step (s) | of the processor (s) | tokens/s |")
+        print("|---|---|---|---|---|---|")
         for backend in options.backend:
             results = context.SimpleQueue()
-            process = context.Process(target=measure, args=(backend, model, options.repeats, results))
+            process = context.Process(target=measure, args=(backend, model, options.repeats, options.threads, results))
             process.start()
             process.join(600)
             if process.exitcode != 0:
@@ -108,7 +115,8 @@ def main() -> None:
                 raise SystemExit(f"{backend}: ended with {process.exitcode}")
             own = results.get()
             rate = tokens / own["step"]
-            print(f"| {backend} | {own['start']:.2f} | {own['score']:.3f} | {own['step']:.3f} | {rate:,.0f} |")
+            seconds = " | ".join(f"{own[name]:.3f}" for name in ("start", "score", "step", "processor"))
+            print(f"| {backend} | {seconds} | {rate:,.0f} |")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _COPIED = (
     "vocab*",
     "merges.txt",
     "chat_template*",
+    "*.py",
 )
 
 

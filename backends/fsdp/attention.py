@@ -19,8 +19,28 @@ from slime_like.errors import TrainerError
 NAME = "slime_like_packed"
 """Under which transformers knows it. No mask function is registered for the name, so that no mask is ever made."""
 
-_ONLY_WHEN_EMPTY = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""Arguments of other models' attention that would change the result."""
+_KEPT = "slime_like_boundaries"
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "past_key_values",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "num_items_in_batch",
+        "logits_to_keep",
+    }
+)
+"""What models hand down besides, none of which changes attention. All else must be empty: it could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +54,14 @@ class Boundaries:
         gather: of the local contiguous part (several context ranks).
         llama3: the same as the package ring-flash-attn wants them.
         group: the context ranks.
+        longest: tokens of the longest sequence, which no sliding window may be narrower than.
     """
 
     segments: Segments | None
     gather: GatherSegments | None
     llama3: Llama3Segments | None
     group: dist.ProcessGroup
+    longest: int
 
 
 def forward(
@@ -51,6 +73,8 @@ def forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed: Boundaries | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What a model's attention layer calls: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
@@ -61,21 +85,55 @@ def forward(
     Raises:
         TrainerError: the micro-batch's boundaries did not arrive, or the model asks for another kind of attention.
     """
+    packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:
         raise TrainerError(
             f"{type(module).__name__}: a pack needs its boundaries and no mask; this model does not hand on what it is "
-            "called with, so use trainer.backend=megatron"
+            "called with, so use another, or trainer.backend=megatron where it knows the family"
         )
-    others = [name for name in _ONLY_WHEN_EMPTY if options.get(name) is not None]
-    if dropout or others:
-        raise TrainerError(
-            f"{type(module).__name__} asks for {', '.join(others) or 'dropout'} in attention, which packed attention "
-            "does not compute; use a model without"
-        )
+    _require_plain(module, dropout, packed.longest, sliding_window, is_causal, options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(q, k, v, packed, scale)[None], None
+
+
+def hand_on(layer: torch.nn.Module) -> None:
+    """Have a layer's attention find the boundaries of the call it is in: some layers hand it only what they know."""
+
+    def keep(_: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        for module in attentions:
+            setattr(module, _KEPT, options.get("packed"))
+
+    attentions = [module for module in layer.modules() if type(module).__name__.endswith("Attention")]
+    layer.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def _require_plain(
+    module: torch.nn.Module,
+    dropout: float,
+    longest: int,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> None:
+    """Refuse what these kernels would leave out. A window that is as wide as every sequence leaves nothing out."""
+    others = [name for name, value in options.items() if value is not None and name not in _HARMLESS]
+    if dropout:
+        others.append("dropout")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        others.append("is_causal=False")
+    if others:
+        raise TrainerError(
+            f"{type(module).__name__} asks for {', '.join(others)} in attention, which packed attention does not "
+            "compute; use a model without"
+        )
+    if sliding_window is not None and longest > sliding_window:
+        raise TrainerError(
+            f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, and a sequence has {longest}, "
+            "for which packed attention is not the same; lower data.max_prompt_tokens and rollout.max_new_tokens to "
+            "that many together"
+        )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Boundaries, scale: float) -> Tensor:

@@ -66,14 +66,16 @@ class BatchBuilder:
             temperatures=temperatures[shard.response_slot],
         )
         routed = None if balance is None else RoutedTokens.of(own, shard, slice(None), balance)
-        return MicroBatch(pack, own, shard, self._boundaries(shard.cu_seqlens_padded, shard), responses, routed)
+        return MicroBatch(
+            pack, own, shard, self._boundaries(shard.cu_seqlens_padded, shard, pack.max_seqlen), responses, routed
+        )
 
-    def _boundaries(self, cu_seqlens: Tensor, shard: ContextShard) -> Boundaries:
+    def _boundaries(self, cu_seqlens: Tensor, shard: ContextShard, longest: int) -> Boundaries:
         """``cu_seqlens`` are those of the whole pack: what reaches in from other ranks begins there."""
         size, rank = self.context.size(), self.context.rank()
         if size == 1:
-            return Boundaries(Segments.of(cu_seqlens), None, None, self.context)
+            return Boundaries(Segments.of(cu_seqlens), None, None, self.context, longest)
         if self.by_package:
-            return Boundaries(None, None, Llama3Segments.of(cu_seqlens, rank, size), self.context)
+            return Boundaries(None, None, Llama3Segments.of(cu_seqlens, rank, size), self.context, longest)
         gather = GatherSegments.of(cu_seqlens, shard.cu_seqlens_local, rank * shard.tokens.numel())
-        return Boundaries(None, gather, None, self.context)
+        return Boundaries(None, gather, None, self.context, longest)

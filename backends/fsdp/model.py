@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,36 +15,58 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.common.packs import ResponseRows
 from backends.fsdp import attention
+from backends.fsdp.names import checkpoint_names
+from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.config import RunConfig
+from slime_like.config.dimensions import HEADS
 from slime_like.errors import ConfigError
 
 _PREFIX = "hugging_face."
+_SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+"""Settings of a configuration that change no logprob."""
 
 
 class LogprobModel(nn.Module):
     """The root of what is sharded. Its forward pass returns logprobs and entropies of response tokens.
 
     Attributes:
-        hugging_face: the model itself; names of its parameters are Hugging Face's module names.
+        hugging_face: the model itself.
+        names: what checkpoints call its parameters, by module name.
         chunk_tokens: tokens whose logits exist at once.
         entropy_gradient: the loss has an entropy term. An entropy that only is reported must cost no gradient.
     """
 
-    def __init__(self, hugging_face: Any, chunk_tokens: int | None, entropy_gradient: bool) -> None:
+    def __init__(
+        self, hugging_face: Any, names: dict[str, str], chunk_tokens: int | None, entropy_gradient: bool
+    ) -> None:
         super().__init__()
         self.hugging_face = hugging_face
+        self.names = names
+        self.layers_name = _layers_name(hugging_face)
+        for layer in self.layers:
+            attention.hand_on(layer)
+        self.output = Output.of(hugging_face.config)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder's layers."""
-        layers: nn.ModuleList = self.hugging_face.base_model.layers
+        layers: nn.ModuleList = self.hugging_face.get_submodule(self.layers_name)
         return layers
 
-    def forward(
+    def forward(self, tokens: Tensor, *part: Any) -> tuple[Tensor, ...]:
+        """What ``score_part`` returns of one rank's part of a pack; of ``tokens`` alone, the model's own (T, V) logits.
+
+        FSDP gathers the root's weights around this method alone.
+        """
+        if part:
+            return self.score_part(tokens, *part)
+        return (self.hugging_face(input_ids=tokens[None], use_cache=False).logits[0],)
+
+    def score_part(
         self, tokens: Tensor, positions: Tensor, boundaries: attention.Boundaries, rows: ResponseRows, routers: bool
     ) -> tuple[Tensor, ...]:
         """One rank's part of a pack.
@@ -59,23 +84,38 @@ class LogprobModel(nn.Module):
         output = self.hugging_face.base_model(
             input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries, **options
         )
-        weight: Tensor = self.hugging_face.get_output_embeddings().weight
         selected = output.last_hidden_state[0].index_select(0, rows.index)
+        hidden, weight = self.output.projection(self.hugging_face.get_output_embeddings(), selected)
         logprobs, entropy = fused_logprobs(
-            selected,
+            hidden,
             weight,
             rows.targets,
-            rows.temperatures,
+            rows.temperatures / self.output.factor,
             vocab_size=weight.shape[0],
             chunk_tokens=self.chunk_tokens,
+            softcap=self.output.cap,
         )
         scored = torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
         return (scored, *output.router_logits) if routers else (scored,)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Every parameter, sharded, under Hugging Face's module name; a tied head is not named twice."""
+        """Every parameter, sharded, under the name that checkpoints have for it; a tied head is not named twice."""
         self.shard_weights()
-        return {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
+        return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in self.named_parameters()}
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """(T, V) logits of one sequence as transformers computes them, attention and masks included. Collective."""
+        self.hugging_face.set_attn_implementation("eager")
+        try:
+            return self(tokens)[0]
+        finally:
+            self.hugging_face.set_attn_implementation(attention.NAME)
+
+    def tied_names(self) -> set[str]:
+        """Names of parameters that are other ones' memory: a checkpoint may have them, and need not."""
+        every = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        tied = {name.removeprefix(_PREFIX) for name in every - {name for name, _ in self.named_parameters()}}
+        return tied | set(HEADS) if tied & set(HEADS) else tied
 
     def shard_weights(self) -> None:
         """Free whatever gathered weights a forward pass has left behind, of every layer.
@@ -101,29 +141,69 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     gradients are float32; they are gathered, and computed with, in ``model.dtype``.
 
     Raises:
-        ConfigError: the model keeps buffers that cannot be made anew.
+        ConfigError: a model that cannot be cut, read or written.
     """
-    model = meta_model(config, torch.float32)
+    with _parameters_on_meta():
+        model = _model(config, torch.float32)
+    _require_parameters_alone(model.hugging_face)
+    # They follow from the configuration alone and are in no checkpoint.
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     recompute_layers(model, config.trainer.recompute)
     _shard(model, config, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
-    _restore_buffers(model.hugging_face, device)
+    for name, buffer in buffers.items():
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, buffer)
     return model
 
 
 def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
     """The model of ``config.json`` as shapes alone."""
-    attention.register()
-    remote = config.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=remote)
     with torch.device("meta"):
+        return _model(config, dtype)
+
+
+def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
+    """Made by transformers from ``config.json``, wherever the context puts its tensors.
+
+    Raises:
+        ConfigError: transformers knows no such causal language model.
+    """
+    attention.register()
+    path, remote = config.model.path, config.model.trust_remote_code
+    try:
         hugging_face = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=remote
+            AutoConfig.from_pretrained(path, trust_remote_code=remote),
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=remote,
         )
+    except (ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            [
+                f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
+                f"({type(error).__name__}: {error}); use another, with model.trust_remote_code if it brings own code"
+            ]
+        ) from error
     # transformers leaves a padding token's embedding without gradient; here a token's id says nothing about it.
     hugging_face.get_input_embeddings().padding_idx = None
     hugging_face.eval()  # no dropout: old and current logprobs mean the same
-    return LogprobModel(hugging_face, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+    if hugging_face.base_model is hugging_face:
+        raise ConfigError(
+            [f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"]
+        )
+    names = checkpoint_names(hugging_face, path)
+    return LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+
+
+def computes_alike(other: Path, config: RunConfig) -> bool:
+    """Does another checkpoint's configuration say the same of what is computed as that of ``model.path``?"""
+    remote = config.model.trust_remote_code
+    ours, theirs = (
+        AutoConfig.from_pretrained(path, trust_remote_code=remote).to_dict() for path in (config.model.path, other)
+    )
+    differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+    return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
 
 
 def recompute_layers(model: LogprobModel, what: str) -> None:
@@ -132,7 +212,15 @@ def recompute_layers(model: LogprobModel, what: str) -> None:
         if what == "full":
             recompute(layer)
         elif what == "selective":
-            recompute(layer.get_submodule("mlp"))
+            mlp = getattr(layer, "mlp", None)
+            if not isinstance(mlp, nn.Module):
+                raise ConfigError(
+                    [
+                        f"trainer.recompute=selective recomputes MLPs, and {type(layer).__name__} has no module of "
+                        "that name; use full or none"
+                    ]
+                )
+            recompute(mlp)
 
 
 def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:
@@ -152,18 +240,53 @@ def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-@torch.no_grad()
-def _restore_buffers(hugging_face: nn.Module, device: torch.device) -> None:
-    """Values that follow from the configuration alone are in no checkpoint: make their modules anew and copy."""
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, modules are made with parameters without memory; buffers get theirs, and their values.
+
+    A parameter's memory exists for a moment, untouched; only one at a time.
+    """
+    register = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _require_parameters_alone(hugging_face: nn.Module) -> None:
+    """A checkpoint's tensors must all be trained: others would neither be loaded nor reach the engines.
+
+    Raises:
+        ConfigError: names such buffers.
+    """
+    parameters = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
+    kept = [name for name in hugging_face.state_dict() if name not in parameters]
+    if kept:
+        raise ConfigError(
+            [
+                f"model.path: {len(kept)} tensors of its checkpoint are no parameters ({kept[0]}, ...), which "
+                "trainer.backend=fsdp does not keep; use trainer.backend=megatron where it knows the family"
+            ]
+        )
+
+
+def _layers_name(hugging_face: Any) -> str:
+    """Where the decoder's layers are: the outermost list of as many modules as the configuration has layers.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count = hugging_face.config.get_text_config().num_hidden_layers
     for name, module in hugging_face.named_modules():
-        own = dict(module.named_buffers(recurse=False))
-        if not own:
-            continue
-        config = getattr(module, "config", None)
-        if not type(module).__name__.endswith("RotaryEmbedding") or config is None:
-            raise ConfigError(
-                [f"model.path: its module {name} keeps {', '.join(own)}, which this backend cannot set; use megatron"]
-            )
-        fresh: nn.Module = type(module)(config=config)
-        for key, value in fresh.named_buffers(recurse=False):
-            setattr(module, key, value.to(device))
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return str(name)
+    raise ConfigError(
+        [f"model.path: {type(hugging_face).__name__} has no list of its {count} layers to shard; use another model"]
+    )

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
+from backends.common.agreement import listed
 from backends.common.hf_files import Shape
+from slime_like.errors import ConfigError
 
 _STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -58,3 +63,43 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
         for index, expert in enumerate(values)
         for matrix, part in zip(matrices, expert.chunk(len(matrices)), strict=True)
     ]
+
+
+def checkpoint_names(hugging_face: Any, path: Path) -> dict[str, str]:
+    """What every parameter is called in checkpoints, by its module name; a stack of experts keeps the latter.
+
+    transformers knows how the checkpoints of every family are arranged, and has the last word.
+
+    Args:
+        hugging_face: on the meta device.
+
+    Raises:
+        ConfigError: it would store other tensors, of these names or shapes, than ``stored_shapes`` says.
+    """
+    values = dict(hugging_face.named_parameters())
+    theirs = _stored(hugging_face, values)
+    names = {name: _renamed(hugging_face, name, value, theirs) for name, value in values.items()}
+    ours: dict[str, Shape] = {}
+    for name, value in values.items():
+        ours |= stored_shapes(names[name], tuple(value.shape))
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if different:
+        raise ConfigError(
+            [
+                f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged otherwise than its "
+                f"modules ({listed(different)}), which trainer.backend=fsdp does not do; use another model"
+            ]
+        )
+    return names
+
+
+def _renamed(hugging_face: Any, name: str, value: Tensor, stored: dict[str, Shape]) -> str:
+    """Of a parameter that is one stored tensor under another name, that name."""
+    if name in stored or _STACK.fullmatch(name):
+        return name
+    alone = _stored(hugging_face, {name: value})
+    return next(iter(alone)) if list(alone.values()) == [tuple(value.shape)] else name
+
+
+def _stored(hugging_face: Any, values: dict[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(value.shape) for name, value in revert_weight_conversion(hugging_face, values).items()}

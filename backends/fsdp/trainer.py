@@ -19,11 +19,11 @@ from backends.common.learning_rate import schedule_problems
 from backends.common.objective import Objective
 from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.fsdp import checkpoint, offload, parallel
+from backends.fsdp import checkpoint, offload, own_forward, parallel
 from backends.fsdp.balance import balance_loss
 from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.micro_batch import BatchBuilder, MicroBatch
-from backends.fsdp.model import LogprobModel, build
+from backends.fsdp.model import LogprobModel, build, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from backends.fsdp.reference import ReferenceWeights, preserved_weights
@@ -31,6 +31,7 @@ from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_wei
 from slime_like.config import RunConfig
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.families import family_problems
 from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.latent import latent_problems
 from slime_like.errors import ConfigError, TrainerError
@@ -74,7 +75,7 @@ class FsdpTrainer:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:
             return problems + error.problems
-        return [*problems, *latent_problems(config.trainer, dimensions)]
+        return [*problems, *family_problems(config, dimensions), *latent_problems(config.trainer, dimensions)]
 
     @staticmethod
     def rank_kinds(config: RunConfig) -> list[RankKind]:
@@ -103,6 +104,7 @@ class FsdpTrainer:
         with self._phase("setup"):
             self._build()
             self._load_start()
+            self._require_own_forward()
             self._load_reference()
             self.optimizer = Optimizer(self.config, self.model, self.device)
         return self.groups.coordinates
@@ -115,6 +117,7 @@ class FsdpTrainer:
                 self._load_start()
             else:
                 self._load_weights(checkpoint)
+            self._require_own_forward()
             self.model.requires_grad_(False)
         return self.groups.coordinates
 
@@ -153,6 +156,22 @@ class FsdpTrainer:
     def _load_weights(self, directory: Path) -> None:
         checkpoint.load_weights(directory, self.model, self.device)
 
+    @torch.no_grad()
+    def _require_own_forward(self) -> None:
+        """Packed attention and chunked head against the model's own forward pass; every rank, together."""
+        path, sizes = self.config.model.path, (self.dimensions.vocab_size, self.dimensions.attention_reach)
+        pack = own_forward.probe(*sizes)
+        ours, others = self._score([pack, own_forward.probe(*sizes, seed=1)])
+        first = int(pack.response_lens[0])
+        own_forward.require_separate(ours.logprobs, others.logprobs, first, self._dtype, path)
+        own = []
+        for index, (prompt, response) in enumerate(zip(pack.prompt_lens, pack.response_lens, strict=True)):
+            start = int(pack.cu_seqlens[index])
+            tokens = pack.tokens[start : start + int(prompt + response)].to(self.device)
+            own.append(own_forward.response_logprobs(self.model.own_logits(tokens), tokens, int(prompt)))
+        self.model.shard_weights()
+        own_forward.require_same(ours.logprobs, torch.cat(own), self._dtype, path)
+
     def _load_reference(self) -> None:
         if not self.config.reference_in_trainer:
             return
@@ -160,9 +179,12 @@ class FsdpTrainer:
         if path is None or (path == self.config.model.path and self.config.model.weights is None):
             self._reference = ReferenceWeights(self.model)
             return
-        if ModelDimensions.from_checkpoint(path) != self.dimensions:
+        if ModelDimensions.from_checkpoint(path) != self.dimensions or not computes_alike(path, self.config):
             raise ConfigError(
-                [f"reference.path={path}: its model has other dimensions than model.path; use one of the same sizes"]
+                [
+                    f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
+                    "use one of the same, or reference.placement=workers"
+                ]
             )
         with preserved_weights(self.model):
             load_hf_weights(self.model, path, self.device)
@@ -194,7 +216,18 @@ class FsdpTrainer:
         with self._phase("accumulate"):
             for index, pack in enumerate(micro_batches):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
-                self._loss(self._builder.build(pack, self._step.balance)).backward()
+                self._loss(self._batch(pack, self._step.balance)).backward()
+
+    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> MicroBatch:
+        """This rank's part of a pack whose sequences all layers see whole."""
+        reach = self.dimensions.attention_reach
+        if reach is not None and pack.max_seqlen > reach:
+            raise TrainerError(
+                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to {reach} at "
+                "most (sliding_window or attention_chunk_size), which packed attention does not compute; train on "
+                "shorter ones"
+            )
+        return self._builder.build(pack, balance)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         """The pack's weighted sum and, behind it, its share of the routers' loss."""
@@ -265,7 +298,7 @@ class FsdpTrainer:
         scored = []
         with self._phase("score"):
             for pack in micro_batches:
-                batch = self._builder.build(pack)
+                batch = self._batch(pack)
                 (part,) = self._forward(batch, routers=False)
                 logprobs, entropy = self._whole(batch, part)
                 scored.append(ScoredLogprobs(logprobs.float(), entropy.float()))

@@ -16,8 +16,6 @@ from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
 from slime_like.interfaces import WeightBucket
 
-_TIED_HEAD = "lm_head.weight"
-
 
 def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
     """This rank's rows; a view."""
@@ -57,7 +55,7 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     checkpoint = HfCheckpoint(directory)
     expected = checkpoint_shapes(model)
     # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
-    checkpoint.require(expected, set() if _TIED_HEAD in expected else {_TIED_HEAD})
+    checkpoint.require(expected, model.tied_names())
     return checkpoint
 
 

@@ -35,6 +35,7 @@ from backends.megatron.rotary import Rotary, inverse_frequencies
 from backends.megatron.schedule import Schedule
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.families import family_problems
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, TrainerError
@@ -79,6 +80,8 @@ class MegatronTrainer:
         problems = schedule_problems(config) + offload_problems(config)
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
+            if foreign := [*family_problems(config, dimensions)]:
+                return problems + foreign
             inverse_frequencies(dimensions)
         except ConfigError as error:
             return problems + error.problems

@@ -32,6 +32,7 @@ def fused_logprobs(
     all_reduce_max: Reduce = no_reduction,
     all_reduce_sum: Reduce = no_reduction,
     chunk_tokens: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -56,6 +57,7 @@ def fused_logprobs(
         chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 64 (for less a
             matrix product does not pay) and at most 1,024. Head and gradients then need, besides weight, hidden states
             and their gradients, at most an eighth of what float32 logits of all tokens would take from 1,280 tokens on.
+        softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
@@ -83,9 +85,11 @@ def fused_logprobs(
     if chunk_tokens is None:
         chunk_tokens = min(max(64, -(-count // 20)), 1024)
     require_temperatures(temperatures)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} is no bound of logits; give a number above 0, or none")
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens)
     shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum)
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum, softcap)
 
 
 class VocabularyShard:
@@ -134,13 +138,23 @@ class VocabularyShard:
         return column.clamp(0, max(0, self.columns - 1)), held
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype, softcap: float | None
+) -> Tensor:
     if hidden.device.type != "cpu" and hidden.dtype in (torch.bfloat16, torch.float16):
         # The tensor cores accumulate in float32 anyway; ask for that instead of a rounded result.
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = (hidden @ weight.t()).to(dtype)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperatures.to(dtype)[:, None])
+
+
+def _softcap_slope(scaled: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
+    """What capped logits change with the product's, from the capped and scaled: ``1 - tanh^2``."""
+    slope = scaled * (temperatures.to(scaled.dtype)[:, None] / softcap)
+    return slope.square_().neg_().add_(1)
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -154,18 +168,22 @@ class _FusedLogprobs(torch.autograd.Function):
         shard: VocabularyShard,
         all_reduce_max: Reduce,
         all_reduce_sum: Reduce,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         count = hidden.shape[0]
         columns = weight[: shard.columns]
         maximum, sums = local_sums(
-            shard, targets, dtype, lambda part: _scaled_logits(hidden[part], columns, temperatures[part], dtype)
+            shard,
+            targets,
+            dtype,
+            lambda part: _scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap),
         )
         maximum, log_total, entropy, logprobs = (
             combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 4
         )
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
-        ctx.shard, ctx.all_reduce_sum = shard, all_reduce_sum
+        ctx.shard, ctx.all_reduce_sum, ctx.softcap = shard, all_reduce_sum, softcap
         ctx.set_materialize_grads(False)
         return logprobs.clone(), entropy.clone()
 
@@ -175,13 +193,13 @@ class _FusedLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=log_total.dtype) if need_weight else None
-        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight)
+        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight, ctx.softcap)
         if d_hidden is not None and hidden.shape[0]:
             ctx.all_reduce_sum(d_hidden)
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -231,6 +249,7 @@ def _accumulate_gradients(
     grads: tuple[Tensor | None, ...],
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
+    softcap: float | None,
 ) -> None:
     hidden, weight, targets, temperatures, maximum, log_total, entropy = saved
     grad_logprobs, grad_entropy = grads
@@ -239,7 +258,8 @@ def _accumulate_gradients(
     grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
     columns = weight[: shard.columns]
     for part in shard.parts(hidden.shape[0]):
-        x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype)
+        x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
+        slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)
         entropy_part = None if grad_entropy is None else grad_entropy[part]
         dx = softmax_gradient(
             x, maximum[part], log_total[part], entropy[part], grad[part], entropy_part, overwrite=True
@@ -247,7 +267,11 @@ def _accumulate_gradients(
         del x  # its memory is the gradient's now
         column, held = shard.local(targets[part])
         dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])
-        dx = dx.div_(temperatures[part].to(dx.dtype)[:, None]).to(hidden.dtype)
+        dx = dx.div_(temperatures[part].to(dx.dtype)[:, None])
+        if slope is not None:
+            dx *= slope
+            del slope
+        dx = dx.to(hidden.dtype)
         if d_hidden is not None:
             d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
         if d_weight is not None:

@@ -15,6 +15,7 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
+from slime_like.config.families import family_problems
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.fsdp import axis_problems, fsdp_problems
 from slime_like.config.import_path import import_path_problem
@@ -49,7 +50,7 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
         problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
         problems += [*_evaluation(config), *_rewards(config), *_environment(config)]
     if dimensions is not None:
-        problems += layout_problems(config.trainer.parallel, dimensions)
+        problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
         problems += [*_experts(config, dimensions), *_lengths(config, dimensions)]
     return problems
 
@@ -73,7 +74,8 @@ def check_trainer(config: RunConfig) -> list[str]:
     problems += _start_weights(config)
     problems += [*attention_problems(config), *fsdp_problems(config)]
     if dimensions is not None:
-        problems += [*layout_problems(config.trainer.parallel, dimensions), *_experts(config, dimensions)]
+        problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
+        problems += _experts(config, dimensions)
     return problems
 
 

@@ -21,8 +21,17 @@ FAMILIES = {
 }
 
 
+OTHER = "other"
+"""The family of a causal language model that transformers knows, and this project's own formulas do not."""
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of output projections; a tied one may be stored all the same."""
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
 class _UnsupportedError(Exception):
-    """A feature this system does not compute; the rest of a sentence about ``config.json``."""
+    """A feature outside this project's own formulas; the rest of a sentence about ``config.json``."""
 
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -54,7 +63,7 @@ class ModelDimensions:
     """Sizes of a causal language model, in Hugging Face's terms.
 
     Attributes:
-        family: one of ``FAMILIES``' values.
+        family: one of ``FAMILIES``' values, or ``OTHER``.
         rope_scaling: the checkpoint's own scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
@@ -68,6 +77,13 @@ class ModelDimensions:
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored behind the model's own, and are not read.
+        foreign: why the model is of the family ``OTHER``: the beginning of a sentence; ``None`` for all others. Of such
+            a model only sizes, lengths and token ids are known, numbers of parameters are estimated as if it were a
+            Llama, and ``norm_eps`` and ``rope_theta`` are 0.
+        attention_reach: keys that some layers' queries see at most, in tokens (sliding window, chunked attention);
+            ``None`` where every one sees all before it.
+        counted: parameters, and those of the matrix products that one token goes through, counted on the model itself
+            (planning does so for foreign models).
     """
 
     family: str
@@ -98,6 +114,9 @@ class ModelDimensions:
     moe_top_groups: int = 1
     moe_scaling: float = 1.0
     draft_layers: int = 0
+    foreign: str | None = None
+    attention_reach: int | None = None
+    counted: tuple[int, int] | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -136,6 +155,8 @@ class ModelDimensions:
     @property
     def active_parameters(self) -> int:
         """Parameters of the matrix products one token goes through: all layers, ``moe_top_k`` experts, the head."""
+        if self.counted is not None:
+            return self.counted[1]
         attention = self.num_layers * self.attention_parameters
         return attention + self.mlp_parameters(self.moe_top_k) + self.vocab_size * self.hidden_size
 
@@ -150,12 +171,14 @@ class ModelDimensions:
         The copy of a tied embedding, rotary frequencies that follow from the configuration, layers for multi-token
         prediction.
         """
-        tied_head = self.tied_embeddings and name == "lm_head.weight"
+        tied_head = self.tied_embeddings and name in HEADS
         return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
 
     @property
     def num_parameters(self) -> int:
         """All parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
+        if self.counted is not None:
+            return self.counted[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.attention_parameters + 2 * self.hidden_size
         layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
@@ -170,7 +193,7 @@ class ModelDimensions:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
 
         Raises:
-            ConfigError: file missing, not JSON, an unknown architecture, or a feature this system does not compute.
+            ConfigError: file missing, not JSON, no causal language model, sizes that are missing or wrong.
         """
         path = Path(directory) / "config.json"
         if not path.is_file():
@@ -183,20 +206,39 @@ class ModelDimensions:
     def _from_raw(cls, raw: dict[str, Any], path: Path) -> ModelDimensions:
         architectures = raw.get("architectures") or ["(none)"]
         architecture = architectures[0] if isinstance(architectures, list) else architectures
-        family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
-        if family is None:
-            raise ConfigError([f"{path}: architecture {architecture} is not supported; known: {', '.join(FAMILIES)}"])
-        if raw.get("hidden_act", "silu") != "silu":
+        if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
             raise ConfigError(
-                [f"{path}: hidden_act={raw['hidden_act']} is not supported; only silu (SwiGLU) models are"]
+                [
+                    f"{path}: architecture {architecture} is no causal language model; use {', '.join(FAMILIES)}, or "
+                    "with trainer.backend=fsdp another ...ForCausalLM"
+                ]
             )
+        try:
+            return cls._of_known(raw, path, architecture)
+        except _UnsupportedError as reason:
+            foreign = f"{path}: {reason}"
+        try:
+            return cls(family=OTHER, foreign=foreign, eos_token_ids=_eos_ids(raw, path.parent), **_any_model(raw))
+        except KeyError as error:
+            raise ConfigError(
+                [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
+            ) from error
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+
+    @classmethod
+    def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
+        """Of a family whose every feature is known. Raises ``_UnsupportedError`` for all others."""
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise _UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise _UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
         if raw.get("use_sliding_window") or (family == "mistral" and raw.get("sliding_window")):
-            raise ConfigError([f"{path}: sliding-window attention is not supported; use a checkpoint without it"])
+            raise _UnsupportedError("it has sliding-window attention")
         sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
         if raw.get("mlp_only_layers") or sparse != (1, 1):
-            raise ConfigError(
-                [f"{path}: layers without experts between layers with them are not supported; use another checkpoint"]
-            )
+            raise _UnsupportedError("layers without experts lie between layers with them")
         try:
             own = _latent_features(raw) if family == "deepseek_v3" else _features(raw, family)
             fields = {**_sizes(raw), **_rope(raw), **own}
@@ -205,8 +247,6 @@ class ModelDimensions:
             raise ConfigError(
                 [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
             ) from error
-        except _UnsupportedError as error:
-            raise ConfigError([f"{path}: {error}"]) from error
         except ValueError as error:
             raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
 
@@ -288,15 +328,15 @@ def _latent_features(raw: dict[str, Any]) -> dict[str, Any]:
     dense = _whole(raw, "first_k_dense_replace")
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, only) != only:
-            raise _UnsupportedError(f"{key}={raw[key]} is not supported; only {only} is")
+            raise _UnsupportedError(f"{key}={raw[key]} is not {only}")
     if _flag(raw, "attention_bias"):
-        raise _UnsupportedError("attention_bias=true is not supported with latent attention; use another checkpoint")
+        raise _UnsupportedError("its latent attention has biases (attention_bias=true)")
     if dense >= layers:
         raise _UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
     if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
         raise _UnsupportedError(
-            f"num_experts_per_tok={top_k} of topk_group={top_groups} groups is not supported: groups are ranked by "
-            "their best two experts, as in DeepSeek-V3, which Megatron does where twice as many experts are chosen"
+            f"num_experts_per_tok={top_k} of topk_group={top_groups} groups: groups are ranked by their best two "
+            "experts, as in DeepSeek-V3, which Megatron does where twice as many experts are chosen"
         )
     if experts % groups:
         raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
@@ -326,6 +366,60 @@ def _latent_features(raw: dict[str, Any]) -> dict[str, Any]:
         "moe_scaling": _number(raw, "routed_scaling_factor"),
         "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
     }
+
+
+# Other spellings of GPT-2's descendants and of mixtures of experts; the first one that is given counts.
+_SPELLINGS = {
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+
+
+def _any_model(raw: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that every decoder's configuration has, whatever its layers are."""
+    given = dict(raw)
+    for name, others in _SPELLINGS.items():
+        spelled = [other for other in others if raw.get(other) is not None]
+        if given.get(name) is None and spelled:
+            given[name] = raw[spelled[0]]
+    hidden, heads = _count(given, "hidden_size"), _count(given, "num_attention_heads")
+    ffn = _count(given, "intermediate_size", 4 * hidden)
+    experts = _whole({"num_experts": 0, **given}, "num_experts")
+    return {
+        "num_layers": _count(given, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": _count(given, "num_key_value_heads", heads),
+        "head_dim": _count(given, "head_dim", max(1, hidden // heads)),
+        "ffn_hidden_size": ffn,
+        "vocab_size": _count(given, "vocab_size"),
+        "max_position_embeddings": _count(given, "max_position_embeddings"),
+        "norm_eps": 0.0,
+        "rope_theta": 0.0,
+        "rope_scaling": None,
+        # transformers' own default, which it leaves out of the file.
+        "tied_embeddings": _flag({"tie_word_embeddings": True, **raw}, "tie_word_embeddings"),
+        "qkv_bias": False,
+        "qk_norm": False,
+        "num_experts": experts,
+        "moe_top_k": _count(given, "num_experts_per_tok", 1) if experts else 0,
+        "moe_ffn_hidden_size": _count(given, "moe_intermediate_size", ffn) if experts else 0,
+        "attention_reach": _attention_reach(raw),
+    }
+
+
+def _attention_reach(raw: dict[str, Any]) -> int | None:
+    """The narrowest window or chunk of any layer, where one is used."""
+    kinds = raw.get("layer_types")
+    slides = "sliding_attention" in kinds if isinstance(kinds, list) else raw.get("use_sliding_window") is not False
+    reaches = [_count(raw, "sliding_window")] if slides and raw.get("sliding_window") is not None else []
+    if raw.get("attention_chunk_size") is not None:
+        reaches.append(_count(raw, "attention_chunk_size"))
+    return min(reaches, default=None)
 
 
 def _eos_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:

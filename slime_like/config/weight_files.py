@@ -14,7 +14,8 @@ _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000
 """The format's own bound on the header, in bytes."""
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\D*?\.(\d+)\.")
+"""The first number in a name is the layer's: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
 
 
 class _DamagedError(Exception):

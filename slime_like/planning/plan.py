@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.config.check import check_machine, check_reference, check_settings
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import HEADS, ModelDimensions
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
@@ -121,6 +122,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     started = time.monotonic()
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     backend = plannable_backend(config)
+    dimensions = counted_dimensions(config, dimensions, backend)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
     plan.problems += check_settings(config, dimensions)
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
@@ -134,6 +136,26 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
         plan.problems += _misfits(plan, config)
     plan.seconds = time.monotonic() - started
     return plan
+
+
+def counted_dimensions(
+    config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]
+) -> ModelDimensions:
+    """With the parameters of a foreign model, of which sizes alone say too little; others are left as they are.
+
+    What one token goes through is everything but an embedding that is no head, and of experts its own.
+    """
+    converter = getattr(backend, "converter", None)
+    if dimensions.foreign is None or config.trainer.backend != FSDP or converter is None:
+        return dimensions
+    sizes = {name: prod(shape) for name, shape in converter().prove(config).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    active, outer = sum(sizes.values()), dimensions.vocab_size * dimensions.hidden_size
+    if dimensions.num_experts:
+        active -= experts * (dimensions.num_experts - dimensions.moe_top_k) // dimensions.num_experts
+    if any(name in sizes for name in HEADS):
+        active -= outer
+    return replace(dimensions, counted=(sum(sizes.values()), active))
 
 
 def _of_references(config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]) -> Iterator[str]:

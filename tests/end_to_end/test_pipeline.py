@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GraniteConfig, GraniteForCausalLM
+
 from slime_like.data.ledger import audit_run
+from slime_like.data.tiny_model import VOCAB_SIZE
 from tests.conftest import Tiny
 from tests.processes import Command, run
 
@@ -71,3 +76,43 @@ def test_what_is_left_out_is_in_the_ledger_with_its_reason(tiny: Tiny, tmp_path:
     assert audit.trained == 3 * 8 and not audit.in_flight
     assert audit.dropped["oversampled"] >= 1 and audit.dropped["zero spread"] >= 1
     assert audit.issued == audit.trained + sum(audit.dropped.values())
+
+
+def test_the_asynchronous_fsdp_recipe_trains_a_family_without_conversion(tiny: Tiny, tmp_path: Path) -> None:
+    """An engine, a reference worker and a trainer at once, micro-batches as they are full. Four multipliers of the
+    model's must arrive in all three: logprobs are compared across them."""
+    run_dir, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    factors = {"logits_scaling": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB_SIZE, **sizes, **factors, **ids)).save_pretrained(model)
+    finished = run(
+        [
+            "train", "configs/async_grpo_fsdp.yaml", "--run_dir", str(run_dir), "--model.path", str(model),
+            "--model.dtype", "float32", "--data.train", str(tiny.data / "train.jsonl"),
+            "--data.max_prompt_tokens", "32",
+            "--rollout.engine", "transformers", "--rollout.num_engines", "1", "--rollout.max_new_tokens", "8",
+            "--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--steps", "3",
+            "--reward.functions", "[{name: format, options: {pattern: '.*[a-m].*'}}]", "--reward.workers", "1",
+            "--trainer.parallel.data", "1", "--trainer.target_tokens_per_batch", "128",
+            "--trainer.optimizer.lr", "1e-3", "--trainer.optimizer.warmup_steps", "0",
+            "--checkpoint.every", "3", "--logging.progress", "plain",
+        ],
+        tmp_path / "log",
+    )  # fmt: skip
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    steps = steps_of(run_dir)
+    assert len(steps) == 3
+    assert all(row["weights/probe_gap"] < 1e-4 for row in steps)
+    assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps if not row["rollout/staleness_max"])
+    divergence = [row["train_actor_training/approx_policy_kls"] for row in steps]
+    assert 0 <= divergence[0] < 1e-9 < divergence[2]
+    # Groups of a later step may have been scored during an earlier one.
+    scored = sum(row["ref_actor_performance/response_tokens_processed"] for row in steps)
+    assert scored >= sum(row["train_actor_training/num_tokens"] for row in steps)
+    assert audit_run(run_dir).holds
+    exported = GraniteForCausalLM.from_pretrained(run_dir / "hf")
+    assert exported.config.logits_scaling == 0.5

@@ -22,6 +22,8 @@ from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
 from backends.fsdp.attention import Boundaries
 from slime_like.algorithms.context import ContextShard
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
 from slime_like.interfaces import RankPlacement
 from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
 from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, make_case
@@ -31,9 +33,9 @@ from tests.parallel.steps import RankResult
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
-    def boundaries(self: micro_batch.BatchBuilder, cu_seqlens: Tensor, shard: ContextShard) -> Boundaries:
+    def boundaries(self: micro_batch.BatchBuilder, cu_seqlens: Tensor, shard: ContextShard, longest: int) -> Boundaries:
         gather = GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)
-        return Boundaries(None, gather, None, self.context)
+        return Boundaries(None, gather, None, self.context, longest)
 
     micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
 
@@ -161,6 +163,24 @@ def test_the_parity_tests_catch(mutation: Mutation, case: Case, tmp_path: Path) 
         comparison(case, results)
 
 
+@pytest.mark.parametrize("bug", [sequences_begin_where_the_rank_begins, positions_begin_anew_on_every_rank])
+def test_a_wrong_forward_pass_is_noticed_at_the_start(bug: Callable[[], None], case: Case, tmp_path: Path) -> None:
+    (message, _) = run_ranks(_start_with, 2, tmp_path / "ranks", bug, fsdp_config(case, tmp_path, {"context": 2}))
+    assert "differ from those of transformers' own forward pass" in message
+
+
+def _start_with(placement: RankPlacement, bug: Callable[[], None], config: RunConfig) -> str:
+    bug()
+    own = trainer.FsdpTrainer(config, placement)
+    try:
+        own.setup()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        own.shutdown()
+    return "nothing"
+
+
 def test_without_a_bug_nothing_fails(case: Case, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation."""
     results = _run_with(_no_bug, case, {"data": 2}, tmp_path)
@@ -189,6 +209,8 @@ def _check_norm(case: Case, results: list[RankResult]) -> None:
 
 def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
     bug()
+    # It would notice wrong forward passes first; here the parity tests have to.
+    trainer.FsdpTrainer._require_own_forward = lambda self: None  # type: ignore[method-assign]
     return train_fsdp_rank(placement, *arguments)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backends.fsdp.trainer import FsdpTrainer
 from backends.fsdp.weights import gathered
@@ -30,6 +30,8 @@ def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float
         run_dir=run_dir,
         steps=STEPS,
         model={"path": case.checkpoint, "dtype": dtype},
+        data={"max_prompt_tokens": 31},
+        rollout={"max_new_tokens": 31},
         algorithm={**ALGORITHM, **case.algorithm, **algorithm},
         trainer={
             "backend": "fsdp",
@@ -81,11 +83,14 @@ def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator
 
 def whole_gradients(trainer: FsdpTrainer) -> dict[str, Tensor]:
     """By Hugging Face's module name, on every rank."""
-    named = trainer.model.parameters_by_name()
-    return {name: gathered(p.grad, torch.float32, trainer.device).clone() for name, p in named.items()}
+    return {name: gathered(p.grad, torch.float32, trainer.device).clone() for name, p in _parameters(trainer).items()}
 
 
 def whole_weights(trainer: FsdpTrainer) -> dict[str, Tensor]:
     """By Hugging Face's module name, on every rank."""
-    named = trainer.model.parameters_by_name()
-    return {name: gathered(p, torch.float32, trainer.device).clone() for name, p in named.items()}
+    return {name: gathered(p, torch.float32, trainer.device).clone() for name, p in _parameters(trainer).items()}
+
+
+def _parameters(trainer: FsdpTrainer) -> dict[str, nn.Parameter]:
+    trainer.model.shard_weights()
+    return dict(trainer.model.hugging_face.named_parameters())

@@ -67,19 +67,19 @@ def _train_all(placement: RankPlacement, runs: list[tuple[int, tuple[Any, ...]]]
     return [train_fsdp_rank(replace(placement, master_port=port), *run) for port, run in runs]
 
 
-def _run(cases: list[Case], layout: Settings, directory: Path) -> list[list[RankResult]]:
+def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int = STEPS) -> list[list[RankResult]]:
     """Results of every rank, by case."""
     configs = [fsdp_config(case, directory, layout) for case in cases]
     world = configs[0].trainer.parallel.world_size
     runs = [
-        (free_port(), (config, case.packs(), case.denominator, STEPS))
+        (free_port(), (config, case.packs(), case.denominator, steps))
         for config, case in zip(configs, cases, strict=True)
     ]
     by_rank = run_ranks(_train_all, world, directory / "ranks", runs)
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _check(case: Case, results: list[RankResult]) -> None:
+def check_case(case: Case, results: list[RankResult]) -> None:
     check_scores(case, results)
     check_loss(case, results)
     check_exported_gradients(case, results)
@@ -93,21 +93,21 @@ def _check(case: Case, results: list[RankResult]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_family_computes_the_reference(layout: str, cases: Any, tmp_path: Path) -> None:
     made = [cases(family) for family in FAMILIES]
-    for case, results in zip(made, _run(made, LAYOUTS[layout], tmp_path), strict=True):
-        _check(case, results)
+    for case, results in zip(made, run_cases(made, LAYOUTS[layout], tmp_path), strict=True):
+        check_case(case, results)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_setting_shows_in_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
     family, layout = VARIANTS[variant]
-    (results,) = _run([cases(family)], layout, tmp_path)
-    _check(cases(family), results)
+    (results,) = run_cases([cases(family)], layout, tmp_path)
+    check_case(cases(family), results)
 
 
 def test_megatron_and_fsdp_agree_after_three_steps(cases: Any, tmp_path: Path) -> None:
     case = cases("qwen3_moe")
     megatron = run_case(case, {"data": 2, "distributed": True}, tmp_path / "megatron")
-    (ours,) = _run([case], LAYOUTS["dp2-cp2"], tmp_path / "fsdp")
+    (ours,) = run_cases([case], LAYOUTS["dp2-cp2"], tmp_path / "fsdp")
     for index, scored in scored_packs(megatron).items():
         other = scored_packs(ours)[index][0]
         torch.testing.assert_close(scored[0].logprobs, other.logprobs, rtol=0, atol=LOGPROB_BOUND)

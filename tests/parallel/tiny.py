@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -23,7 +24,7 @@ from slime_like.trajectory import ScoredTrajectory
 
 VOCAB = 151  # a prime: no layout divides it
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -44,7 +45,7 @@ _LLAMA3_SCALING = {
 }
 # Values narrower than queries and keys, a rotary table and a softmax that YaRN scales, two groups of four chosen.
 _DEEPSEEK: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     "num_key_value_heads": 4,
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 16,
@@ -70,6 +71,43 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
+# Families that only transformers has formulas for, with what makes each another model than a Llama.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows as wide as the longest sequence
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 62,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "phi3": ("Phi3Config", {"tie_word_embeddings": False}),  # fused projections
+    "granite": (  # four multipliers
+        "GraniteConfig",
+        {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 0]}),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, a rotary part of heads, its own names
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),  # LayerNorm, one norm per layer, tied
+    "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),  # a bias in the head
+    "gpt2": (
+        "GPT2Config",
+        {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 256, "initializer_range": 0.08},
+    ),  # learned positions
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),  # layers that hand on what they know alone
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+}
 
 
 def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
@@ -91,19 +129,25 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
 
 def _model(family: str) -> torch.nn.Module:
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False))
+        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))
     if family == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True))
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_SCALING))
+        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_SCALING))
     if family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts, head_dim=32, tie_word_embeddings=False))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, head_dim=32, tie_word_embeddings=False))
     if family == "deepseek_v3":
         return DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK, q_lora_rank=32))
     if family == "deepseek_v3_direct":  # queries that are not compressed, as in Moonlight-16B-A3B
         return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_DEEPSEEK, "n_group": 1, "topk_group": 1}, q_lora_rank=None))
-    raise ValueError(family)
+    class_name, features = OTHERS[family]
+    sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES
+    # transformers would leave a padding token's embedding without gradient.
+    ids = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, class_name)(**{**sizes, **features, **ids})
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def scored_sequences(

@@ -30,11 +30,11 @@ def test_every_family_loads_and_computes(family: str, tmp_path: Path) -> None:
     assert logits.shape == (1, 12, dimensions.vocab_size) and logits.isfinite().all()
 
 
-def test_models_with_experts_in_some_layers_only_are_refused(tmp_path: Path) -> None:
+def test_models_with_experts_in_some_layers_only_are_foreign(tmp_path: Path) -> None:
     for index, changes in enumerate(({"decoder_sparse_step": 2}, {"mlp_only_layers": [0]})):
         make_tiny_model(tmp_path / str(index), "qwen3_moe", **changes)
-        with pytest.raises(ConfigError, match="layers without experts"):
-            ModelDimensions.from_checkpoint(tmp_path / str(index))
+        foreign = ModelDimensions.from_checkpoint(tmp_path / str(index)).foreign
+        assert foreign is not None and "layers without experts" in foreign
 
 
 def test_norms_and_biases_are_not_trivial(tmp_path: Path) -> None:

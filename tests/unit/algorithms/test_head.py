@@ -195,6 +195,28 @@ def test_bfloat16() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
+    """Also where the cap bites: logits of several times its size. Entropies have gradients, too."""
+    case = make_case(10, 9, 9, torch.float64)
+    results = []
+    for capped in (True, False):
+        hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
+        if capped:
+            logprobs, entropy = fused_logprobs(
+                hidden, weight, case["targets"], case["temperatures"], vocab_size=9, chunk_tokens=chunk, softcap=0.8
+            )
+        else:
+            logits = 0.8 * torch.tanh(hidden @ weight.T / 0.8) / case["temperatures"][:, None]
+            distribution = logits.log_softmax(-1)
+            logprobs = distribution.gather(1, case["targets"][:, None])[:, 0]
+            entropy = -(distribution.exp() * distribution).sum(-1)
+        (logprobs.square().sum() + entropy.sum()).backward()
+        results.append((logprobs, entropy, hidden.grad, weight.grad))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_frozen_weight_gets_no_gradient() -> None:
     case = make_case(4, 6, 6, torch.float64)
     hidden = case["hidden"].requires_grad_()
@@ -241,6 +263,8 @@ def test_errors() -> None:
         vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
     with pytest.raises(ValueError, match=r"targets \(3,\)"):
         vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
+    with pytest.raises(ValueError, match="softcap=0"):
+        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, softcap=0)
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)
 

@@ -21,6 +21,11 @@ def family_of(dimensions: ModelDimensions) -> Family:
     Raises:
         CheckpointError: none is written for its family.
     """
+    if dimensions.foreign is not None:
+        raise CheckpointError(
+            f"{dimensions.foreign}, for which there is no conversion to Megatron; train it with trainer.backend=fsdp, "
+            "or add an adapter in backends/megatron/conversion/families"
+        )
     if dimensions.family not in _FAMILIES:
         raise CheckpointError(
             f"model family {dimensions.family} has no weight adapter; known: {', '.join(_FAMILIES)}; "
