@@ -84,7 +84,8 @@ FURTHER: dict[Callable[..., Any], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(f, name) for f, given in GIVEN.items() for name in given], ids=lambda x: str(x).split()[-1]
+    ("function", "name"),
+    [pytest.param(f, name, id=f"{f.__name__}-{name}") for f, given in GIVEN.items() for name in given],
 )
 def test_a_list_is_no_tensor(function: Callable[..., Any], name: str) -> None:
     further = FURTHER.get(function, {})
