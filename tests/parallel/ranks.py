@@ -30,6 +30,7 @@ RankFunction = Callable[..., Any]
 # Ranks forked from the server have these already; a module that does not import there would be imported by every rank.
 PRELOADED = [
     "pytest",
+    "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer",
     "backends.megatron.trainer",
     "transformers.models.llama.modeling_llama",

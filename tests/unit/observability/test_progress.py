@@ -139,13 +139,15 @@ def on_a_terminal(error: Exception | None) -> str:
 
 @pytest.mark.parametrize("error", [None, KeyError()])
 def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception | None) -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     screen = on_a_terminal(error)
     for shown in ("4/9", "8.00 s", "0.900", "0.810", "generate 50%", "orchestration 1%", "saved [x]"):
         assert shown in screen
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]
-    assert threading.active_count() == threads  # the refresh thread has ended
+    for thread in set(threading.enumerate()) - before:  # the refresh thread has been told to end
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_shares_are_of_all_phases_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -35,9 +36,10 @@ class Service(BaseHTTPRequestHandler):
             "list": b"[1]",
             "none": b'{"success": true}',
         }.get(asked, json.dumps({"reward": 1.0, "seen": item, "key": self.headers.get("X-Key")}).encode())
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for a slow answer any more
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
 
