@@ -214,10 +214,10 @@ class ModelDimensions:
                 ]
             )
         try:
-            return cls._of_known(raw, path, architecture)
-        except _UnsupportedError as reason:
-            foreign = f"{path}: {reason}"
-        try:
+            try:
+                return cls._of_known(raw, path, architecture)
+            except _UnsupportedError as reason:
+                foreign = f"{path}: {reason}"
             return cls(family=OTHER, foreign=foreign, eos_token_ids=_eos_ids(raw, path.parent), **_any_model(raw))
         except KeyError as error:
             raise ConfigError(
@@ -239,16 +239,9 @@ class ModelDimensions:
         sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
         if raw.get("mlp_only_layers") or sparse != (1, 1):
             raise _UnsupportedError("layers without experts lie between layers with them")
-        try:
-            own = _latent_features(raw) if family == "deepseek_v3" else _features(raw, family)
-            fields = {**_sizes(raw), **_rope(raw), **own}
-            return cls(family=family, eos_token_ids=_eos_ids(raw, path.parent), **fields)
-        except KeyError as error:
-            raise ConfigError(
-                [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
-            ) from error
-        except ValueError as error:
-            raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+        own = _latent_features(raw) if family == "deepseek_v3" else _features(raw, family)
+        fields = {**_sizes(raw), **_rope(raw), **own}
+        return cls(family=family, eos_token_ids=_eos_ids(raw, path.parent), **fields)
 
 
 def keeps_type(name: str) -> bool:
