@@ -145,7 +145,7 @@ def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threadi
                 continue
 
 
-def report(found: dict[Manner, Figures], engine: str, load: float) -> str:
+def report(found: dict[Manner, Figures], engine: str, steps: int, load: float) -> str:
     """``found`` begins with turns that are not streamed; the last is held against the goal."""
     turns, best = next(iter(found.values())), list(found)[-1]
     bound = (turns.sampling + turns.training) / max(turns.sampling, turns.training)
@@ -157,7 +157,7 @@ def report(found: dict[Manner, Figures], engine: str, load: float) -> str:
     )
     return (
         f"{datetime.date.today()}, {describe_machine()}, engine {engine}, load average {load:.1f} at the start, "
-        f"`python -m benchmarks.ahead --engine {engine}`.\n\n"
+        f"`python -m benchmarks.ahead --engine {engine} --steps {steps}`.\n\n"
         "| max_staleness | step (s) | times as fast | trainer idle | response (tokens) | staleness |\n"
         f"|---|---:|---:|---:|---:|---:|\n{table}\n\n"
         f"{best}: {ratio:.2f} times as fast (goal {GOAL}: {'met' if ratio >= GOAL else 'NOT MET'}); sampling takes "
@@ -181,7 +181,7 @@ def main() -> None:
     make_arithmetic_data(model / "data")
     manners = [Manner(ahead, streams) for ahead in (0, options.ahead) for streams in (False, True)]
     found = {manner: measure(options.out, model, options.engine, manner, options.steps) for manner in manners}
-    text = report(found, options.engine, load)
+    text = report(found, options.engine, options.steps, load)
     print(text)
     if options.result:
         options.result.write_text(f"{text}\n", encoding="utf-8")
