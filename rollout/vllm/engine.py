@@ -98,8 +98,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 "use rollout.engine=sglang or transformers there"
             )
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
-        call = self._alive().collective_rpc("init_weight_transfer_engine", kwargs=arguments)
-        await self._sync_call("connect", self._while_alive(call))
+        await self._sync_call("connect", self._workers("init_weight_transfer_engine", **arguments))
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id, within seconds. May be called twice."""
@@ -146,16 +145,14 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._bounded("resume", self._while_alive(self._alive().resume_generation()))
 
     async def _open_update(self) -> None:
-        await self._sync_call("begin_update", self._while_alive(self._alive().start_weight_update()))
+        await self._sync_call("begin_update", self._workers("open_update"))
 
     async def _take_bucket(self, bucket: BucketMetadata) -> None:
-        arguments = {"update_info": {"metadata": metadata_to_wire(bucket)}}
-        call = self._alive().collective_rpc("update_weights", kwargs=arguments)
-        await self._sync_call("update", self._while_alive(call))
+        call = self._workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
+        await self._sync_call("update", call)
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        call = self._alive().collective_rpc("received_checksums")
-        answers = await self._sync_call("finish_update", self._while_alive(call))
+        answers = await self._sync_call("finish_update", self._workers("received_checksums"))
         received = [checksums for checksums, _ in answers]
         if any(other != received[0] for other in received):
             raise WeightSyncError(f"{self._name}: its tensor-parallel ranks received different bytes")
@@ -163,12 +160,12 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _make_current(self, version: int) -> None:
         llm = self._alive()
-        call = llm.finish_weight_update(weight_version=str(version))
-        await self._sync_call("finish_update", self._while_alive(call))
+        await self._sync_call("finish_update", self._workers("finish_weight_update"))
+        await self._sync_call("finish_update", self._while_alive(llm.update_weight_version(str(version))))
         await self._sync_call("cache flush", self._while_alive(llm.reset_prefix_cache(reset_running_requests=True)))
 
     async def _close_update(self) -> None:
-        await self._sync_call("closing a failed update", self._while_alive(self._alive().finish_weight_update()))
+        await self._sync_call("closing a failed update", self._workers("finish_weight_update"))
 
     async def _give_memory_back(self) -> None:
         """Weights go to host memory."""
@@ -227,6 +224,19 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         except Exception as error:  # vLLM's own classes change with its versions
             raise EngineError(f"request {request.request_id} failed on {self._name}: {one_line(error)}") from error
         raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
+
+    async def _workers(self, method: str, **arguments: Any) -> list[Any]:
+        """What every worker's method gives.
+
+        Raises:
+            WeightSyncError: it failed on one of them; the first one's reason.
+        """
+        call = self._alive().collective_rpc("attempt", args=(method, arguments))
+        answers = await self._while_alive(call)
+        for _, failure in answers:
+            if failure is not None:
+                raise WeightSyncError(failure)
+        return [result for result, _ in answers]
 
     def _gives_memory_back(self) -> bool:
         """False on a CPU. On CUDA, True or an error that says what to set."""

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout.base import one_line
 from rollout.vllm.worker_names import BACKEND
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
@@ -28,6 +29,11 @@ from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object  # vLLM makes the extension a base of its worker
 
 
 @dataclass
@@ -108,10 +114,27 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
 
-class WorkerExtension:
+class WorkerExtension(_Worker):
     """Methods added to vLLM's worker, called by ``collective_rpc``."""
 
     weight_transfer_engine: BucketTransferEngine
+
+    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
+        """Call one of this worker's methods; gives its result and what went wrong.
+
+        vLLM 0.32 stops reading its workers' replies at the first one that is an exception. Those of the later workers
+        stay in their queues and answer the next call, and so on for ever. A reply that tells of the error is read.
+        """
+        try:
+            return getattr(self, method)(**arguments), None
+        except Exception as error:  # told to the engine, which fails the update
+            return None, one_line(error)
+
+    def open_update(self) -> None:
+        """Start a weight update, also where the last one is open still because it failed on another worker only."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+        self.start_weight_update()
 
     def received_checksums(self) -> tuple[dict[str, int], float]:
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""

@@ -10,17 +10,21 @@ import psutil
 import pytest
 
 from rollout.sglang.engine import SglangEngine
+from rollout.vllm.engine import VllmEngine
 from slime_like.errors import WeightSyncError
 from tests.engines.harness import EngineUnderTest, Reference, run_config
 from tests.engines.test_conformance import NO_STOP, check_logprobs, flip_a_bit
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[SglangEngine, VllmEngine])
 def two_ranks(
-    models: list[Path], references: list[Reference], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    models: list[Path],
+    references: list[Reference],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineUnderTest]:
     loop = asyncio.new_event_loop()
-    engine = SglangEngine(run_config(models[0], tmp_path_factory.mktemp("run"), tensor=2), 0)
+    engine = request.param(run_config(models[0], tmp_path_factory.mktemp("run"), tensor=2), 0)
     loop.run_until_complete(engine.start())
     wrapped = EngineUnderTest(engine, references, loop)
     yield wrapped
@@ -44,10 +48,12 @@ def test_two_ranks_sample_update_and_find_damage(two_ranks: EngineUnderTest, pro
     sample()
     with pytest.raises(WeightSyncError, match="arrived damaged"):
         two_ranks.run(damaged())
+    if isinstance(two_ranks.engine, VllmEngine):  # so it is where the damage came to one worker only
+        two_ranks.run(two_ranks.engine._workers("start_weight_update"))
     two_ranks.run(two_ranks.load(0))
     sample()
     process_ids = two_ranks.run(two_ranks.engine.health()).process_ids
-    assert len(process_ids) == 3  # SGLang's own, and one per rank
+    assert len(process_ids) == 3  # the engine's own, and one per rank
     assert listening_addresses(process_ids) == {"127.0.0.1"}
 
 
