@@ -15,6 +15,7 @@ from slime_like.observability.metrics import read_metrics
 
 MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
 EIGHT_RANKS, FSDP = "tp2-pp2-cp2", "fsdp"
+OTHER_ENGINES = ("sglang", "transformers")  # the seeds run with vLLM
 RESUMED = "fsdp-on-two-ranks"
 """Begins in the middle of another run: it has no accuracy from before."""
 
@@ -30,7 +31,8 @@ def accuracies(run_dir: Path) -> tuple[float, float]:
 def rows(out: Path) -> list[dict[str, Any]]:
     table = []
     learning = [(directory.name, directory / "rl") for directory in sorted(out.glob("seed-*"))]
-    for name, run_dir in [*learning, (EIGHT_RANKS, out / EIGHT_RANKS), (FSDP, out / FSDP)]:
+    others = [(name, out / name) for name in (*OTHER_ENGINES, EIGHT_RANKS, FSDP)]
+    for name, run_dir in [*learning, *others]:
         before, after = accuracies(run_dir)
         held = before <= MOST_BEFORE and after >= LEAST_AFTER
         table.append({"run": name, "before": before, "after": after, "held": held})

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What takes longer than the test suite may: accuracy over seeds, on eight ranks and with FSDP (also gone on with, from the
-# middle, on two ranks), the control that must not learn, a run that is killed ten times, and every engine on two hosts.
+# What takes longer than the test suite may: accuracy over seeds, with each engine, on eight ranks and with FSDP (also gone
+# on with, from the middle, on two ranks), the control that must not learn, a run that is killed ten times, and every engine on two hosts.
 #   bash benchmarks/acceptance.sh [OUT_DIR]      results go to benchmarks/results/acceptance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
@@ -16,6 +16,9 @@ from_seed_0() { # $1: name of the run; further flags
         --data.train "$OUT/seed-0/model/data/train.jsonl" --evaluation.files "$OUT/seed-0/model/data/eval.jsonl" \
         --resume never --logging.progress plain "$@"
 }
+for engine in sglang transformers; do
+    from_seed_0 "$engine" --rollout.engine "$engine"
+done
 from_seed_0 control --debug.shuffle_advantages true
 from_seed_0 fsdp --trainer.backend fsdp --checkpoint.every 60
 from_seed_0 fsdp-on-two-ranks --trainer.backend fsdp --trainer.parallel.data 2 \
