@@ -1,6 +1,6 @@
 """Seconds of one training step, next to TRL's GRPOTrainer: ``python -m benchmarks.step``.
 
 Both systems train the same checkpoint on the same prompts of one file, in its order: 32 prompts with 8 samples each,
-one optimizer update a step, float32, no KL term, the same reward function. Ours is ``slime-like train``, with Ray, vLLM
-and Megatron-core; TRL's is its trainer in one process with transformers' generation. They run one after the other.
+one optimizer update a step, float32, no KL term, the same reward function. Ours is ``slime-like train``, with Ray, an
+engine and Megatron-core; TRL's is its trainer in one process with transformers' generation. They run in turns.
 """

@@ -12,16 +12,19 @@ from pathlib import Path
 
 from benchmarks.step import ours, trl_side
 from benchmarks.step.machine import describe_machine, load_average
-from benchmarks.step.table import Comparison, render
+from benchmarks.step.table import Comparison, Round, render
 from benchmarks.step.workload import Workload, make_inputs
 from slime_like.errors import SlimeLikeError
 
-_STEPS = {4: 40, 64: 20, 256: 12}
+_STEPS = {4: 24, 64: 14, 256: 9}
 _WARMUP_STEPS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} measures nothing; give 1 or more")
     if importlib.util.find_spec("trl") is None:
         sys.exit(
             "error: TRL is not installed; run `bash benchmarks/step.sh`, which installs the tested version, or "
@@ -46,7 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         default=list(_STEPS),
         help="length limits to compare (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, help="steps of each run (default: 40, 20 and 12 for 4, 64 and 256 tokens)")
+    parser.add_argument("--steps", type=int, help="steps of each run (default: 24, 14 and 9 for 4, 64 and 256 tokens)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each system, in turns (default: %(default)s); a drift hits both"
+    )
     parser.add_argument("--engine", default="vllm", help="our inference engine (default: %(default)s)")
     parser.add_argument(
         "--processes",
@@ -70,11 +76,16 @@ def _compare(options: argparse.Namespace) -> list[Comparison]:
             model, prompts, limit, steps, _WARMUP_STEPS, engine=options.engine, processes=options.processes
         )
         directory = options.out / f"{limit}-tokens"
-        print(f"up to {limit} new tokens: TRL", file=sys.stderr, flush=True)
-        theirs = trl_side.measure(workload, directory)
-        print(f"up to {limit} new tokens: slime-like", file=sys.stderr, flush=True)
-        comparisons.append(Comparison(limit, ours.measure(workload, directory), theirs))
+        rounds = [_round(workload, directory / f"round-{number}") for number in range(1, options.rounds + 1)]
+        comparisons.append(Comparison(limit, rounds))
     return comparisons
+
+
+def _round(workload: Workload, directory: Path) -> Round:
+    print(f"up to {workload.max_new_tokens} new tokens, {directory.name}: TRL", file=sys.stderr, flush=True)
+    theirs = trl_side.measure(workload, directory)
+    print(f"up to {workload.max_new_tokens} new tokens, {directory.name}: slime-like", file=sys.stderr, flush=True)
+    return Round(ours.measure(workload, directory), theirs)
 
 
 def _report(
@@ -83,9 +94,11 @@ def _report(
     command = " ".join(["python -m benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
     return (
         f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start, `{command}`.\n"
-        f"256 sequences (32 prompts, 8 samples each) a step, float32. Medians over the steps after the first "
-        f"{_WARMUP_STEPS}. Ours: {options.processes} {options.engine} engines and as many data-parallel ranks in turn; "
-        "TRL: one process with all cores' threads. Ratio: ours over TRL's.\n\n"
+        f"256 sequences (32 prompts, 8 samples each) a step, float32. {options.rounds} rounds: TRL runs, then ours; a "
+        f"run's figure is its median over the steps after the first {_WARMUP_STEPS}, and what is shown the median of "
+        "the rounds. Ratio: ours over TRL's in the same round, so that it stays what it is where the machine's speed "
+        f"drifts from round to round. Ours: {options.processes} {options.engine} engines and as many data-parallel "
+        "ranks in turn; TRL: one process with all cores' threads.\n\n"
         f"{render(comparisons)}"
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from benchmarks.step.measurement import PARTS, Measurement
 
@@ -12,15 +13,13 @@ GOALS = {4: 2.0, 64: 0.5, 256: 0.25}
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One workload, measured on both systems.
+class Round:
+    """Both systems on one workload, one right after the other.
 
     Attributes:
-        max_new_tokens: length limit of a response.
         ours, trl: their steady steps.
     """
 
-    max_new_tokens: int
     ours: Measurement
     trl: Measurement
 
@@ -29,11 +28,42 @@ class Comparison:
         """Our seconds of a step over TRL's: below 1 we are faster."""
         return self.ours.step_s / self.trl.step_s
 
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One workload, measured on both systems in turns.
+
+    Attributes:
+        max_new_tokens: length limit of a response.
+        rounds: at least one. Where a machine's speed drifts, seconds of different rounds say little about each other.
+    """
+
+    max_new_tokens: int
+    rounds: Sequence[Round]
+
+    @property
+    def ratio(self) -> float:
+        """Median of the rounds' ratios."""
+        return median(self._ratios)
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """Least and largest ratio of a round."""
+        return min(self._ratios), max(self._ratios)
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [each.ratio for each in self.rounds]
+
     @property
     def verdict(self) -> str:
         """If the goal of this length is met; a dash where there is none."""
         goal = GOALS.get(self.max_new_tokens)
         return "-" if goal is None else "yes" if self.ratio <= goal else "NO"
+
+    def median_of(self, figure: Callable[[Round], float]) -> float:
+        """Of one figure, over the rounds."""
+        return median(map(figure, self.rounds))
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -43,18 +73,19 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 def _side_by_side(comparisons: Sequence[Comparison]) -> list[str]:
     lines = [
-        "| new tokens, up to | mean length, ours | TRL | step, ours (s) | TRL (s) | ratio | goal | met |",
-        "|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| new tokens, up to | mean length, ours | TRL | step, ours (s) | TRL (s) | ratio | of rounds | goal | met |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for each in comparisons:
-        goal = GOALS.get(each.max_new_tokens)
+        goal, (least, most) = GOALS.get(each.max_new_tokens), each.ratio_range
         cells = [
             str(each.max_new_tokens),
-            f"{each.ours.response_length:.1f}",
-            f"{each.trl.response_length:.1f}",
-            f"{each.ours.step_s:.3f}",
-            f"{each.trl.step_s:.3f}",
+            f"{fmean(one.ours.response_length for one in each.rounds):.1f}",
+            f"{fmean(one.trl.response_length for one in each.rounds):.1f}",
+            f"{each.median_of(lambda one: one.ours.step_s):.3f}",
+            f"{each.median_of(lambda one: one.trl.step_s):.3f}",
             f"{each.ratio:.2f}",
+            f"{least:.2f} to {most:.2f}",
             "-" if goal is None else f"{goal:.2f}",
             each.verdict,
         ]
@@ -68,6 +99,6 @@ def _parts(comparisons: Sequence[Comparison]) -> list[str]:
         f"|{'---:|' * (len(PARTS) + 1)}",
     ]
     for each in comparisons:
-        cells = " | ".join(f"{each.ours.parts[part]:.3f}" for part in PARTS)
-        lines.append(f"| {each.max_new_tokens} | {cells} |")
+        seconds = [median(one.ours.parts[part] for one in each.rounds) for part in PARTS]
+        lines.append(f"| {each.max_new_tokens} | {' | '.join(f'{value:.3f}' for value in seconds)} |")
     return lines

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.step.measurement import PARTS, Measurement, from_records, from_run
 from benchmarks.step.ours import flags
-from benchmarks.step.table import Comparison, render
+from benchmarks.step.table import Comparison, Round, render
 from benchmarks.step.workload import Workload
 from slime_like.config import LoggingConfig
 from slime_like.config.load import load_config
@@ -44,9 +44,11 @@ def workload(tmp_path: Path) -> Workload:
     )
 
 
-def comparison(limit: int, ours_s: float, trl_s: float) -> Comparison:
+def comparison(limit: int, *seconds: tuple[float, float]) -> Comparison:
+    """A round per (ours, TRL's)."""
     parts = {part: 0.125 * index for index, part in enumerate(PARTS)}
-    return Comparison(limit, Measurement(9, ours_s, 45.25, parts), Measurement(9, trl_s, 46.75))
+    rounds = [Round(Measurement(9, ours_s, 45.25, parts), Measurement(9, trl_s, 46.75)) for ours_s, trl_s in seconds]
+    return Comparison(limit, rounds)
 
 
 def test_ours_is_the_median_of_the_steps_after_the_warm_up(tmp_path: Path) -> None:
@@ -82,20 +84,27 @@ def test_a_step_without_its_length_is_refused(tmp_path: Path) -> None:
      (100, 1.0, 4.0, 0.25, "-")],
 )  # fmt: skip
 def test_the_ratio_is_ours_over_theirs(limit: int, ours_s: float, trl_s: float, ratio: float, verdict: str) -> None:
-    compared = comparison(limit, ours_s, trl_s)
+    compared = comparison(limit, (ours_s, trl_s))
     assert compared.ratio == pytest.approx(ratio)
     assert compared.verdict == verdict
+
+
+def test_a_drifting_machine_does_not_show_in_the_ratio() -> None:
+    compared = comparison(64, (1.0, 2.0), (10.0, 20.0), (3.0, 2.0))
+    assert compared.ratio == 0.5  # of the median seconds, 3.0 and 2.0, it would be 1.5
+    assert compared.ratio_range == (0.5, 1.5)
+    assert compared.median_of(lambda one: one.ours.step_s) == 3.0
 
 
 def test_the_table_shows_both_and_our_parts() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in render([comparison(64, 0.8, 1.6), comparison(100, 2.0, 1.0)]).splitlines()
+        for line in render([comparison(64, (0.8, 1.6)), comparison(100, (2.0, 1.0), (3.0, 1.0))]).splitlines()
         if line.startswith("| 64 ") or line.startswith("| 100 ")
     ]
     assert rows == [
-        ["64", "45.2", "46.8", "0.800", "1.600", "0.50", "0.50", "yes"],
-        ["100", "45.2", "46.8", "2.000", "1.000", "2.00", "-", "-"],
+        ["64", "45.2", "46.8", "0.800", "1.600", "0.50", "0.50 to 0.50", "0.50", "yes"],
+        ["100", "45.2", "46.8", "2.500", "1.000", "2.50", "2.00 to 3.00", "-", "-"],
         ["64", "0.000", "0.125", "0.250", "0.375", "0.500", "0.625"],
         ["100", "0.000", "0.125", "0.250", "0.375", "0.500", "0.625"],
     ]
