@@ -24,6 +24,9 @@ FAMILIES = {
 OTHER = "other"
 """The family of a causal language model that transformers knows, and this project's own formulas do not."""
 
+EMBEDDING = "model.embed_tokens.weight"
+"""Name of the input embedding in the known families, and in most others."""
+
 HEADS = ("lm_head.weight", "embed_out.weight")
 """Names of output projections; a tied one may be stored all the same."""
 
@@ -284,6 +287,18 @@ def _sizes(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Scalings of rotary embedding that are computed here, and what they cannot do without."""
+
+_BIASED_OUTPUT = ("llama", "qwen3", "qwen3_moe")
+"""Families whose ``attention_bias`` gives the output projection a bias, too."""
+
+
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
@@ -291,12 +306,20 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{key}={given!r} is no object")
     parameters = dict(given)
-    theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise _UnsupportedError(f"rope scaling {kind!r} is none of {', '.join(_SCALINGS)}")
+    for name in _SCALINGS[kind]:
+        _number(parameters, name)
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else parameters}
 
 
 def _features(raw: dict[str, Any], family: str) -> dict[str, Any]:
+    if family in _BIASED_OUTPUT and _flag(raw, "attention_bias"):
+        raise _UnsupportedError("its attention's output projection has a bias (attention_bias=true)")
+    if family == "llama" and _flag(raw, "mlp_bias"):
+        raise _UnsupportedError("its MLPs have biases (mlp_bias=true)")
     features: dict[str, Any] = {
         "qkv_bias": family == "qwen2" or _flag(raw, "attention_bias"),
         "qk_norm": family in ("qwen3", "qwen3_moe"),

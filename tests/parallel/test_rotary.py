@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_interleaved_rotation_turns_neighbours() -> None:
 
 
 def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
-    dimensions, _ = _dimensions(tmp_path, {"rope_type": "dynamic", "factor": 4.0})
+    """Also where a configuration that names it has not been refused before."""
+    dimensions, _ = _dimensions(tmp_path, {"rope_type": "default"})
+    dimensions = replace(dimensions, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     with pytest.raises(ConfigError, match="'dynamic' is not supported; use linear, llama3, yarn or none"):
         inverse_frequencies(dimensions)

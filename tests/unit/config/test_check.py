@@ -589,6 +589,9 @@ FOREIGN: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act=gelu is not silu (SwiGLU)"),
     ({"use_sliding_window": True, "sliding_window": 1280}, "it has sliding-window attention"),
     ({**EXPERTS, "mlp_only_layers": [0]}, "layers without experts lie between layers with them"),
+    ({"attention_bias": True}, "its attention's output projection has a bias"),
+    ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "its MLPs have biases"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is none of default, linear, llama3, yarn"),
 ]
 
 
@@ -618,6 +621,8 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is no number above 0"),
     ({"rope_theta": -1}, "rope_theta=-1 is no number above 0"),
     ({"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "key 'original_max_position_embeddings' is missing"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2' is no number above 0"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
     ({"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list of them"),
     ({"eos_token_id": [2, None]}, "eos_token_id=[2, None] is neither a token id nor a list of them"),
