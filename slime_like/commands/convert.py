@@ -174,8 +174,12 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _add_writing_options(parser)
     options, flags = parser.parse_known_args(rest)
+    if flags and not flags[0].startswith("--"):
+        raise ConfigError([f"{flags[0]} is one argument too many; {' and '.join(names)} are all: {USAGES[what]}"])
     if what == "check":
         return _check(options, flags)
+    if has_flag(flags, "model.dtype"):
+        raise ConfigError(["--model.dtype is what a run computes in; the type that is written is --dtype"])
     return _to_megatron(options, flags) if what == "to-megatron" else _to_hf(options, flags)
 
 

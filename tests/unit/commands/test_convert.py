@@ -53,6 +53,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["to-megatron", "model", "out", "--model.path", "model"], "--model.path: HF_DIR=model is the model already"),
     (["to-megatron", "model", "out", "--trainer.parallel.tensor", "3"], "trainer.parallel.tensor=3 does not divide"),
     (["to-megatron", "model", "out", "--trainer.paralel.tensor", "3"], "--trainer.paralel.tensor is unknown"),
+    (["to-megatron", "model", "out", "more"], "more is one argument too many; HF_DIR and OUT are all"),
+    (["to-megatron", "model", "out", "--model.dtype", "float16"], "the type that is written is --dtype"),
     (["to-hf", "model", "out"], "CHECKPOINT=model is a Hugging Face directory already"),
     (["to-hf", "notes", "out"], "CHECKPOINT=notes is neither a Hugging Face directory"),
     (["check", "notes", "meg"], "CHECKPOINT=notes is neither a Hugging Face directory"),
