@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from backends.common.agreement import listed
 from backends.common.partial_output import FinishedFile, PartialOutput
@@ -116,8 +117,22 @@ def write_files(
     return files, reused
 
 
-def require_no_nan(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
-    """Refuse tensors with NaN, naming all of them, unless they are allowed."""
+def overflows(before: Tensor, after: Tensor) -> bool:
+    """Has a cast made a finite number infinite? float16 ends at 65504, bfloat16 where float32 does."""
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+        return False
+    infinite = after.isinf()
+    return bool(infinite.any()) and int(infinite.sum()) > int(before.isinf().sum())
+
+
+def require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
+    """Refuse, with all their names, tensors that the wanted type cannot hold, or with NaN unless that is allowed."""
+    names = sorted({name for file in files for name in file.too_large})
+    if names:
+        raise CheckpointError(
+            f"{source}: tensors with numbers that --dtype {options.dtype} cannot hold: {listed(names)}; use "
+            "bfloat16 or float32"
+        )
     names = sorted({name for file in files for name in file.nan})
     if names and not options.allow_nan:
         raise CheckpointError(

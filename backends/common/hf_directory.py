@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from backends.common.agreement import listed, together
-from backends.common.hf_files import INDEX
+from slime_like.config.weight_files import INDEX
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 
 SHARD_BYTES = 1 << 30
 """Largest safetensors file; a sender holds one file's tensors at a time."""
 
-_DRAFT_LAYERS = "num_nextn_predict_layers"
+_DRAFT_LAYERS, _QUANTISATION = "num_nextn_predict_layers", "quantization_config"
 _COPIED = (
     "config.json",
     "generation_config.json",
@@ -144,9 +144,11 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer. The configuration is told the weights' type, and of no layers that are not written.
+    """Configuration and tokenizer. The configuration is told what the weights are: their type, and of no quantisation
+    and no layers that are not written.
 
-    Those for multi-token prediction, which some models store behind their own, are not even read.
+    Layers for multi-token prediction, which some models store behind their own, are not even read. Weights that
+    somebody brought back to 16 bits often lie beside a ``config.json`` that still speaks of 8.
     """
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):
@@ -156,6 +158,7 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    config.pop(_QUANTISATION, None)
     if _DRAFT_LAYERS in config:
         config[_DRAFT_LAYERS] = 0
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backends.common.agreement import listed
+from slime_like.config.weight_files import WeightFilesError, cut_off_tensors, weight_files
 from slime_like.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_COMPARED = 1 << 22
+"""Elements of a tensor that are compared at a time."""
 
 
 class HfCheckpoint:
@@ -55,7 +57,11 @@ class HfCheckpoint:
             reader = self._stack.enter_context(safe_open(file, framework="pt"))
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged or cut off ({error}); copy or download this file again") from error
+            lost = cut_off_tensors(file)
+            lacks = f"; it lacks {listed(lost)}" if lost else ""
+            raise CheckpointError(
+                f"{file}: damaged or cut off ({error}){lacks}; copy or download this file again"
+            ) from error
         twice = sorted(self._slices.keys() & set(names))
         if twice:
             raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")
@@ -86,6 +92,34 @@ class HfCheckpoint:
                 f"{self.directory}: the tensors do not fit its config.json; {'; '.join(problems)}; "
                 "use the config.json and the weights of the same, unquantised model"
             )
+
+    def require_copies(self, copies: Collection[str], original: str) -> None:
+        """Refuse a checkpoint whose tied tensors are stored with other bits than ``original``.
+
+        Its ``config.json`` says that they are one; transformers would believe the file, and engines the configuration.
+
+        Raises:
+            CheckpointError: names what differs.
+        """
+        different = sorted(name for name in copies if not self._same(name, original))
+        if different:
+            raise CheckpointError(
+                f"{self.directory}: config.json says tie_word_embeddings=true, but {listed(different)} and {original} "
+                "are stored and differ; set it to false, or remove what is not the model's own"
+            )
+
+    def _same(self, one: str, other: str) -> bool:
+        """The same bits, read a few rows at a time."""
+        if (self.dtype(one), self.shapes()[one]) != (self.dtype(other), self.shapes()[other]):
+            return False
+        rows, columns = self.shapes()[one]
+        step = max(1, _COMPARED // columns)
+        for start in range(0, rows, step):
+            length = min(step, rows - start)
+            ours, theirs = (self.read_unchecked(name, 0, start, length).view(torch.uint8) for name in (one, other))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
 
     def _wrong_shapes(self, expected: Mapping[str, Shape]) -> list[str]:
         found = {name: tuple(self._slices[name].get_shape()) for name in expected if name in self._slices}
@@ -141,18 +175,11 @@ def holds_nan(values: Tensor) -> bool:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files of the index where there is one, else every safetensors file."""
-    index = directory / INDEX
-    if not index.is_file():
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{directory}: no *.safetensors file; save the model with safetensors")
-        return files
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files ({error}); download it again") from error
-    missing = [name for name in names if not (directory / name).is_file()]
+        files = weight_files(directory)
+    except WeightFilesError as error:
+        raise CheckpointError(str(error)) from error
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{directory}: files that its index lists are missing: {listed(missing)}")
-    return [directory / name for name in names]
+    return files

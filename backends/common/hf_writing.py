@@ -16,17 +16,19 @@ from backends.common.conversion import (
     common_dtype,
     fingerprint,
     in_files,
+    overflows,
     refused_by_disk,
-    require_no_nan,
+    require_whole_values,
     write_files,
     written,
 )
 from backends.common.hf_directory import copy_companions
-from backends.common.hf_files import INDEX, Shape, holds_nan
+from backends.common.hf_files import Shape, holds_nan
 from backends.common.integrity import ChecksumStream
 from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import keeps_type
+from slime_like.config.weight_files import INDEX
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.jobs import Tracker
 
@@ -110,6 +112,7 @@ class _Work:
     def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
         """Read, arrange and write one file; durable when this returns."""
         nan: list[str] = []
+        too_large: list[str] = []
         with written(self.partial.path / job.name, list(job.shapes)) as file:
             stream = ChecksumStream(file)
             stream.write(_header(job))
@@ -118,12 +121,15 @@ class _Work:
                 for name, tensor in self.source.read(list(own.shapes)).items():
                     if holds_nan(tensor):
                         nan.append(name)
-                    stream.write(_bytes(tensor.to(own.dtype)))
+                    cast = tensor.to(own.dtype)
+                    if overflows(tensor, cast):
+                        too_large.append(name)
+                    stream.write(_bytes(cast))
                     pieces.append(stream.piece(name))
                 tracker.advance(own.nbytes)
             file.flush()
             os.fsync(file.fileno())
-        return FinishedFile(job.name, tuple(pieces), tuple(nan))
+        return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
 
 
 def _header(job: _Job) -> bytes:
@@ -147,7 +153,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial = work.partial
     files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
-    require_no_nan(list(files.values()), work.directory, work.options)
+    require_whole_values(list(files.values()), work.directory, work.options)
     total = sum(job.nbytes for job in jobs)
     weight_map = {name: job.name for job in jobs for name in job.shapes}
     with refused_by_disk(partial.path):

@@ -29,20 +29,23 @@ class FinishedFile:
         name: relative to the output.
         pieces: its entries, in the order in which they lie in it.
         nan: Hugging Face tensors with NaN in them.
+        too_large: those with values that became infinite.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     nan: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         pieces = [[piece.name, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
-        return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan})
+        return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan, "too_large": self.too_large})
 
     @classmethod
     def from_json(cls, line: str) -> FinishedFile:
         raw = json.loads(line)
-        return cls(raw["name"], tuple(Piece(*entry) for entry in raw["pieces"]), tuple(raw["nan"]))
+        pieces = tuple(Piece(*entry) for entry in raw["pieces"])
+        return cls(raw["name"], pieces, tuple(raw["nan"]), tuple(raw["too_large"]))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from backends.common.agreement import together
 from backends.common.hf_files import HfCheckpoint, Shape
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
+from slime_like.config.dimensions import EMBEDDING, HEADS
 from slime_like.interfaces import WeightBucket
 
 
@@ -54,8 +55,10 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) 
 def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     checkpoint = HfCheckpoint(directory)
     expected = checkpoint_shapes(model)
-    # Some tied checkpoints store the head as well; as in transformers, the embedding counts.
-    checkpoint.require(expected, model.tied_names())
+    tied = model.tied_names()
+    checkpoint.require(expected, tied)
+    if dist.get_rank() == 0 and EMBEDDING in expected:  # the only one that reads more than its own part
+        checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
     return checkpoint
 
 

@@ -13,6 +13,7 @@ from slime_like.config.check import check_machine, check_reference, check_settin
 from slime_like.config.dimensions import HEADS, ModelDimensions
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
+from slime_like.config.weight_files import WeightFilesError
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.plugins import load_backend
@@ -210,8 +211,8 @@ def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None
         return
     try:
         wrong = list(checks.tensor_problems(config.model.path, expected))
-    except (OSError, ValueError) as error:
-        wrong = [f"model.path={config.model.path}: {error}; copy or download it again"]
+    except WeightFilesError as error:
+        wrong = [f"model.path={config.model.path}: {error}"]
     plan.problems += wrong
     if not wrong:
         plan.notes.append(f"{len(expected)} tensors convert without rest, and the files' headers have all of them")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from safetensors import safe_open
-
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.weight_files import WeightFilesError, header_shapes
 from slime_like.errors import CheckpointError, WeightSyncError
 
 
@@ -17,18 +16,13 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     What some checkpoints store without its being a weight of its own is left out (``ModelDimensions.is_ignored``).
 
     Raises:
-        CheckpointError: no safetensors file there.
+        CheckpointError: no safetensors file there, or a damaged one.
     """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"model.path={directory}: no *.safetensors file there; export the checkpoint with safetensors"
-        )
+    try:
+        shapes = header_shapes(Path(directory))
+    except WeightFilesError as error:
+        raise CheckpointError(f"model.path={directory}: {error}") from error
     dimensions = ModelDimensions.from_checkpoint(directory)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as reader:
-            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
 
 

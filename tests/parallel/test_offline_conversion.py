@@ -353,6 +353,45 @@ def test_tensors_with_nan_are_all_named_and_can_be_allowed(tmp_path: Path) -> No
     _same_bits(_written(tmp_path / "back"), tensors)
 
 
+def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """They would become infinite; what is infinite already stays so."""
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    large, infinite = "model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"
+    tensors[infinite][3, 5] = float("inf")
+    tensors[large][3, 5] = 65519.0  # rounded to float16's largest number, 65504
+    save_file(tensors, file, metadata={"format": "pt"})
+    _to_megatron(tmp_path / "hf", tmp_path / "fits", {"tensor": 2}, dtype="float16")
+    tensors[large][3, 5] = -65520.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = f"tensors with numbers that --dtype float16 cannot hold: {large}; use bfloat16 or float32"
+    with pytest.raises(CheckpointError, match=message):
+        _to_megatron(tmp_path / "hf", tmp_path / "narrow", {"tensor": 2}, dtype="float16", allow_nan=True)
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
+    with pytest.raises(CheckpointError, match=message):
+        _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
+    _to_hf(tmp_path / "meg", tmp_path / "back", dtype="bfloat16")
+
+
+def test_a_tied_head_of_its_own_is_not_dropped(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen2", **SIZES)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head\.weight and .* differ"):
+        _to_megatron(tmp_path / "hf", tmp_path / "meg")
+
+
+def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
+    """Weights that were brought back to 16 bits lie beside a configuration that speaks of 8."""
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    assert "quantization_config" not in json.loads((tmp_path / "meg" / "model" / "config.json").read_text())
+
+
 def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     file = tmp_path / "hf" / "model.safetensors"

@@ -13,7 +13,7 @@ from backends.common.agreement import listed, together
 from backends.common.hf_files import HfCheckpoint
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions
 from slime_like.errors import CheckpointError
 
 
@@ -39,6 +39,8 @@ def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
     checkpoint = HfCheckpoint(hf_dir)
     ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
+    if dist.get_rank() == 0:  # the only one that reads more than its own part
+        checkpoint.require_copies(ignored.intersection(HEADS), EMBEDDING)
     return checkpoint
 
 

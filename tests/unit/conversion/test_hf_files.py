@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backends.common import hf_files
 from backends.common.hf_files import HfCheckpoint
 from backends.megatron.conversion.families import family_of
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.dimensions import EMBEDDING, ModelDimensions
+from slime_like.config.weight_files import weight_file_problems
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
+from slime_like.weights.expected import expected_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -72,13 +75,21 @@ def test_other_tensors_are_listed(damage: Callable[[dict[str, Tensor]], None], m
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 50_000, -1])
-def test_a_file_that_is_cut_off_is_named(keep: int, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_named_with_the_tensors_it_lacks(keep: int, tmp_path: Path) -> None:
     """In its header, in its data, by one byte."""
     make_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or cut off"):
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    last = max(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
+    file.write_bytes(content[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or cut off") as caught:
         _require(tmp_path)
+    lacks = {-1: f"; it lacks {last}; copy", 50_000: "it lacks lm_head.weight, model.embed_tokens.weight, "}
+    assert lacks.get(keep, "copy or download") in str(caught.value)
+    (problem,) = weight_file_problems(tmp_path, ModelDimensions.from_checkpoint(tmp_path))
+    lacks = {-1: f", and lacks {last}; copy", 50_000: "and lacks lm_head.weight, model.embed_tokens.weight, "}
+    assert lacks.get(keep, "header does not fit") in problem
 
 
 def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
@@ -86,16 +97,24 @@ def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
+    save_file(
+        {f"of_its_maker.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "consolidated.safetensors"
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _require(tmp_path)
+    assert expected_tensors(tmp_path) == shapes
     names = sorted(tensors)
     parts = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
     for part, own in parts.items():
         save_file({name: tensors[name] for name in own}, tmp_path / part)
-    with pytest.raises(CheckpointError, match="tensors that another file has too"):
-        _require(tmp_path)
     weight_map = {name: part for part, own in parts.items() for name in own}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors and an .*index\.json that does not list it"):
+        _require(tmp_path)
+    file.unlink()
     _require(tmp_path)
+    assert expected_tensors(tmp_path) == shapes
 
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"files that its index lists are missing: b\.safetensors"):
@@ -103,8 +122,17 @@ def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
     with pytest.raises(CheckpointError, match="missing: "):
         _require(tmp_path)
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match="not an index"):
+    for wrong in ("{", "[]", "\udcff", json.dumps({"weight_map": {names[0]: 5}})):
+        index.write_text(wrong, errors="surrogateescape")
+        with pytest.raises(CheckpointError, match="is no index of safetensors files"):
+            _require(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    file = (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({UP: load_file(file)[UP]}, tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=f"b.safetensors: tensors that another file has too: {UP}"):
         _require(tmp_path)
 
 
@@ -137,3 +165,26 @@ def test_a_stored_copy_of_a_tied_head_may_be_ignored(tmp_path: Path) -> None:
     _require(tmp_path, ignored={"lm_head.weight"})
     with pytest.raises(CheckpointError, match=r"unexpected: lm_head\.weight"):
         _require(tmp_path)
+
+
+@pytest.mark.parametrize("difference", ["last bit", "type"])
+def test_a_tied_head_that_differs_is_refused(difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would keep the stored head, engines the embedding: neither is meant for sure."""
+    monkeypatch.setattr(hf_files, "_COMPARED", 1000)  # a few rows at a time
+    make_tiny_model(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors[EMBEDDING].clone()
+    save_file({**tensors, "lm_head.weight": head}, file)
+    with HfCheckpoint(tmp_path) as checkpoint:
+        checkpoint.require_copies({"lm_head.weight"}, EMBEDDING)
+    if difference == "type":
+        head = head.bfloat16()
+    else:
+        head.view(torch.int32)[-1, -1] ^= 1
+    save_file({**tensors, "lm_head.weight": head}, file)
+    with (
+        HfCheckpoint(tmp_path) as checkpoint,
+        pytest.raises(CheckpointError, match=f"but lm_head.weight and {EMBEDDING} are stored and differ"),
+    ):
+        checkpoint.require_copies({"lm_head.weight"}, EMBEDDING)

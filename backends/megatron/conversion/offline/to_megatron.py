@@ -18,8 +18,9 @@ from backends.common.conversion import (
     common_dtype,
     fingerprint,
     in_files,
+    overflows,
     refused_by_disk,
-    require_no_nan,
+    require_whole_values,
     write_files,
     written,
 )
@@ -31,7 +32,7 @@ from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions, keeps_type
+from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.errors import CheckpointError
 from slime_like.jobs import Tracker
@@ -78,6 +79,7 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
     with HfCheckpoint(source) as checkpoint:
         ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
         checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
+        checkpoint.require_copies(ignored.intersection(HEADS), EMBEDDING)
         jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
@@ -144,19 +146,20 @@ class _Work:
     def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
         """Read, arrange and write one file; durable when this returns."""
         nan: list[str] = []
+        too_large: list[str] = []
         pieces = []
         with written(self.partial.path / job.name, [own.plan.name for own in job.parameters]) as file:
             stream = ChecksumStream(file)
             for own in job.parameters:
-                values = self._values(own, nan)
+                values = self._values(own, nan, too_large)
                 pieces += [write_entry(stream, entry) for entry in own.plan.entries(values)]
                 tracker.advance(own.nbytes)
             pieces += [write_object(stream, entry) for entry in job.objects]
             file.flush()
             os.fsync(file.fileno())
-        return FinishedFile(job.name, tuple(pieces), tuple(nan))
+        return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
 
-    def _values(self, own: _Cast, nan: list[str]) -> Tensor:
+    def _values(self, own: _Cast, nan: list[str], too_large: list[str]) -> Tensor:
         values = own.plan.empty(own.dtype)
         names = own.plan.placement.source_names()
         for piece in own.plan.placement.pieces():
@@ -166,6 +169,8 @@ class _Work:
                 nan.append(name)
             view = piece.view(values)
             view.copy_(part.view(view.shape))
+            if overflows(part, view):
+                too_large.append(name)
         return values
 
 
@@ -174,7 +179,7 @@ def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Repor
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
     files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
-    require_no_nan(list(files.values()), work.source, work.options)
+    require_whole_values(list(files.values()), work.source, work.options)
     _finish(config, work, jobs, files)
     tensors = {name for job in jobs for own in job.parameters for name in own.plan.placement.source_names()}
     return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
