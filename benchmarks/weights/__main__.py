@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = sorted(set(options.parts) - set(parts))
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(parts)}")
+    command = " ".join(["python -m benchmarks.weights", *options.parts])
     text = (
-        f"{datetime.date.today()}, {describe_machine()}, load average {load_average():.1f} at the start, "
-        "`python -m benchmarks.weights`.\n"
+        f"{datetime.date.today()}, {describe_machine()}, load average {load_average():.1f} at the start, `{command}`.\n"
     )
     print(text)
     for name in options.parts or parts:
