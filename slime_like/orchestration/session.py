@@ -32,7 +32,7 @@ from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import OwnDevices, SharedDevices, Turns
-from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.orchestration.weight_sync import WeightSync, transport_of
 from slime_like.rewards.pool import RewardPool
 
 
@@ -132,6 +132,8 @@ class Session:
             )
         )
         placement = stack.enter_context(Placement(config))
+        if prompts is not None and not config.supervised:
+            transport_of(config, placement)  # one that does not reach is refused before minutes of starting
         self.trainers = TrainerGroup(config, placement)
         self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, self.trainers)
         stack.callback(self.checkpoints.abandon)  # after the trainers have ended

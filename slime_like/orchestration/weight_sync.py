@@ -115,7 +115,7 @@ class WeightSync:
         self._engines = engines
         self._run_name = run_name
         self._probe = probe_sequences(config)
-        self._transport = choose_transport(config.sync.transport, _situation(config, placement))
+        self._transport = transport_of(config, placement)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._connected = False
 
@@ -255,6 +255,15 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
                 f"weight sync to version {receipt.version}, engine {engine}: {names[0]} {what}"
                 f" ({len(names)} tensors in all); the engine is stopped rather than served with mixed weights"
             )
+
+
+def transport_of(config: RunConfig, placement: Placement) -> str:
+    """What will carry the weights on these devices.
+
+    Raises:
+        WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.
+    """
+    return choose_transport(config.sync.transport, _situation(config, placement))
 
 
 def _situation(config: RunConfig, placement: Placement) -> Situation:

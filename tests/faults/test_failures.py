@@ -37,6 +37,16 @@ def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path) -> None:
     assert "engine 0 (vllm)" in one_sentence(finished)
 
 
+def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
+    """These engines could not start: nobody has tried."""
+    flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000", "--sync.transport", "nccl"]
+    finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert one_sentence(finished).endswith(
+        "sync.transport=nccl needs GPUs, and there are none; use shared_memory, or auto"
+    )
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     """One weight is infinite: the forward pass overflows, and no update may follow."""
     poisoned = tmp_path / "model"
