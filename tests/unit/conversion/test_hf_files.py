@@ -20,7 +20,7 @@ from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
 from slime_like.weights.expected import expected_tensors
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
