@@ -25,7 +25,7 @@ class ConversionOptions:
         dtype: of the weights that are written; "auto" leaves every tensor its own.
         max_file_bytes: largest data file, unless one parameter alone is larger.
         workers: threads; each holds one parameter in memory.
-        allow_nan: convert tensors with NaN, too.
+        allow_nan: convert tensors with NaN or infinity, too.
     """
 
     dtype: DtypeChoice

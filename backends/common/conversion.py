@@ -126,7 +126,7 @@ def overflows(before: Tensor, after: Tensor) -> bool:
 
 
 def require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
-    """Refuse, with all their names, tensors that the wanted type cannot hold, or with NaN unless that is allowed."""
+    """Refuse, with all their names, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
     names = sorted({name for file in files for name in file.too_large})
     if names:
         raise CheckpointError(
@@ -136,8 +136,8 @@ def require_whole_values(files: Sequence[FinishedFile], source: Path, options: C
     names = sorted({name for file in files for name in file.nan})
     if names and not options.allow_nan:
         raise CheckpointError(
-            f"{source}: tensors with NaN in them: {listed(names)}; use a checkpoint from before it went wrong, or "
-            "--allow-nan to convert it as it is"
+            f"{source}: tensors with NaN or infinity in them: {listed(names)}; use a checkpoint from before it went "
+            "wrong, or --allow-nan to convert it as it is"
         )
 
 

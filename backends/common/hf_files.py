@@ -149,11 +149,13 @@ class HfCheckpoint:
         """``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's own type. Reads no more than that.
 
         Raises:
-            CheckpointError: the range holds NaN.
+            CheckpointError: the range holds NaN or infinity.
         """
         values = self.read_unchecked(name, axis, start, length)
-        if holds_nan(values):
-            raise CheckpointError(f"{self.directory}: {name} holds NaN; use a checkpoint from before it went wrong")
+        if is_not_finite(values):
+            raise CheckpointError(
+                f"{self.directory}: {name} holds NaN or infinity; use a checkpoint from before it went wrong"
+            )
         return values
 
     def read_unchecked(self, name: str, axis: int, start: int, length: int) -> Tensor:
@@ -169,9 +171,9 @@ class HfCheckpoint:
         return values
 
 
-def holds_nan(values: Tensor) -> bool:
-    """A sum is NaN if an entry is; only then (it may also overflow) is every entry looked at."""
-    return bool(values.sum().isnan()) and bool(values.isnan().any())
+def is_not_finite(values: Tensor) -> bool:
+    """NaN or infinity anywhere? The sum tells at the price of one pass; only what it suspects is looked at again."""
+    return not bool(values.sum().isfinite()) and not bool(values.isfinite().all())
 
 
 def _weight_files(directory: Path) -> list[Path]:

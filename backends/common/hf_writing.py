@@ -23,7 +23,7 @@ from backends.common.conversion import (
     written,
 )
 from backends.common.hf_directory import copy_companions
-from backends.common.hf_files import Shape, holds_nan
+from backends.common.hf_files import Shape, is_not_finite
 from backends.common.integrity import ChecksumStream
 from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
 from slime_like.config import RunConfig
@@ -119,7 +119,7 @@ class _Work:
             pieces = [stream.piece("header")]
             for own in job.groups:
                 for name, tensor in self.source.read(list(own.shapes)).items():
-                    if holds_nan(tensor):
+                    if is_not_finite(tensor):
                         nan.append(name)
                     cast = tensor.to(own.dtype)
                     if overflows(tensor, cast):

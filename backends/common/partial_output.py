@@ -28,7 +28,7 @@ class FinishedFile:
     Attributes:
         name: relative to the output.
         pieces: its entries, in the order in which they lie in it.
-        nan: Hugging Face tensors with NaN in them.
+        nan: Hugging Face tensors with NaN or infinity in them.
         too_large: those with values that became infinite.
     """
 

@@ -122,7 +122,7 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest data file, such as 500MB or 5GB; finished ones survive an interruption (default: %(default)s)",
     )
-    parser.add_argument("--allow-nan", action="store_true", help="convert tensors with NaN in them, too")
+    parser.add_argument("--allow-nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
     parser.add_argument(
         "--force",
         action="store_true",

@@ -37,6 +37,7 @@ class _UnsupportedError(Exception):
     """A feature outside this project's own formulas; the rest of a sentence about ``config.json``."""
 
 
+_MISTRAL_WINDOW = 4096  # of a config.json that says nothing, as in transformers; null means none
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -237,7 +238,7 @@ class ModelDimensions:
             raise _UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
         if raw.get("hidden_act", "silu") != "silu":
             raise _UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
-        if raw.get("use_sliding_window") or (family == "mistral" and raw.get("sliding_window")):
+        if raw.get("use_sliding_window") or (family == "mistral" and raw.get("sliding_window", _MISTRAL_WINDOW)):
             raise _UnsupportedError("it has sliding-window attention")
         sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
         if raw.get("mlp_only_layers") or sparse != (1, 1):

@@ -334,15 +334,15 @@ def test_a_full_disk_is_told_with_the_tensors_and_shows_nothing(
     assert not (tmp_path / "other").exists() and not (tmp_path / "back").exists()
 
 
-def test_tensors_with_nan_are_all_named_and_can_be_allowed(tmp_path: Path) -> None:
+def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     spoilt = ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight")
-    for name in spoilt:
-        tensors[name][3, 5] = float("nan")
+    for name, value in zip(spoilt, ("nan", "-inf"), strict=True):
+        tensors[name][3, 5] = float(value)
     save_file(tensors, file, metadata={"format": "pt"})
-    message = "tensors with NaN in them: " + ", ".join(spoilt) + "; use a checkpoint from before"
+    message = "tensors with NaN or infinity in them: " + ", ".join(spoilt) + "; use a checkpoint from before"
     with pytest.raises(CheckpointError, match=message):
         _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
     assert not (tmp_path / "meg").exists()
@@ -354,7 +354,7 @@ def test_tensors_with_nan_are_all_named_and_can_be_allowed(tmp_path: Path) -> No
 
 
 def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) -> None:
-    """They would become infinite; what is infinite already stays so."""
+    """They would become infinite; what is infinite already does not count."""
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
@@ -362,16 +362,16 @@ def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) ->
     tensors[infinite][3, 5] = float("inf")
     tensors[large][3, 5] = 65519.0  # rounded to float16's largest number, 65504
     save_file(tensors, file, metadata={"format": "pt"})
-    _to_megatron(tmp_path / "hf", tmp_path / "fits", {"tensor": 2}, dtype="float16")
+    _to_megatron(tmp_path / "hf", tmp_path / "fits", {"tensor": 2}, dtype="float16", allow_nan=True)
     tensors[large][3, 5] = -65520.0
     save_file(tensors, file, metadata={"format": "pt"})
     message = f"tensors with numbers that --dtype float16 cannot hold: {large}; use bfloat16 or float32"
     with pytest.raises(CheckpointError, match=message):
         _to_megatron(tmp_path / "hf", tmp_path / "narrow", {"tensor": 2}, dtype="float16", allow_nan=True)
-    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
+    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2}, allow_nan=True)
     with pytest.raises(CheckpointError, match=message):
         _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
-    _to_hf(tmp_path / "meg", tmp_path / "back", dtype="bfloat16")
+    _to_hf(tmp_path / "meg", tmp_path / "back", dtype="bfloat16", allow_nan=True)
 
 
 def test_a_tied_head_of_its_own_is_not_dropped(tmp_path: Path) -> None:

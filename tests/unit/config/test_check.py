@@ -588,6 +588,7 @@ FOREIGN: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GraniteForCausalLM"]}, "architecture GraniteForCausalLM is none of LlamaForCausalLM, "),
     ({"hidden_act": "gelu"}, "hidden_act=gelu is not silu (SwiGLU)"),
     ({"use_sliding_window": True, "sliding_window": 1280}, "it has sliding-window attention"),
+    ({"architectures": ["MistralForCausalLM"]}, "it has sliding-window attention"),
     ({**EXPERTS, "mlp_only_layers": [0]}, "layers without experts lie between layers with them"),
     ({"attention_bias": True}, "its attention's output projection has a bias"),
     ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "its MLPs have biases"),

@@ -25,7 +25,7 @@ from backends.common.conversion import (
     written,
 )
 from backends.common.hf_directory import copy_companions
-from backends.common.hf_files import HfCheckpoint, holds_nan
+from backends.common.hf_files import HfCheckpoint, is_not_finite
 from backends.common.integrity import ChecksumStream
 from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
 from backends.megatron.conversion.families import family_of
@@ -165,7 +165,7 @@ class _Work:
         for piece in own.plan.placement.pieces():
             name = names[piece.source]
             part = self.checkpoint.read_unchecked(name, piece.axis, piece.start, piece.length)
-            if holds_nan(part):
+            if is_not_finite(part):
                 nan.append(name)
             view = piece.view(values)
             view.copy_(part.view(view.shape))
