@@ -147,7 +147,7 @@ class Ledger:
         if not path.is_file():
             raise DataError(f"{path} is missing: the checkpoint has no ledger; resume from another one")
         try:
-            with self._lock, closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as copy:
+            with self._lock, closing(sqlite3.connect(_read_only(path), uri=True)) as copy:
                 copy.execute("SELECT count(*) FROM events").fetchone()
                 copy.backup(self._database)
         except sqlite3.Error as error:
@@ -157,6 +157,11 @@ class Ledger:
         """May be called twice."""
         with self._lock:
             self._database.close()
+
+
+def _read_only(path: Path) -> str:
+    """What SQLite opens without writing; a path may hold what means something else in an address, such as ``#``."""
+    return f"{path.absolute().as_uri()}?mode=ro"
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def audit_run(run_dir: Path) -> Audit:
     if not path.is_file():
         raise DataError(f"{path} is missing: no run of rollouts has written to {run_dir}; give another directory")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
+        with closing(sqlite3.connect(_read_only(path), uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
             rows = database.execute(
                 "SELECT group_id, state, step, reason FROM events ORDER BY group_id, number"
             ).fetchall()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
 _TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
+_NAME = re.compile(r"step-\d{6,}")  # a copy that somebody made under another name is not ours to remove
 _CHECKSUM, _FILES = "crc32", "files"
 _RESCUE_TIMEOUT_S = 5.0
 
@@ -209,7 +211,7 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
         _partial(final).rename(final)
         self._point_latest(final)
-        self._remove_old()
+        self._remove_old(final)
 
     @contextlib.contextmanager
     def _whole_or_removed(self, final: Path) -> Iterator[None]:
@@ -228,8 +230,14 @@ class CheckpointStore:
         link.symlink_to(final.name)
         link.replace(self._root / "latest")
 
-    def _remove_old(self) -> None:
-        for old in sorted(self._root.glob("step-*"))[: -self._keep]:
+    def _remove_old(self, newest: Path) -> None:
+        """Those of later steps than ``newest`` are older than it: a run that went on from before them left them."""
+        left_behind = _step(newest)
+        saved = sorted(
+            (path for path in self._root.iterdir() if _NAME.fullmatch(path.name)),
+            key=lambda path: (_step(path) <= left_behind, _step(path)),
+        )
+        for old in saved[: -self._keep]:
             shutil.rmtree(old)
 
 
@@ -247,6 +255,10 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
         shutil.copyfile(source, target)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
 
 
 def _partial(final: Path) -> Path:

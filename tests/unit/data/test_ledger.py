@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_a_snapshot_brings_the_past_back(ledger: Ledger, tmp_path: Path) -> None
     assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
     ledger.reissued([1], 1, "resumed")  # and it can be written to
     assert audit_run(tmp_path).holds
+
+
+def test_a_path_with_an_address_own_characters(tmp_path: Path) -> None:
+    run_dir = tmp_path / "lr=1e-3 #2, 50%20 who?"
+    run_dir.mkdir()
+    with closing(Ledger(run_dir / FILE_NAME)) as ledger:
+        whole_way(ledger, 0)
+        ledger.snapshot(run_dir / "copy")
+        ledger.restore(run_dir / "copy")
+    assert audit_run(run_dir).trained == 1
 
 
 def test_a_new_start_is_empty(ledger: Ledger, tmp_path: Path) -> None:

@@ -82,6 +82,21 @@ def test_old_ones_go_only_when_the_new_one_counts(tmp_path: Path) -> None:
     assert _found(tmp_path) == (["step-000002"], "step-000002")
 
 
+def test_what_goes_on_from_an_older_one_keeps_its_own(tmp_path: Path) -> None:
+    """Later steps that the run has left behind are the first to go, and what somebody copied there stays."""
+    for step in (10, 20, 30):
+        _store(tmp_path, Trainers(), keep=3).save(step, {})
+    (tmp_path / "checkpoints" / "step-000010-good").mkdir()
+    store = _store(tmp_path, Trainers())  # `--resume .../step-000010 --checkpoint.every 1 --checkpoint.keep 2`
+    store.save(11, {})
+    assert _found(tmp_path) == (["step-000010", "step-000010-good", "step-000011"], "step-000011")
+    assert Checkpoint.read(tmp_path / "checkpoints" / "latest").step == 11
+    store.save(12, {})
+    assert _found(tmp_path) == (["step-000010-good", "step-000011", "step-000012"], "step-000012")
+    _store(tmp_path, Trainers()).save(1_000_000, {})
+    assert _found(tmp_path)[0] == ["step-000010-good", "step-000012", "step-1000000"]
+
+
 @pytest.mark.parametrize("noticed_by", ["commit_written", "finish"])
 def test_a_failure_behind_leaves_the_last_good_one_alone(tmp_path: Path, noticed_by: str) -> None:
     trainers = Trainers()
