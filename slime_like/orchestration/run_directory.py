@@ -9,20 +9,29 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.config.fields import all_fields, value_text
 from slime_like.config.load import load_config, save_config
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.checkpoints import Checkpoint
+from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 _TOLD = 8  # changed settings named; more make no sentence
 
 
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """What ``resume`` asks for; ``None`` means a new start.
+    """What ``resume`` asks for; ``None`` means a new start. Nothing is changed on disk.
 
     Raises:
-        CheckpointError: a path was given, or ``latest`` exists, and cannot be read.
+        CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
+        ConfigError: the run has finished.
     """
+    checkpoint = _asked_for(config)
+    if checkpoint is not None:
+        _require_resumable(checkpoint, config)
+    return checkpoint
+
+
+def _asked_for(config: RunConfig) -> Checkpoint | None:
     if config.resume == "never":
         return None
     if config.resume != "auto":
@@ -31,29 +40,34 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     return Checkpoint.read(latest) if latest.is_symlink() else None
 
 
-def prepare_run_dir(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
-    """Make the directory, save the configuration in it, and find what to resume.
+def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:
+    """Make the directory for a start from ``checkpoint``; what a new run is told stands there from now on.
 
-    An earlier run of the directory that is not the one resumed is moved aside. A configuration that differs from the
-    earlier start's is saved beside that one, not over it.
-
-    Returns:
-        The checkpoint to go on from, if any, and the settings that have changed since, as "field: before -> now".
+    An earlier run of the directory that is not the one resumed is moved aside.
 
     Raises:
-        ConfigError: the run has finished.
-        CheckpointError: what is to be resumed cannot be.
+        SlimeLikeError: it cannot be moved.
     """
-    checkpoint = find_checkpoint(config)
-    ours = checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
-    if checkpoint is not None:
-        _require_resumable(checkpoint, config, ours)
-    if not ours and (config.run_dir / METRICS_FILE).exists():
-        _move_aside(config.run_dir)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    changed = _save_config(config, checkpoint.step) if checkpoint is not None and ours else []
+    if _is_own(config, checkpoint):
+        return
+    if (config.run_dir / METRICS_FILE).exists():
+        aside = _move_aside(config.run_dir)
+        lock.take()
+        (aside / LOCK_FILE).unlink(missing_ok=True)
     save_config(config, config.run_dir / CONFIG_FILE)
-    return checkpoint, changed
+
+
+def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Settings that have changed since the earlier start of this run, as "field: before -> now".
+
+    A configuration that differs is saved beside the earlier one, not over it: ``config.until-step-N.yaml`` is what the
+    steps up to N were made with. Called once the checkpoint is loaded: what was refused has changed nothing.
+    """
+    if not _is_own(config, checkpoint):
+        return []
+    changed = _keep_config(config, checkpoint.step)
+    save_config(config, config.run_dir / CONFIG_FILE)
+    return changed
 
 
 def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
@@ -62,10 +76,15 @@ def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps({"steps": config.steps, **summary}, indent=1) + "\n", encoding="utf-8")
 
 
-def _require_resumable(checkpoint: Checkpoint, config: RunConfig, ours: bool) -> None:
+def _is_own(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
+    """Does the checkpoint lie in the run's own directory?"""
+    return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
+
+
+def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if not config.debug.load_rollouts:
         checkpoint.data_position()  # raises before anything starts
-    if ours and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
+    if _is_own(config, checkpoint) and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
         raise ConfigError(
             [
                 f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
@@ -74,14 +93,21 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig, ours: bool) ->
         )
 
 
-def _move_aside(run_dir: Path) -> None:
+def _move_aside(run_dir: Path) -> Path:
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
         number += 1
-    run_dir.rename(aside)
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        raise SlimeLikeError(
+            f"run_dir={run_dir}: the earlier run there could not be moved aside to {aside} ({error.strerror}); choose "
+            "another run_dir, or move it yourself"
+        ) from error
+    return aside
 
 
-def _save_config(config: RunConfig, step: int) -> list[str]:
+def _keep_config(config: RunConfig, step: int) -> list[str]:
     """Keep the earlier configuration where this one differs; what differs."""
     path = config.run_dir / CONFIG_FILE
     if not path.is_file():
@@ -90,8 +116,9 @@ def _save_config(config: RunConfig, step: int) -> list[str]:
         changed = _differences(load_config(path, []), config)
     except ConfigError as error:
         changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
-    if changed:
-        path.replace(path.with_name(f"config.until-step-{step:06d}.yaml"))
+    kept = path.with_name(f"config.until-step-{step:06d}.yaml")
+    if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
+        path.replace(kept)
     return changed if len(changed) <= _TOLD else [*changed[:_TOLD], f"and {len(changed) - _TOLD} more"]
 
 

@@ -27,7 +27,8 @@ from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.reference_workers import launch_references, reference_pool
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollout_source import RolloutSource
-from slime_like.orchestration.run_directory import prepare_run_dir
+from slime_like.orchestration.run_directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run_lock import RunLock
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource
 from slime_like.orchestration.trainer_group import TrainerGroup
@@ -110,7 +111,8 @@ class Session:
         config = self.config
         if config.rollout.stream and not config.supervised:
             require_group_scope(config)
-        self.resumed, changed = prepare_run_dir(config)
+        lock = stack.enter_context(RunLock(config.run_dir))
+        self.resumed = find_checkpoint(config)
         tokenizer = self.tokenizer = load_tokenizer(config.model.path)
         dump = config.debug.load_rollouts
         prompts = self.prompts = (
@@ -119,9 +121,12 @@ class Session:
             else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
         self._position_prompts()
+        make_run_dir(config, self.resumed, lock)
         self.metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(self.metrics.close)
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        if lock.warning:
+            self.progress.note(lock.warning)
         self.progress.note("starting Ray, trainers and engines")
         cluster = stack.enter_context(
             Cluster(
@@ -161,7 +166,7 @@ class Session:
             self.trainers.load(self.resumed.trainer)
             self.reference.restore(self.resumed)
             self.progress.note(f"resumed from {self.resumed.path} after step {self.resumed.step}")
-            if changed:
+            if changed := record_settings(config, self.resumed):
                 self.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batcher = ExperienceBatcher(config, self.trainers.data_parallel_size, pad)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,22 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.config.load import load_config
-from slime_like.errors import CheckpointError, ConfigError
-from slime_like.orchestration.checkpoints import write_state
-from slime_like.orchestration.run_directory import prepare_run_dir, write_summary
+from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
+from slime_like.orchestration.checkpoints import Checkpoint, write_state
+from slime_like.orchestration.run_directory import find_checkpoint, make_run_dir, record_settings, write_summary
+from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 
 def config(root: Path, **changes: Any) -> RunConfig:
     return RunConfig.model_validate({"run_dir": root / "run", "model": {"path": root / "model"}, "steps": 5, **changes})
+
+
+def prepare_run_dir(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
+    """All that a start does with the directory: the checkpoint to go on from, and the settings that have changed."""
+    with RunLock(config.run_dir) as lock:
+        checkpoint = find_checkpoint(config)
+        make_run_dir(config, checkpoint, lock)
+        return checkpoint, record_settings(config, checkpoint) if checkpoint is not None else []
 
 
 def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
@@ -44,6 +57,87 @@ def test_changed_settings_are_told_and_the_old_ones_kept(tmp_path: Path) -> None
     assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.5
     assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
     assert prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))[1] == []
+
+
+def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+    """Data that do not fit, for example, are found between these two; the settings told next time are the true ones."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with RunLock(tmp_path / "run") as lock:
+        refused = config(tmp_path, algorithm={"kl_coef": 0.5})
+        make_run_dir(refused, find_checkpoint(refused), lock)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert prepare_run_dir(config(tmp_path))[1] == []
+
+
+def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path) -> None:
+    """Gone on from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}))
+    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}))
+    assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
+    assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.7
+
+
+_SECOND = """
+import sys
+from pathlib import Path
+from slime_like.orchestration.run_lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Another process's lock is told with its number, survives the directory's move, and ends when it is killed."""
+    run_dir = tmp_path / "run"
+    other = subprocess.Popen(
+        [sys.executable, "-c", _SECOND, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "alone\n"
+        with pytest.raises(
+            ConfigError, match=f"a run is going on there .process {other.pid} on .*choose another run_dir"
+        ):
+            prepare_run_dir(config(tmp_path))
+        assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]
+    finally:
+        other.kill()
+        other.communicate(timeout=30)
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(run_dir, 3)
+    with RunLock(run_dir) as lock:
+        make_run_dir(config(tmp_path), None, lock)  # resume: never
+        assert not (tmp_path / "run.1" / LOCK_FILE).exists()
+        with pytest.raises(ConfigError, match="a run is going on there"):
+            prepare_run_dir(config(tmp_path))
+    assert not (run_dir / LOCK_FILE).exists()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunLock(tmp_path / "run") as lock:
+        assert lock.warning is not None and "has no file locks (No locks available)" in lock.warning
+
+
+def test_a_directory_that_cannot_be_moved_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point, for example."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(SlimeLikeError, match=r"run: the earlier run there could not be moved aside .*busy"):
+        prepare_run_dir(config(tmp_path, resume="never"))
 
 
 def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path) -> None:

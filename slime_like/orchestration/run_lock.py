@@ -1,0 +1,94 @@
+"""One run at a time in a run directory: two would move, overwrite and remove each other's files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+
+from slime_like.errors import ConfigError
+
+LOCK_FILE = ".lock"
+# What a file system says that has no locks; some network file systems are mounted so.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunLock:
+    """Context manager: nobody else trains in ``run_dir``, which is made if missing.
+
+    The kernel ends the lock with the process, however that ends, so that a killed run never bars the next.
+
+    Args:
+        run_dir: the run's directory.
+
+    Attributes:
+        warning: why nobody is kept out, where the file system has no locks; else ``None``.
+
+    Raises:
+        ConfigError: another process trains there; it is named.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK_FILE
+        self._held: TextIOWrapper | None = None
+        self.warning: str | None = None
+
+    def __enter__(self) -> RunLock:
+        self.take()
+        return self
+
+    def take(self) -> None:
+        """Take it, in the directory that has the name now: called again where the former one was moved aside."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        held = self._take()
+        if self._held is not None:
+            self._held.close()
+        self._held = held
+
+    def _take(self) -> TextIOWrapper:
+        while True:
+            file = self._path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with file:
+                    raise ConfigError([self._occupied(file)]) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    file.close()
+                    raise
+                self.warning = (
+                    f"{self._path.parent} has no file locks ({error.strerror}): see that no other run is there"
+                )
+            if self._is_current(file):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+                return file
+            file.close()  # its holder ended, or the directory was moved, between the two calls
+
+    def _is_current(self, file: TextIOWrapper) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _occupied(self, file: TextIOWrapper) -> str:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        return (
+            f"run_dir={self._path.parent}: a run is going on there ({holder}); wait for it, end it, or choose another "
+            "run_dir"
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            self._path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile looks again
+            self._held.close()
+            self._held = None
