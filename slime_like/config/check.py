@@ -132,6 +132,11 @@ def _kept_rollouts(config: RunConfig) -> Iterator[str]:
             f"debug.load_rollouts={directory} starts no engine, so that evaluation.files cannot be sampled from; set "
             "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
         )
+    if config.debug.shuffle_advantages:
+        yield (
+            "debug.shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
+            f"{directory} brings those that were kept; sample anew, or set it to false"
+        )
     if not directory.is_dir():
         yield f"debug.load_rollouts={directory} is no directory; give one that debug.save_rollouts filled"
         return

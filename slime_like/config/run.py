@@ -58,7 +58,9 @@ class DebugConfig(Section):
     tables_every: int = Field(10, ge=1, description="Log the debug tables every so many steps.")
     save_rollouts: Path | None = Field(None, description="Directory to keep every step's scored rollouts in.")
     load_rollouts: Path | None = Field(
-        None, description="Directory of kept rollouts to train on instead of generating; no engine is started."
+        None,
+        description="Directory of kept rollouts to train on instead of generating; no engine is started. Rewards and "
+        "advantages are those that were kept, whatever `reward` and `algorithm.advantage` say now.",
     )
 
 

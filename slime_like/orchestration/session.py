@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.engine_install import version_warning
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
@@ -148,7 +149,7 @@ class Session:
         self.rollout = None
         if prompts is None:
             assert dump is not None
-            self.source = DumpedSource(dump)
+            self.source = DumpedSource(dump, ModelDimensions.from_checkpoint(config.model.path).vocab_size)
             self.trainers.setup()
         elif config.supervised:
             self.source = DemonstrationSource(config, prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,14 +43,33 @@ class DemonstrationSource:
 
 
 class DumpedSource:
-    """Rollouts that an earlier run kept: the training side alone, without engines or rewards."""
+    """Rollouts that an earlier run kept: the training side alone, without engines or rewards.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: one file per step.
+        vocab_size: token ids of the model that is trained: 0 to one less.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
         self._directory = directory
+        self._vocab_size = vocab_size
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        """Raises ``DataError`` where a file is missing, damaged, or of a model with other tokens."""
         with clock.phase("wait"):
-            return load_trajectories(dump_path(self._directory, step))
+            path = dump_path(self._directory, step)
+            trajectories = load_trajectories(path)
+            self._require_known_tokens(path, trajectories)
+            return trajectories
+
+    def _require_known_tokens(self, path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
+        """Split over ranks, an embedding would take an unknown id for a token of zeros."""
+        largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"{path}:0: holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}; give "
+                "rollouts of this model"
+            )
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         for _, group in itertools.groupby(self.next_batch(step, clock), key=lambda trajectory: trajectory.group_id):

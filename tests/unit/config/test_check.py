@@ -339,6 +339,13 @@ def keep_rollouts(directory: Path, steps: Iterable[int]) -> list[str]:
     return ["--debug.load_rollouts", str(directory), "--steps", "3"]
 
 
+def test_kept_advantages_are_not_shuffled(tmp_path: Path, flags: list[str]) -> None:
+    """A control that silently is none would prove the opposite of what it says."""
+    flags += [*keep_rollouts(tmp_path / "kept", (1, 2, 3)), "--debug.shuffle_advantages", "true"]
+    [problem] = check(load_config(None, flags))
+    assert problem.startswith("debug.shuffle_advantages=true permutes advantages as they are computed, and ")
+
+
 def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: list[str]) -> None:
     flags += keep_rollouts(tmp_path / "kept", (1, 3))
     [problem] = check(load_config(None, flags))

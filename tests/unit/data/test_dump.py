@@ -12,6 +12,8 @@ import torch
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.dump import dump_path, load_trajectories, save_trajectories
 from slime_like.errors import DataError
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.sources import DumpedSource
 from slime_like.verification.batch import synthetic_batch
 from tests.unit.config.checkpoint import write_checkpoint
 
@@ -58,3 +60,14 @@ def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match=r"step-000012\.pt:0: damaged rollout dump"):
         load_trajectories(path)
+
+
+def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> None:
+    batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
+    save_trajectories(dump_path(tmp_path, 1), batch)
+    largest = max(int(ids.max()) for each in batch for ids in (each.prompt_tokens, each.response_tokens))
+    assert len(DumpedSource(tmp_path, largest + 1).next_batch(1, PhaseClock())) == len(batch)
+    with pytest.raises(
+        DataError, match=rf"step-000001\.pt:0: holds the token id {largest}, and model.path has ids 0 to"
+    ):
+        DumpedSource(tmp_path, largest).next_batch(1, PhaseClock())
