@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics
+from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import EvaluationRecord, RewardRecord
+from slime_like.observability.records import EvaluationRecord, RewardRecord, SyncRecord
 from tests.unit.observability.records import reward_record, rl_record, sft_record
 
 RL_FIGURES = {
@@ -90,6 +92,24 @@ def test_every_name_and_figure_of_an_rl_step() -> None:
     assert set(metrics) == set(RL_FIGURES)
     assert metrics == pytest.approx(RL_FIGURES)
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
+    """``docs/metrics.md``: a section per prefix; NAME and K stand for what a run puts there."""
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    described = []
+    for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
+        cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) or [section]
+        names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+        described += [prefix + re.sub("NAME|K$", ".+", re.escape(name)) for name in names]
+    evaluation = EvaluationRecord(
+        accuracy=0.5, num_responses=4, response_length_mean=3.0, truncated_fraction=0.0, pass_at={2: 0.75}
+    )
+    sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
+    logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
+    logged.discard("ref_actor_performance/memory/peak_rss (GiB)")  # a field of the record that no run fills
+    assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
+    assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 
 
 def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
