@@ -122,6 +122,10 @@ def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
 def _evaluate(config: RunConfig) -> int:
     if not config.evaluation.files:
         raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
+    if config.supervised:
+        raise ConfigError(
+            ["algorithm.loss=sft does without the engine that samples here; use --algorithm.loss ppo_clip for eval"]
+        )
     if config.model.weights is not None:
         raise ConfigError(
             [

@@ -57,7 +57,8 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
 
 def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
     """What this machine lacks: files, directories that can be written, packages."""
-    problems = [*_places(config), *_kept_rollouts(config), *_start_weights(config), *attention_problems(config)]
+    problems = [*_places(config), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
+    problems += attention_problems(config)
     if not config.supervised:
         problems += _sync_directory(config)
     if dimensions is not None:
@@ -122,6 +123,15 @@ def _places(config: RunConfig) -> Iterator[str]:
             yield f"logging.{package}=true, but the package is not installed; pip install {package}, or set it to false"
 
 
+def _resume(config: RunConfig) -> list[str]:
+    if config.resume in ("auto", "never") or Path(config.resume).is_dir():
+        return []  # what is in a directory is read, and compared, when the run starts
+    return [
+        f"resume={config.resume} is neither auto nor never, nor a directory; give the path of a checkpoint, such as "
+        f"{config.run_dir / 'checkpoints' / 'latest'}"
+    ]
+
+
 def _kept_rollouts(config: RunConfig) -> Iterator[str]:
     """Rollouts of an earlier run must cover this one's steps; without an engine nothing can be evaluated."""
     directory = config.debug.load_rollouts
@@ -151,7 +161,7 @@ def _kept_rollouts(config: RunConfig) -> Iterator[str]:
 
 def _trained_steps(config: RunConfig) -> Iterable[int]:
     """The steps that certainly will be trained: where a checkpoint is gone on from, only the last is certain."""
-    fresh = not (config.run_dir / "checkpoints" / "latest").is_symlink()
+    fresh = not any((config.run_dir / "checkpoints").glob("step-*"))
     starts_anew = config.resume == "never" or (config.resume == "auto" and fresh)
     return range(1 if starts_anew else config.steps, config.steps + 1)
 

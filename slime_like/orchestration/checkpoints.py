@@ -76,7 +76,7 @@ class Checkpoint:
         """
         file = path / _STATE
         if not path.is_dir():
-            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); give another path")
+            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); {_elsewhere(path)}")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
@@ -84,12 +84,23 @@ class Checkpoint:
             return cls(path.resolve(), int(state["step"]), state)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"resume: {path} is no checkpoint ({_STATE} is missing); give another path"
+                f"resume: {path} is no checkpoint ({_STATE} is missing); {_elsewhere(path)}"
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
             ) from error
+
+
+def _elsewhere(path: Path) -> str:
+    """What to do instead of reading ``path``."""
+    names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
+    whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
+    return f"give the path{whole} or start anew with resume: never"
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
@@ -233,10 +244,7 @@ class CheckpointStore:
     def _remove_old(self, newest: Path) -> None:
         """Those of later steps than ``newest`` are older than it: a run that went on from before them left them."""
         left_behind = _step(newest)
-        saved = sorted(
-            (path for path in self._root.iterdir() if _NAME.fullmatch(path.name)),
-            key=lambda path: (_step(path) <= left_behind, _step(path)),
-        )
+        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
         for old in saved[: -self._keep]:
             shutil.rmtree(old)
 
@@ -255,6 +263,18 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
         shutil.copyfile(source, target)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """What a run in ``run_dir`` goes on from: what ``latest`` says or, where a copy of the directory has come without
+    its links, the highest step, for whatever has such a name is whole; ``None`` where there is none."""
+    root = run_dir / "checkpoints"
+    latest = root / "latest"
+    return latest if latest.is_symlink() else max(_saved(root), key=_step, default=None)
+
+
+def _saved(root: Path) -> list[Path]:
+    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
 
 
 def _step(checkpoint: Path) -> int:

@@ -67,8 +67,9 @@ class Cluster:
             raise_if_interrupted()
             self._session = session_directory()
             link_logs(self._session, self._logs)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises what it likes, Exception itself among it
             self._end(in_order=False)
+            raise_if_interrupted()  # it may have made an error of Ctrl-C
             where = self._config.address or "on this machine"
             raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
         except BaseException:

@@ -11,7 +11,7 @@ from slime_like.config.fields import all_fields, value_text
 from slime_like.config.load import load_config, save_config
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
-from slime_like.orchestration.checkpoints import Checkpoint
+from slime_like.orchestration.checkpoints import Checkpoint, latest_checkpoint
 from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
@@ -36,8 +36,8 @@ def _asked_for(config: RunConfig) -> Checkpoint | None:
         return None
     if config.resume != "auto":
         return Checkpoint.read(Path(config.resume))
-    latest = config.run_dir / "checkpoints" / "latest"
-    return Checkpoint.read(latest) if latest.is_symlink() else None
+    latest = latest_checkpoint(config.run_dir)
+    return Checkpoint.read(latest) if latest is not None else None
 
 
 def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:

@@ -43,7 +43,7 @@ CASES = [
         for content, changes, sentence in FAULTY
     ),
     Case("--tensor is unknown; did you mean --", _REFUSED, ["--tensor", "2"]),
-    Case("resume: TMP/nowhere is no checkpoint (no directory)", _FAILED, ["--resume", "TMP/nowhere"], rows=""),
+    Case("resume: TMP is no checkpoint (state.json is missing)", _FAILED, ["--resume", "TMP"], rows=""),
 ]
 
 

@@ -131,6 +131,10 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--debug.load_rollouts", "TMP/model", "--steps", "3"],
         "debug.load_rollouts=TMP/model lacks step-000001.pt, and every one of steps=3 needs its own; train for fewer",
     ),
+    (
+        ["--resume", "Auto"],
+        "resume=Auto is neither auto nor never, nor a directory; give the path of a checkpoint, such as",
+    ),
     (["--data.train", "none"], "data.train=[] is empty; give at least one .jsonl or .parquet file"),
     (["--data.train", "TMP/no.jsonl"], "data.train=TMP/no.jsonl does not exist; give an existing file"),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,6 +139,32 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(SlimeLikeError, match=r"run: the earlier run there could not be moved aside .*busy"):
         prepare_run_dir(config(tmp_path, resume="never"))
+
+
+def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path) -> None:
+    """Object stores and some ways to copy have no links: training must not silently begin anew."""
+    prepare_run_dir(config(tmp_path))
+    for step in (2, 3):
+        write_checkpoint(tmp_path / "run", step)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "run" / "checkpoints" / "latest")
+    checkpoint, _ = prepare_run_dir(config(tmp_path))
+    assert checkpoint is not None and checkpoint.step == 3
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_what_latest_leads_to_is_gone(tmp_path: Path) -> None:
+    prepare_run_dir(config(tmp_path))
+    for step in (2, 3):
+        directory = write_checkpoint(tmp_path / "run", step)
+    (directory / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"state.json is missing\); give the path of another one, such as .*step-000002"
+    ):
+        find_checkpoint(config(tmp_path))
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointError, match=r"no directory\); give the path of .*step-000002, or start anew"):
+        find_checkpoint(config(tmp_path))
 
 
 def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path) -> None:
