@@ -57,6 +57,29 @@ ENDS: list[tuple[BaseException, int, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "evaluation.files=[] is empty; give at least one held-out file"),
+        (["--algorithm.loss", "sft"], "algorithm.loss=sft does without the engine that samples here; use --algorithm."),
+    ],
+)
+def test_eval_names_what_it_cannot_do_without(
+    sound: list[str],
+    flags: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if flags:
+        flags = [*flags, "--evaluation.files", "train.jsonl"]
+    assert main(["eval", *sound[1:], *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"slime-like: {sentence}")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])
 def test_an_error_is_a_sentence_and_an_exit_code(
     tmp_path: Path,
