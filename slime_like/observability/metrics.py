@@ -113,10 +113,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps, rising, and finite values of one metric; where a step was run again, its last value."""
-    by_step = {record["step"]: record[name] for record in records if record.get(name) is not None}
+    """Steps, rising, and finite values of one metric; of a run that went on from an earlier step, what counts now."""
+    by_step = {record["step"]: record[name] for record in that_count(records) if record.get(name) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
+
+
+def that_count(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without what a run that was resumed has left behind: where steps go back, those from there on were run again."""
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        while kept and kept[-1]["step"] > record["step"]:
+            kept.pop()
+        kept.append(record)
+    return kept
 
 
 # --------------------------------------------------------------------------------------------------------- JSON lines

@@ -195,3 +195,12 @@ def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.Monk
     logger.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train_actor_training/loss" in record.read_bytes()
+
+
+def test_steps_that_a_resumed_run_left_behind_do_not_count() -> None:
+    """Gone on from step 2 of 4: the closing accuracy is not that of the former step 4."""
+    logged = [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)]
+    assert series([{"step": step, "accuracy": value} for step, value in logged], "accuracy") == (
+        [1, 2, 3],
+        [0.1, 0.2, 0.3],
+    )
