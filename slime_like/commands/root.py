@@ -22,6 +22,7 @@ from slime_like.config.load import load_config
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.failure import traceback_kept
+from slime_like.heap import made_to_stay
 from slime_like.interrupts import InterruptHandler
 from slime_like.observability import report_command
 
@@ -147,7 +148,8 @@ def _evaluate(config: RunConfig) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    from slime_like.train import train  # imports torch and Ray: only once the configuration is right
+    with made_to_stay():
+        from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 
     with traceback_kept(config.run_dir):
         _print_summary(train(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,38 @@ def load_tokenizer(path: Path) -> Any:
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise DataError(
             f"{path}: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return _tokenizer_class(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files raise what the parser met first
-        _require_config(path, AutoConfig)
+        _require_config(path)
         raise DataError(
             f"{path}: its tokenizer cannot be loaded ({_one_line(error)}); copy the checkpoint's files again"
         ) from error
 
 
-def _require_config(path: Path, auto_config: Any) -> None:
+def _tokenizer_class(path: Path) -> Any:
+    """The generic class where the checkpoint names it: ``AutoTokenizer``, which finds the others, imports every model,
+    every way to generate and torch's compiler, seconds of a start."""
+    named = json.loads((path / "tokenizer_config.json").read_text())
+    if named.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in named:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _require_config(path: Path) -> None:
     """A tokenizer is chosen by ``config.json``: say so where that is what is wrong."""
+    from transformers import AutoConfig
+
     try:
-        auto_config.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise DataError(
             f"{path}/config.json: transformers refuses it ({_one_line(error)}); correct it, or copy it again"

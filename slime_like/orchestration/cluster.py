@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,7 +63,7 @@ class Cluster:
             os.getpid(), Path(get_default_ray_temp_dir()), self._logs, self.run_name, self._bucket_directories
         )
         try:
-            with _own_signals():
+            with _own_signals(), _few_helpers():
                 ray.init(**self._arguments())
             raise_if_interrupted()
             self._session = session_directory()
@@ -103,6 +104,8 @@ class Cluster:
             "include_dashboard": False,
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
+            # Every actor here has an environment of its own or starts at once: what idles in advance serves none.
+            "_system_config": {"prestart_worker_first_driver": False},
         }
 
 
@@ -114,6 +117,18 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _few_helpers() -> Iterator[None]:
+    """A cluster of our own neither grows nor repeats the workers' words here: ``ray.init`` starts a process for either,
+    and has no argument that says no."""
+    parameters = ray._private.parameter.RayParams
+    ray._private.parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        ray._private.parameter.RayParams = parameters
 
 
 def _require_reachable(address: str) -> None:

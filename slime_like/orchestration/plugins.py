@@ -8,6 +8,7 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.errors import ConfigError
+from slime_like.heap import made_to_stay
 from slime_like.hosting.engine import HostedEngine
 from slime_like.interfaces import RolloutEngine, TrainerBackend
 
@@ -35,4 +36,5 @@ def _load(group: str, name: str, field: str) -> Any:
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:
         raise ConfigError([f"{field}={name} is not installed; known: {', '.join(sorted(known)) or '(none)'}"])
-    return known[name].load()
+    with made_to_stay():
+        return known[name].load()

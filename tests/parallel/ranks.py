@@ -37,6 +37,7 @@ PRELOADED = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.parallel.frozen",  # the last one
 ]
 
 

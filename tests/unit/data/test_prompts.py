@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from slime_like.config import DataConfig
 from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
@@ -302,8 +303,27 @@ def test_the_checkpoints_tokenizer_is_loaded(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "model")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_generic_tokenizer_is_the_one_that_transformers_finds(tmp_path: Path, family: str) -> None:
+    """Which it finds through ``config.json`` and what it imports for that; here it is known by its own name."""
+    make_tiny_model(tmp_path, family=family)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    own, found = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text, turns = "12+34=46<eos> \u00e9\n", [{"role": "user", "content": "12*34="}]
+    ids = own.encode(text)
+    assert ids == found.encode(text) and own.decode(ids) == found.decode(ids) == text
+    rendered = [t.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for t in (own, found)]
+    assert rendered[0] == rendered[1]
+    special = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
+    assert [getattr(own, name) for name in special] == [getattr(found, name) for name in special]
+
+
 def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    """Of a checkpoint whose tokenizer does not name its class, so that ``config.json`` chooses it."""
     make_tiny_model(tmp_path, num_hidden_layers=3)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del described["tokenizer_class"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"config\.json: transformers refuses it \("):
