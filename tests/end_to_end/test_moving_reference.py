@@ -1,7 +1,7 @@
 """A reference that follows the policy: the same in workers and in trainers, and after a resume.
 
 One run with reference workers, uninterrupted, is the measure. It is gone on with from the middle by another one, and by
-one whose trainers hold the reference and train on the first run's rollouts.
+one whose trainers hold the reference and train on the first run's kept rollouts alone: no engine, no reward, no prompt.
 """
 
 from __future__ import annotations
@@ -46,3 +46,6 @@ def test_resumed_equals_uninterrupted_wherever_the_reference_is(tiny: Tiny, tmp_
             for name in SAME:
                 key = f"train_actor_training/{name}"
                 assert found[step][key] == pytest.approx(whole[step][key], rel=1e-4, abs=1e-6), (step, name)
+    for step in (4, 5):  # the same samples on the same weights have the same loss
+        loss = "train_actor_training/loss"
+        assert in_trainers[step][loss] == pytest.approx(whole[step][loss], abs=1e-6), step

@@ -1,17 +1,20 @@
 """What every engine promises, asked of every engine; Hugging Face's forward is the judge.
 
-One engine is started per module and kind, so tests leave it idle and unpaused. Not covered here: crashes
-(``test_lifecycle.py``), speed, tensor parallelism.
+One engine is started per module and kind, so tests leave it idle and unpaused; only the last one kills it. Not covered
+here: starts and orderly ends (``test_lifecycle.py``), speed, tensor parallelism.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -605,3 +608,28 @@ def test_conversations_go_on_through_a_weight_update(
             spanning += len(set(versions.tolist())) > 1
             observed += int((~sampled).sum())
     assert spanning > 0 and observed > 100
+
+
+def test_its_death_is_told(engine: EngineUnderTest) -> None:
+    """The last one here: nothing is left to answer."""
+    processes = engine.run(engine.engine.health()).process_ids
+    if not processes:
+        pytest.skip("it lives in this very process")
+
+    name = {"VllmEngine": "vLLM", "SglangEngine": "SGLang"}[type(engine.engine).__name__]
+
+    async def scenario() -> None:
+        doomed = engine.request([3, 4, 5], max_new_tokens=700, temperature=0.05, stop_token_ids=(263,), num_samples=4)
+        task = asyncio.create_task(engine.engine.generate(doomed))
+        await asyncio.sleep(0.1)
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"{name} engine 0 died while it ran request {doomed.request_id}"):
+            await asyncio.wait_for(task, 30)
+        assert not (await engine.engine.health()).alive
+        with pytest.raises(EngineError, match="has died"):
+            await engine.engine.generate(engine.request([3, 4, 5], max_new_tokens=2))
+        await engine.engine.stop()
+        assert not any(psutil.pid_exists(pid) for pid in processes)
+
+    engine.run(scenario())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,32 +25,24 @@ from tests.engines.harness import run_config
 LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
 
 
-@pytest.mark.parametrize(("kind", "name"), [(VllmEngine, "vLLM"), (SglangEngine, "SGLang")])
-def test_it_stops_cleanly_starts_again_and_its_death_is_told(
-    models: list[Path], tmp_path: Path, kind: type[RolloutEngine], name: str
-) -> None:
+async def stops_cleanly_and_starts_again(engine: RolloutEngine) -> list[int]:
+    """The processes that it has in the end; called in the process that owns it."""
     before = process_ids()
-    engine = kind(run_config(models[0], tmp_path), 0)
-
-    async def scenario() -> None:
-        await engine.start()
-        first = (await engine.health()).process_ids
-        assert first
-        assert set(first) <= set(new_children(before))
-        assert files_of_sglang(first) == set()
-        await engine.stop()
-        assert not any(psutil.pid_exists(pid) for pid in first)
-        assert not (await engine.health()).alive
-        with pytest.raises(EngineError, match="not running"):
-            await engine.generate(GenerationRequest("late", [3, 4], LONG))
-
-        await engine.start()
-        assert (await engine.generate(GenerationRequest("again", [3, 4], SamplingParams(max_new_tokens=2))))[0]
-        await die_while_generating(engine, name)
-        await engine.stop()
-
-    asyncio.run(scenario())
+    await engine.start()
+    first = (await engine.health()).process_ids
+    assert first
+    assert set(first) <= set(new_children(before))
+    assert files_of_sglang(first) == set()
+    await engine.stop()
+    assert not any(psutil.pid_exists(pid) for pid in first)
     assert new_children(before) == []
+    assert not (await engine.health()).alive
+    with pytest.raises(EngineError, match="not running"):
+        await engine.generate(GenerationRequest("late", [3, 4], LONG))
+
+    await engine.start()
+    assert (await engine.generate(GenerationRequest("again", [3, 4], SamplingParams(max_new_tokens=2))))[0]
+    return [*(await engine.health()).process_ids]
 
 
 def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
@@ -62,28 +53,16 @@ def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
     return {path for path in shared | scratch if path.exists()}
 
 
-async def die_while_generating(engine: RolloutEngine, name: str) -> None:
-    task = asyncio.create_task(engine.generate(GenerationRequest("doomed", [3, 4, 5], LONG, num_samples=4)))
-    await asyncio.sleep(0.1)
-    for pid in (await engine.health()).process_ids:
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=f"{name} engine 0 died while it ran request doomed"):
-        await asyncio.wait_for(task, 30)
-    assert not (await engine.health()).alive
-    with pytest.raises(EngineError, match="has died"):
-        await engine.generate(GenerationRequest("after", [3, 4, 5], LONG))
-
-
-ORPHAN = """
+OWNER = """
 import asyncio, sys
 from pathlib import Path
 from slime_like.orchestration.plugins import load_engine
 from tests.engines.harness import run_config
+from tests.engines.test_lifecycle import stops_cleanly_and_starts_again
 
 async def main():
     engine = load_engine(sys.argv[3])(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
-    await engine.start()
-    print("pids", *(await engine.health()).process_ids, flush=True)
+    print("pids", *await stops_cleanly_and_starts_again(engine), flush=True)
     await asyncio.sleep(60)
 
 if __name__ == "__main__":
@@ -92,27 +71,30 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_it_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Path, kind: str) -> None:
+def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
+    models: list[Path], tmp_path: Path, kind: str
+) -> None:
     """Even if that is killed outright and can clean up nothing."""
-    script = tmp_path / "owner.py"
-    script.write_text(ORPHAN)
+    script, log = tmp_path / "owner.py", tmp_path / "owner.log"
+    script.write_text(OWNER)
     root = Path(__file__).parents[2]
-    owner = subprocess.Popen(
-        [sys.executable, script, models[0], tmp_path, kind],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    with log.open("w") as errors:
+        owner = subprocess.Popen(
+            [sys.executable, script, models[0], tmp_path, kind],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
     try:
         assert owner.stdout is not None
-        line = next(line for line in owner.stdout if line.startswith("pids"))
+        line = next((line for line in owner.stdout if line.startswith("pids")), "")
         pids = [int(word) for word in line.split()[1:]]
+        assert pids, log.read_text()
         assert files_of_sglang(pids) == set()
     finally:
         owner.kill()
         owner.wait()
-    assert pids
     deadline = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -113,7 +113,6 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_moe", "pp2-interleaved"),
         ("qwen3_moe", "cp2-ep2-distributed-overlap"),
         ("qwen3_moe", "full-recompute"),
-        ("qwen3", "tp4-shared-kv-heads"),
         ("qwen2", "tp4-sp-shared-kv-heads"),
         ("deepseek_v3", "single"),
         ("deepseek_v3", "tp2-sp"),
