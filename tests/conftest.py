@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Tiny:
             "--rollout.samples_per_prompt", "4",
             # An untrained model never adds right; letters it does write, by chance: something to learn.
             "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
+            "--trainer.cpu_threads", "1",
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip
@@ -47,6 +49,7 @@ class Tiny:
             "--steps", "20",
             "--trainer.optimizer.warmup_steps", "0",
             "--trainer.optimizer.decay", "constant",
+            "--trainer.cpu_threads", "1",
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip
@@ -64,6 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Three files are tested at once on two cores: threads that spin while they wait for one another only take time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,8 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "--rollout.python", str(make_interpreter(tmp_path / "other")),
         "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
         "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
-        "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16", "--logging.progress", "plain",
+        "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
+        "--trainer.cpu_threads", "1", "--logging.progress", "plain",
     ]  # fmt: skip
     with Command(flags, tmp_path / "log") as command:
         wait_for_steps(command, run_dir / "metrics.jsonl", 4, timeout_s=200)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.sglang.engine import SglangEngine
@@ -23,16 +22,6 @@ EOS_IDS = list(range(200, 230))
 """Many, so that a random model meets one soon."""
 RARE_ID = 263
 """Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # for the engines' processes
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
