@@ -22,6 +22,8 @@ import slime_like
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(slime_like.__file__).parent
 TIMEOUT_S = 120
+# What pytest's configuration here and the tests import besides the sources.
+PRELOADED = ["torch", "pytest", "hypothesis", "pydantic", "ray", "transformers", "tokenizers", "tests.parallel.frozen"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def copy_sources(folder: Path, mutation: Mutation | None) -> None:
 def run_apart(folder: Path, *targets: str) -> int:
     # Forks of a clean server: quick, and free of the threads that earlier tests left in this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "pytest", "hypothesis"])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_run, args=(folder, targets))
     process.start()
     process.join(TIMEOUT_S)
