@@ -1,8 +1,10 @@
 """A run that is killed at random moments ends as one that was not: ``python -m benchmarks.kills OUT_DIR RESULT.md``.
 
 The same configuration is run twice: once undisturbed, and once killed with SIGKILL again and again at random moments
-of its life (start-up, steps, checkpoints) and started again each time. Every sampled token id of every step must be the
-same, and the figures of every step equal within 1e-6. Nothing of a killed run may be left running.
+and started again each time. About three kills of ten fall into the start-up, the others into steps and checkpoints: a
+start takes as long as many steps, and moments of the whole life would seldom meet anything else. Every sampled token id
+of every step must be the same, and the figures of every step equal within 1e-6. Nothing of a killed run may be left
+running.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import LOSS
-from tests.processes import Command, run
+from tests.processes import Command
 
 FIGURES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
 TOLERANCE = 1e-6
 RUN_TIMEOUT_S = 1200.0
+_FIRST_STEP = "| step time "
+_SHARE_IN_START = 0.3
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,29 @@ def flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
     ]  # fmt: skip
 
 
-def undisturbed(arguments: list[str], root: Path) -> float:
-    """Seconds the whole run takes."""
+def undisturbed(arguments: list[str], root: Path) -> tuple[float, float]:
+    """Seconds until the first step has ended, and from there to the end."""
     started = time.monotonic()
-    finished = run(arguments, root / "log", RUN_TIMEOUT_S)
+    with Command(arguments, root / "log") as command:
+        command.wait_for(_FIRST_STEP, RUN_TIMEOUT_S)
+        first_step = time.monotonic()
+        finished = command.finish(RUN_TIMEOUT_S)
     if finished.code != 0:
         sys.exit(f"the undisturbed run failed: {finished.stderr}")
-    return time.monotonic() - started
+    return first_step - started, time.monotonic() - first_step
 
 
-def disturbed(arguments: list[str], root: Path, kills: int, longest_s: float, generator: random.Random) -> list[int]:
+def disturbed(
+    arguments: list[str], root: Path, kills: int, start_s: float, training_s: float, generator: random.Random
+) -> list[int]:
     """Kill and start again ``kills`` times, then let it end; the finished steps at each kill."""
     finished_steps = []
     for attempt in range(kills):
+        in_start = generator.random() < _SHARE_IN_START
         with Command(arguments, root / f"log-{attempt}") as command:
-            time.sleep(generator.uniform(0.5, longest_s))
+            if not in_start:
+                command.wait_for(_FIRST_STEP, RUN_TIMEOUT_S)
+            time.sleep(generator.uniform(0.5, start_s) if in_start else generator.uniform(0, training_s / kills))
             if command.process.poll() is not None:
                 sys.exit(f"attempt {attempt} ended before it was killed: {command.output}; take more steps")
             command.kill()
@@ -139,10 +151,10 @@ def main() -> int:
     make_tiny_model(model, family="qwen3", seed=0)
     make_arithmetic_data(model / "data", seed=0)
     whole, killed = options.out / "undisturbed", options.out / "killed"
-    wall_s = undisturbed(flags(whole, model, options.steps, options.engine), whole)
-    print(f"undisturbed: {wall_s:.0f} s", flush=True)
+    start_s, training_s = undisturbed(flags(whole, model, options.steps, options.engine), whole)
+    print(f"undisturbed: {start_s:.0f} s to the first step, {training_s:.0f} s from there", flush=True)
     arguments = flags(killed, model, options.steps, options.engine)
-    finished = disturbed(arguments, killed, options.kills, wall_s / 3, random.Random(options.seed))
+    finished = disturbed(arguments, killed, options.kills, start_s, training_s, random.Random(options.seed))
     outcome = compare(killed, whole, options.steps, finished)
     text = render(outcome, options.engine, options.seed)
     options.result.write_text(text, encoding="utf-8")

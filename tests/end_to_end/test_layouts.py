@@ -1,8 +1,4 @@
-"""Every parallel axis, and the other trainer, does through the whole loop what one rank of Megatron does.
-
-All axes at once, eight ranks, train on two hosts in ``tests/hosts``, and are compared tensor by tensor in
-``tests/parallel``.
-"""
+"""Every parallel layout, and the other trainer, does through the whole loop what one rank of Megatron does."""
 
 from __future__ import annotations
 
@@ -18,14 +14,14 @@ from tests.processes import run
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 LAYOUTS = {
-    "four ranks, two axes": (
-        "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2",
+    "eight ranks, three axes": (
+        "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
         "--trainer.parallel.sequence", "true",
         # Two stages send to two engines, over a network, and only what has changed.
         "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
     ),
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
-    "colocated": ("--trainer.parallel.context", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
+    "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
 }  # fmt: skip
 
 
