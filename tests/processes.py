@@ -61,9 +61,9 @@ class Command:
     def output(self) -> str:
         return self._out.read_text() + self._err.read_text()
 
-    def interrupt(self) -> None:
-        """What Ctrl-C on a terminal does: SIGINT to the whole foreground process group."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """A signal to the whole process group: SIGINT is what Ctrl-C on a terminal does."""
+        os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to the command itself, as the kernel's out-of-memory killer does."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
@@ -63,7 +64,7 @@ class Cluster:
             os.getpid(), Path(get_default_ray_temp_dir()), self._logs, self.run_name, self._bucket_directories
         )
         try:
-            with _own_signals(), _few_helpers():
+            with _own_signals(), _few_helpers(), _own_process_groups():
                 ray.init(**self._arguments())
             raise_if_interrupted()
             self._session = session_directory()
@@ -129,6 +130,29 @@ def _few_helpers() -> Iterator[None]:
         yield
     finally:
         ray._private.parameter.RayParams = parameters
+
+
+class _InGroupOfItsOwn(services.ConsolePopen):  # type: ignore[misc]  # Ray has no type of it
+    """What ``ray.init`` starts a daemon with; see ``_own_process_groups``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, process_group=0)
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Ray's daemons leave the driver's process group, so that a signal to all of it reaches the driver alone.
+
+    ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
+    gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
+    driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
+    """
+    usual = services.ConsolePopen
+    services.ConsolePopen = _InGroupOfItsOwn
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
 
 
 def _require_reachable(address: str) -> None:

@@ -1,7 +1,8 @@
 """A reference that follows the policy: the same in workers and in trainers, and after a resume.
 
-One run with reference workers, uninterrupted, is the measure. It is gone on with from the middle by another one, and by
-one whose trainers hold the reference and train on the first run's kept rollouts alone: no engine, no reward, no prompt.
+One run with reference workers, uninterrupted, is the measure. It is gone on with from the middle by another one, which
+streams, and by one whose trainers hold the reference and train on the first run's kept rollouts alone: no engine, no
+reward, no prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_resumed_equals_uninterrupted_wherever_the_reference_is(tiny: Tiny, tmp_
     kl = {step: whole[step]["train_actor_training/kl_loss"] for step in range(1, STEPS + 1)}
     assert max(abs(kl[step]) for step in (1, 3, 5)) < 1e-9 < 1e-6 < min(kl[2], kl[4])  # just refreshed, or not
     resume = ["--resume", str(tmp_path / "whole" / "checkpoints" / "step-000003")]
-    resumed = rows("workers", *workers, *resume)
+    resumed = rows("workers", *workers, *resume, "--rollout.stream", "true")
     kept = ["--debug.load_rollouts", str(tmp_path / "rollouts"), "--data.train", "none", "--evaluation.files", "none"]
     in_trainers = rows("trainers", *kept, *resume)
     for found in (resumed, in_trainers):

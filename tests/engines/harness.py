@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -35,10 +35,12 @@ TOLERANCE = 1e-4
 T = TypeVar("T")
 
 
-def run_config(model: Path, run_dir: Path, **rollout: Any) -> RunConfig:
+def run_config(
+    model: Path, run_dir: Path, *, dtype: Literal["float32", "bfloat16"] = "float32", **rollout: Any
+) -> RunConfig:
     return RunConfig(
         run_dir=run_dir,
-        model=ModelConfig(path=model, dtype="float32"),
+        model=ModelConfig(path=model, dtype=dtype),
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(
             **{
@@ -53,13 +55,18 @@ def run_config(model: Path, run_dir: Path, **rollout: Any) -> RunConfig:
 
 
 class Reference:
-    """Hugging Face's own forward of one checkpoint: unbatched, uncached, float32."""
+    """Hugging Face's own forward of one checkpoint: unbatched, uncached, float32.
 
-    def __init__(self, directory: Path) -> None:
-        self.weights = load_file(directory / "model.safetensors")
+    Args:
+        rounded_to: what its weights are rounded to before that; ``weights`` are what a trainer of this precision sends.
+    """
+
+    def __init__(self, directory: Path, rounded_to: torch.dtype = torch.float32) -> None:
+        read = load_file(directory / "model.safetensors")
+        self.weights = {name: tensor.to(rounded_to) for name, tensor in read.items()}
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
+            directory, dtype=rounded_to, attn_implementation="eager"
+        ).float()
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int] = ()) -> Tensor:

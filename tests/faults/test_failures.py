@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,28 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("moment", "how", "engine"),
-    [("starting Ray", "ctrl-c", "sglang"), ("step 0/", "ctrl-c", "vllm"), ("step 0/", "SIGTERM", "transformers")],
+    ("moment", "how", "engine", "ranks"),
+    [
+        ("starting Ray", "ctrl-c", "sglang", 1),
+        ("step 0/", "ctrl-c", "vllm", 2),
+        ("step 0/", "SIGTERM", "transformers", 1),
+        ("starting Ray", "SIGTERM to its group", "transformers", 1),
+    ],
 )
-def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str) -> None:
-    """By hand, or by a scheduler's SIGTERM."""
-    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine)
+def test_an_interrupted_run_ends_everything(
+    tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str, ranks: int
+) -> None:
+    """By hand, by a scheduler's SIGTERM, or by ``timeout``, which sends it to the whole group. At
+    "step 0/" the first weight sync is done, to every rank of the engine."""
+    flags = tiny.rl_flags(
+        tmp_path / "run", "--steps", "1000", "--rollout.engine", engine, "--rollout.tensor", str(ranks)
+    )
     with Command(flags, tmp_path / "log") as command:
         command.wait_for(moment, timeout_s=120)
-        command.interrupt() if how == "ctrl-c" else command.process.terminate()
+        if how == "SIGTERM":
+            command.process.terminate()
+        else:
+            command.interrupt(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
         finished = command.finish(timeout_s=60)
     assert finished.code == 130
     assert "interrupted" in one_sentence(finished).lower()
