@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,39 +17,6 @@ if TYPE_CHECKING:
 
 SAMPLING_BACKEND = "pytorch"
 """The backend that ``rollout.sglang.sampler.SeededSampler`` takes the place of; the only one SGLang has on a CPU."""
-
-_OWNED = MappingProxyType(
-    {
-        "model_path": "model.path",
-        "dtype": "model.dtype",
-        "trust_remote_code": "model.trust_remote_code",
-        "context_length": "rollout.max_model_len",
-        "tp_size": "rollout.tensor",
-        "random_seed": "seed",
-        "device": None,
-        "skip_tokenizer_init": None,
-        "sampling_backend": None,
-        "weight_version": None,
-        "sleep_on_idle": None,
-        "custom_sigquit_handler": None,
-    }
-)
-"""Arguments this adapter sets itself, and the configuration key to use instead."""
-
-_UNSERVED = MappingProxyType(
-    {
-        "dp_size": "use rollout.num_engines",
-        "pp_size": "use rollout.tensor",
-        "nnodes": "an engine's ranks share a host",
-        "tokenizer_worker_num": "prompts are token ids already",
-        "speculative_algorithm": "its logprobs have not been compared",
-        "enable_lora": "weights are updated whole",
-        "quantization": "weights arrive in model.dtype",
-        "enable_deterministic_inference": "every request's seed is its own already",
-        "rl_on_policy_target": "logprobs are those of the scaled logits already",
-    }
-)
-"""Arguments that this adapter cannot serve truthfully, and why, or what to use."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _LONGEST_BATCH = 512
@@ -84,22 +50,6 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
 def sleep_mode(config: RunConfig) -> bool:
     """Must the engine be able to give its memory back? Where it shares devices, yes."""
     return bool(config.rollout.engine_args.get("enable_memory_saver", config.cluster.placement == "colocated"))
-
-
-def check_names(names: Collection[str]) -> None:
-    """Refuse arguments that this adapter sets itself or cannot serve.
-
-    Raises:
-        EngineError: names the argument and what to use instead.
-    """
-    for name in names:
-        if name in _UNSERVED:
-            raise EngineError(f"rollout.engine_args.{name} is refused: {_UNSERVED[name]}")
-        if name in _OWNED:
-            instead = (
-                f"set {_OWNED[name]} instead" if _OWNED[name] else "leave it out, the adapter depends on its value"
-            )
-            raise EngineError(f"rollout.engine_args.{name} is refused: {instead}")
 
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:

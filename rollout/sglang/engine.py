@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.base import EngineBase
-from rollout.sglang.arguments import check_names, environment, on_cpu, sleep_mode
+from rollout.engine_arguments import check_arguments
+from rollout.sglang.arguments import environment, on_cpu, sleep_mode
 from slime_like.errors import EngineError
 from slime_like.hosting.child import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -40,7 +41,7 @@ class SglangEngine(EngineBase[ChildProcess]):
             EngineError: an engine argument is refused, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
-        check_names(self._config.rollout.engine_args)
+        check_arguments("sglang", self._config.rollout)
         self._check_length()
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.base import EngineBase
+from rollout.engine_arguments import check_arguments
 from rollout.requests import sample_seed, stop_ids
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.heap import keep_freed_memory
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from slime_like.config import RunConfig
 
 _STOP_TIMEOUT_S = 10.0
-_ARGUMENTS = ("attn_implementation", "max_batch_size")
 _MAX_BATCH_SIZE = 512
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what a cache of keys and values by column serves
 
@@ -51,7 +51,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         Raises:
             EngineError: an engine argument or ``rollout.tensor`` is refused, or loading fails or takes too long.
         """
-        self._check_arguments()
+        check_arguments("transformers", self._config.rollout)
         self._begin_anew()
         timeout = self._config.rollout.start_timeout_s
         try:
@@ -134,19 +134,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             await asyncio.to_thread(self._move, _device())
 
     # -------------------------------------------------------------------------------------------------------- helpers
-    def _check_arguments(self) -> None:
-        for name in self._config.rollout.engine_args:
-            if name not in _ARGUMENTS:
-                raise EngineError(
-                    f"rollout.engine_args.{name}: the transformers engine has no such argument; it knows "
-                    f"{', '.join(_ARGUMENTS)}"
-                )
-        if self._config.rollout.tensor != 1:
-            raise EngineError(
-                f"rollout.tensor={self._config.rollout.tensor}: the transformers engine runs on one device; use 1, or "
-                "rollout.engine=vllm"
-            )
-
     def _load(self) -> DecodeScheduler:
         from transformers import AutoModelForCausalLM
 

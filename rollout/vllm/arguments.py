@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollout.engine_arguments import check_arguments
 from rollout.vllm.worker_names import BACKEND, WORKER_EXTENSION
 from slime_like.errors import EngineError
 
@@ -15,22 +16,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from slime_like.config import RunConfig
-
-_OWNED = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_model_len": "rollout.max_model_len",
-    "tensor_parallel_size": "rollout.tensor",
-    "distributed_executor_backend": None,
-    "seed": "seed",
-    "logprobs_mode": None,
-    "worker_extension_cls": None,
-    "weight_transfer_config": None,
-    "skip_tokenizer_init": None,
-    "enable_log_requests": None,
-}
-"""Arguments this adapter sets itself, and the configuration key to use instead."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
@@ -74,15 +59,11 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     extra = config.rollout.engine_args
+    check_arguments("vllm", config.rollout)
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in extra:
         if name not in known:
             raise EngineError(f"rollout.engine_args.{name}: vLLM has no such argument; see `vllm serve --help`")
-        if name in _OWNED:
-            instead = (
-                f"set {_OWNED[name]} instead" if _OWNED[name] else "leave it out, the adapter depends on its value"
-            )
-            raise EngineError(f"rollout.engine_args.{name} is refused: {instead}")
     return AsyncEngineArgs(**{**_defaults(config), **extra, **_owned(config, engine_index)})
 
 

@@ -13,6 +13,7 @@ from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVA
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
+from slime_like.config.engine_arguments import engine_problems
 from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.config.families import family_problems
@@ -47,7 +48,9 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
     """
     problems = [*_names(config), *fsdp_problems(config), *_steps(config), *_streaming(config)]
     if not config.supervised:
-        problems += [*_devices(config), *_sync(config), *_sampling(config), *_pipeline(config)]
+        problems += engine_problems(config.rollout.engine, config.rollout)
+        problems += [*_devices(config), *_sync(config), *_sampling(config)]
+        problems += _pipeline(config)
         problems += [*_evaluation(config), *_rewards(config), *_environment(config)]
     if dimensions is not None:
         problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]

@@ -42,7 +42,7 @@ class ReferenceConfig(Section):
         0,
         ge=0,
         description="After every so many steps the policy becomes the reference; 0 keeps the one that the run starts "
-        "with. Workers may score groups that were sampled ahead (`rollout.max_staleness`) with the one before.",
+        "with. Workers may score groups that were sampled ahead (`rollout.max_staleness`) with an earlier one.",
     )
     workers: int = Field(1, ge=1, description="For placement workers: how many; a group goes to the least busy one.")
     parallel: ParallelConfig = Field(

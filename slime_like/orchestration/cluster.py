@@ -112,12 +112,16 @@ class Cluster:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray puts a handler of its own on SIGTERM, which ends the process without any cleaning up."""
+    """Ray puts a handler of its own on SIGTERM, which exits with the signal's number and without a word."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    try:
+        yield
+    except SystemExit as error:  # a signal that came to Ray's handler
+        raise KeyboardInterrupt from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

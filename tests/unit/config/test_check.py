@@ -99,6 +99,22 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--trainer.fsdp.accumulate", "sharded"],
         "trainer.fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp",
     ),
+    (
+        ["--rollout.engine", "vllm", "--rollout.engine_args.tensor_parallel_size", "2"],
+        "rollout.engine_args.tensor_parallel_size is refused: set rollout.tensor instead",
+    ),
+    (
+        ["--rollout.engine", "sglang", "--rollout.engine_args.enable_lora", "true"],
+        "rollout.engine_args.enable_lora is refused: weights are updated whole",
+    ),
+    (
+        ["--rollout.engine", "transformers", "--rollout.engine_args.block_size", "32"],
+        "rollout.engine_args.block_size: the transformers engine has no such argument; it knows attn_implementation, ",
+    ),
+    (
+        ["--rollout.engine", "transformers", "--rollout.tensor", "2"],
+        "rollout.tensor=2: the transformers engine runs on one device; use 1, or rollout.engine=vllm",
+    ),
     (["--model.path", "TMP/none"], "model.path=TMP/none is no directory; give a Hugging Face checkpoint directory"),
     (["--model.path", "TMP"], "model.path=TMP: no config.json there; give a Hugging Face checkpoint directory"),
     (["--run_dir", "TMP/train.jsonl"], "run_dir=TMP/train.jsonl is a file; give a directory"),
