@@ -21,7 +21,7 @@ from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.fsdp import axis_problems, fsdp_problems
 from slime_like.config.import_path import import_path_problem
 from slime_like.config.latent import latent_problems
-from slime_like.config.layout import layout_problems
+from slime_like.config.layout import engine_rank_problems, layout_problems
 from slime_like.config.run import RunConfig
 from slime_like.config.weight_files import weight_file_problems
 from slime_like.data.dump_names import rollouts_name
@@ -30,7 +30,7 @@ from slime_like.environments.observations import PLACE
 from slime_like.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.environments.registry import build_environment
 from slime_like.errors import ConfigError
-from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, check_options, known_names, resolve_reward
+from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, known_names, resolve_reward, try_options
 
 
 def check(config: RunConfig) -> list[str]:
@@ -54,6 +54,7 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
         problems += [*_evaluation(config), *_rewards(config), *_environment(config)]
     if dimensions is not None:
         problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
+        problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
         problems += [*_experts(config, dimensions), *_lengths(config, dimensions)]
     return problems
 
@@ -79,6 +80,7 @@ def check_trainer(config: RunConfig) -> list[str]:
     problems += [*attention_problems(config), *fsdp_problems(config)]
     if dimensions is not None:
         problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
+        problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
         problems += _experts(config, dimensions)
     return problems
 
@@ -376,7 +378,7 @@ def _rewards(config: RunConfig) -> Iterator[str]:
                 yield f"{field} {problem}"
         elif function.name in REGISTERED:
             try:
-                check_options(function.name, resolve_reward(function.name), function.options)
+                try_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.trainer import ParallelConfig
 
 
@@ -25,6 +26,16 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
     for stage in order[: num_layers % num_stages]:
         layers[stage] += 1
     return layers
+
+
+def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
+    """vLLM and SGLang give each of an engine's ranks as many attention heads; what else they ask they say themselves."""
+    if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
+        return []
+    return [
+        f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
+        f"{_either(_divisors(dimensions.num_heads))}"
+    ]
 
 
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:

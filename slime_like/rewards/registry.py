@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -27,6 +28,10 @@ ENVIRONMENT = "environment"
 
 LOCAL = frozenset(REGISTERED) - {"http"}
 """Those of them that compute their reward here, from response and answer alone."""
+
+
+_PURE = frozenset({"format", "length"})
+"""Those that only look at their arguments, at once and with nothing to import."""
 
 
 def known_names() -> str:
@@ -68,3 +73,18 @@ def check_options(name: str, function: RewardCallable, options: Mapping[str, Any
         raise ValueError(
             f"options of reward function {name!r}: {error}; it takes {', '.join(takes) or 'none'}"
         ) from error
+
+
+def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
+    """As ``check_options``, and functions that touch nothing but their arguments are called with the options once.
+
+    Raises:
+        ValueError: the options do not fit, or the function cannot work with their values.
+    """
+    check_options(name, function, options)
+    if name not in _PURE:
+        return
+    try:
+        function("", "", "", **options)
+    except (ArithmeticError, TypeError, ValueError, re.error) as error:
+        raise ValueError(f"reward function {name!r} cannot work with them: {error}") from error

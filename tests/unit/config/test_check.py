@@ -115,6 +115,18 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--rollout.engine", "transformers", "--rollout.tensor", "2"],
         "rollout.tensor=2: the transformers engine runs on one device; use 1, or rollout.engine=vllm",
     ),
+    (
+        ["--rollout.engine", "sglang", "--rollout.tensor", "3"],
+        "rollout.tensor=3 does not divide the model's 16 attention heads; use 1, 2, 4, 8 or 16",
+    ),
+    (
+        ["--reward.functions", "[{name: format, options: {pattern: '('}}]"],
+        "reward.functions.0.options={'pattern': '('} do not fit: reward function 'format' cannot work with them: ",
+    ),
+    (
+        ["--reward.functions", "[{name: length, options: {limit: many}}]"],
+        "reward.functions.0.options={'limit': 'many'} do not fit: reward function 'length' cannot work with them: ",
+    ),
     (["--model.path", "TMP/none"], "model.path=TMP/none is no directory; give a Hugging Face checkpoint directory"),
     (["--model.path", "TMP"], "model.path=TMP: no config.json there; give a Hugging Face checkpoint directory"),
     (["--run_dir", "TMP/train.jsonl"], "run_dir=TMP/train.jsonl is a file; give a directory"),
