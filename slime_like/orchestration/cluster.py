@@ -136,7 +136,7 @@ def _few_helpers() -> Iterator[None]:
         ray._private.parameter.RayParams = parameters
 
 
-class _InGroupOfItsOwn(services.ConsolePopen):  # type: ignore[misc]  # Ray has no type of it
+class _InGroupOfItsOwn(services.ConsolePopen):
     """What ``ray.init`` starts a daemon with; see ``_own_process_groups``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
