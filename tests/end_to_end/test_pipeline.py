@@ -79,8 +79,8 @@ def test_what_is_left_out_is_in_the_ledger_with_its_reason(tiny: Tiny, tmp_path:
 
 
 def test_the_asynchronous_fsdp_recipe_trains_a_family_without_conversion(tiny: Tiny, tmp_path: Path) -> None:
-    """An engine, a reference worker and a trainer at once, micro-batches as they are full; the reference follows the
-    policy. Four multipliers of the model's must arrive in all three: logprobs are compared across them."""
+    """An engine, a reference worker and a trainer at once, micro-batches as they are full. Four multipliers of the
+    model's must arrive in all three: logprobs are compared across them."""
     run_dir, model = tmp_path / "run", tmp_path / "model"
     shutil.copytree(tiny.model, model)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -99,7 +99,6 @@ def test_the_asynchronous_fsdp_recipe_trains_a_family_without_conversion(tiny: T
             "--trainer.parallel.data", "1", "--trainer.target_tokens_per_batch", "128",
             "--trainer.optimizer.lr", "1e-3", "--trainer.optimizer.warmup_steps", "0",
             "--checkpoint.every", "3", "--trainer.cpu_threads", "1", "--logging.progress", "plain",
-            "--reference.update_interval", "2",
         ],
         tmp_path / "log",
     )  # fmt: skip
@@ -110,9 +109,7 @@ def test_the_asynchronous_fsdp_recipe_trains_a_family_without_conversion(tiny: T
     assert all(row["weights/probe_gap"] < 1e-4 for row in steps)
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps if not row["rollout/staleness_max"])
     divergence = [row["train_actor_training/approx_policy_kls"] for row in steps]
-    # The first two steps are measured from where the run began, the third also from what step 2 made of it.
-    assert 0 <= divergence[0] < 1e-9 < divergence[1] and divergence[2] >= 0
-    assert [path.name for path in (run_dir / "reference").iterdir()] == ["step-000002"]
+    assert 0 <= divergence[0] < 1e-9 < divergence[2]
     # Groups of a later step may have been scored during an earlier one.
     scored = sum(row["ref_actor_performance/response_tokens_processed"] for row in steps)
     assert scored >= sum(row["train_actor_training/num_tokens"] for row in steps)
