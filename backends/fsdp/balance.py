@@ -3,32 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.balance import RoutedTokens, sequence_load
+from slime_like.config.dimensions import ModelDimensions
+
+_RANKED_BY = 2
+"""Groups of experts are ranked by the sum of so many of their scores, as in DeepSeek-V3."""
 
 
-def balance_loss(routers: Sequence[Tensor], tokens: RoutedTokens, top_k: int, context: dist.ProcessGroup) -> Tensor:
-    """What is added to the loss of one micro-batch: this rank's tokens' share, summed over layers and scaled.
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """How a model's routers choose: the highest softmax, or sigmoids with a bias, within the best groups of experts.
 
-    Takes note of every layer's share in ``tokens.loss``.
-
-    Args:
-        routers: (T_local, E) logits of every layer.
-        tokens: whose they are.
+    Attributes:
         top_k: experts per token.
-        context: the ranks that hold parts of the same sequences.
+        groups, top_groups: groups of experts, and how many of them a token's experts may be in; for sigmoids.
+        biases: (E,) of every layer with experts, added to sigmoids for the choice; ``None`` for a softmax.
     """
-    total = torch.zeros((), dtype=torch.float32, device=routers[0].device)
-    for logits in routers:
-        scores = logits.softmax(dim=-1, dtype=torch.float32)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(top_k, dim=-1).indices, True)
-        load = sequence_load(chosen, tokens, top_k, context)
-        # The sum over tokens of <f of its sequence, its softmax> is sum_s T_s * <f, P>.
-        loss = scores.shape[-1] * (scores * load[tokens.sequence]).sum()
-        tokens.loss.sums.append(loss.detach().double())
-        total = total + loss
-    return tokens.loss.scale * total
+
+    top_k: int
+    groups: int
+    top_groups: int
+    biases: Sequence[Tensor] | None
+
+    @classmethod
+    def of(cls, dimensions: ModelDimensions, biases: Sequence[Tensor]) -> Routers:
+        """Those of a known family; ``biases`` in the order of the layers."""
+        used = biases if dimensions.moe_sigmoid else None
+        return cls(dimensions.moe_top_k, dimensions.moe_groups, dimensions.moe_top_groups, used)
+
+    def balance_loss(self, logits: Sequence[Tensor], tokens: RoutedTokens, context: dist.ProcessGroup) -> Tensor:
+        """What is added to the loss of one micro-batch: this rank's tokens' share, summed over layers and scaled.
+
+        Takes note of every layer's share in ``tokens.loss``.
+
+        Args:
+            logits: (T_local, E) of every layer with experts.
+            tokens: whose they are.
+            context: the ranks that hold parts of the same sequences.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
+        biases: Sequence[Tensor | None] = self.biases or [None] * len(logits)
+        for own, bias in zip(logits, biases, strict=True):
+            probability = self._probability(own)
+            load = sequence_load(self._chosen(own, bias), tokens, self.top_k, context)
+            # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>.
+            loss = own.shape[-1] * (probability * load[tokens.sequence]).sum()
+            tokens.loss.sums.append(loss.detach().double())
+            total = total + loss
+        return tokens.loss.scale * total
+
+    def _probability(self, logits: Tensor) -> Tensor:
+        """(T, E) float32, sums to 1: the softmax, or sigmoids' share of their sum."""
+        if self.biases is None:
+            return logits.softmax(dim=-1, dtype=torch.float32)
+        affinity = logits.float().sigmoid()
+        return affinity / affinity.sum(dim=-1, keepdim=True)
+
+    @torch.no_grad()
+    def _chosen(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """(T, E) bool: DeepSeek-V3, arXiv:2412.19437, eq. 16, and section 2.1.2 for groups."""
+        scores = logits.float()
+        if bias is not None:
+            scores = scores.sigmoid() + bias
+            grouped = scores.unflatten(-1, (self.groups, -1))
+            rank = grouped.topk(_RANKED_BY, dim=-1).values.sum(dim=-1)
+            allowed = _marked(rank, self.top_groups)[..., None].expand_as(grouped).flatten(-2)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        return _marked(scores, self.top_k)
+
+
+def _marked(scores: Tensor, count: int) -> Tensor:
+    """Where the ``count`` highest of the last axis are."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)

@@ -209,7 +209,8 @@ class StoredCheckpoint:
 
 # ----------------------------------------------------------------------------------------------------------- the state
 def _model_state(model: LogprobModel) -> dict[str, Tensor]:
-    return {MODEL + name: parameter.detach() for name, parameter in model.parameters_by_name().items()}
+    tensors = model.parameters_by_name() | model.kept_by_name()
+    return {MODEL + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tensor]:

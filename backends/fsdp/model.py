@@ -20,7 +20,7 @@ from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import HEADS
+from slime_like.config.dimensions import HEADS, keeps_type
 from slime_like.errors import ConfigError
 
 _PREFIX = "hugging_face."
@@ -103,6 +103,13 @@ class LogprobModel(nn.Module):
         self.shard_weights()
         return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in self.named_parameters()}
 
+    def kept_by_name(self) -> dict[str, Tensor]:
+        """Routers' biases under the names that checkpoints have for them: whole on every rank, float32, never trained.
+
+        Nothing else of a checkpoint is no parameter (``build`` sees to it).
+        """
+        return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
+
     def own_logits(self, tokens: Tensor) -> Tensor:
         """(T, V) logits of one sequence as transformers computes them, attention and masks included. Collective."""
         self.hugging_face.set_attn_implementation("eager")
@@ -145,8 +152,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     """
     with _parameters_on_meta():
         model = _model(config, torch.float32)
-    _require_parameters_alone(model.hugging_face)
-    # They follow from the configuration alone and are in no checkpoint.
+    _require_nothing_else(model.hugging_face)
+    # They follow from the configuration alone and are in no checkpoint, or, as routers' biases, will be read from it.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     recompute_layers(model, config.trainer.recompute)
     _shard(model, config, groups)
@@ -192,7 +199,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         raise ConfigError(
             [f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"]
         )
-    names = checkpoint_names(hugging_face, path)
+    names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
     return LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
 
 
@@ -260,19 +267,26 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _require_parameters_alone(hugging_face: nn.Module) -> None:
-    """A checkpoint's tensors must all be trained: others would neither be loaded nor reach the engines.
+def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:
+    """Buffers that have a part in routers' choices alone, by module name, in the order of the layers."""
+    return {name: buffer for name, buffer in hugging_face.named_buffers() if keeps_type(name)}
+
+
+def _require_nothing_else(hugging_face: nn.Module) -> None:
+    """A checkpoint's tensors must be parameters or routers' biases: others would neither be loaded nor reach engines.
 
     Raises:
         ConfigError: names such buffers.
     """
-    parameters = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
-    kept = [name for name in hugging_face.state_dict() if name not in parameters]
-    if kept:
+    known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)} | set(
+        routing_biases(hugging_face)
+    )
+    others = [name for name in hugging_face.state_dict() if name not in known]
+    if others:
         raise ConfigError(
             [
-                f"model.path: {len(kept)} tensors of its checkpoint are no parameters ({kept[0]}, ...), which "
-                "trainer.backend=fsdp does not keep; use trainer.backend=megatron where it knows the family"
+                f"model.path: {len(others)} tensors of its checkpoint are neither parameters nor routers' biases "
+                f"({others[0]}, ...), which trainer.backend=fsdp does not keep; use another model"
             ]
         )
 

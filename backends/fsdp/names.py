@@ -1,4 +1,4 @@
-"""A model's parameters as the tensors of its Hugging Face checkpoint.
+"""A model's parameters, and its routers' biases, as the tensors of its Hugging Face checkpoint.
 
 Most are one tensor under the same name. transformers keeps the experts of a layer in two stacks, (E, 2I, H) with the
 gate's rows above those of the up projection, and (E, H, I); checkpoints have every expert's matrices by themselves.
@@ -8,6 +8,7 @@ Reading and writing follow the same pieces, so that they cannot disagree.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,18 +66,19 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
     ]
 
 
-def checkpoint_names(hugging_face: Any, path: Path) -> dict[str, str]:
-    """What every parameter is called in checkpoints, by its module name; a stack of experts keeps the latter.
+def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) -> dict[str, str]:
+    """What every tensor is called in checkpoints, by its module name; a stack of experts keeps the latter.
 
     transformers knows how the checkpoints of every family are arranged, and has the last word.
 
     Args:
         hugging_face: on the meta device.
+        kept: tensors of its checkpoint that are no parameters, by module name.
 
     Raises:
         ConfigError: it would store other tensors, of these names or shapes, than ``stored_shapes`` says.
     """
-    values = dict(hugging_face.named_parameters())
+    values = {**dict(hugging_face.named_parameters()), **kept}
     theirs = _stored(hugging_face, values)
     names = {name: _renamed(hugging_face, name, value, theirs) for name, value in values.items()}
     ours: dict[str, Shape] = {}

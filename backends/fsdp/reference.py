@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from backends.fsdp.model import LogprobModel
-from backends.fsdp.weights import copy_into, host_copies, shard_of
+from backends.fsdp.weights import copy_into, host_copies, own_tensors
 
 
 class ReferenceWeights:
@@ -19,7 +19,7 @@ class ReferenceWeights:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model computes with the reference's weights; afterwards the policy's are back, bit for bit."""
-        policy = [shard_of(parameter).detach().clone() for parameter in self._model.parameters_by_name().values()]
+        policy = [tensor.clone() for tensor in own_tensors(self._model)]
         copy_into(self._model, self._frozen)
         try:
             yield

@@ -20,7 +20,7 @@ from backends.common.objective import Objective
 from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.fsdp import checkpoint, offload, own_forward, parallel
-from backends.fsdp.balance import balance_loss
+from backends.fsdp.balance import Routers
 from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.micro_batch import BatchBuilder, MicroBatch
 from backends.fsdp.model import LogprobModel, build, computes_alike
@@ -236,7 +236,8 @@ class FsdpTrainer:
         loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
         if batch.routed is None:
             return loss
-        return loss + balance_loss(routers, batch.routed, self.dimensions.moe_top_k, self.groups.context)
+        chosen = Routers.of(self.dimensions, list(self.model.kept_by_name().values()))
+        return loss + chosen.balance_loss(routers, batch.routed, self.groups.context)
 
     def _forward(self, batch: MicroBatch, routers: bool) -> tuple[Tensor, ...]:
         shard = batch.shard
@@ -276,7 +277,7 @@ class FsdpTrainer:
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
         if balance is None:
             return stats
-        return replace(stats, moe_aux_loss=balance.mean(self.dimensions.num_layers, self.device))
+        return replace(stats, moe_aux_loss=balance.mean(len(self.dimensions.expert_layers), self.device))
 
     # ---------------------------------------------------------------------------------------------------------- scoring
     def score(

@@ -14,7 +14,7 @@ from backends.common.agreement import together
 from backends.common.hf_files import HfCheckpoint, Shape
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
-from slime_like.config.dimensions import EMBEDDING, HEADS
+from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions
 from slime_like.interfaces import WeightBucket
 
 
@@ -35,13 +35,13 @@ def first_row(parameter: nn.Parameter | Tensor) -> int:
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
     """Names and shapes of a whole checkpoint of this model."""
     shapes: dict[str, Shape] = {}
-    for name, parameter in model.parameters_by_name().items():
-        shapes |= stored_shapes(name, tuple(parameter.shape))
+    for name, tensor in (model.parameters_by_name() | model.kept_by_name()).items():
+        shapes |= stored_shapes(name, tuple(tensor.shape))
     return shapes
 
 
 def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
-    """Fill every parameter from a Hugging Face checkpoint. Collective over the world; each rank reads its rows alone.
+    """Fill every parameter and router's bias from a Hugging Face checkpoint. Collective over the world; each rank reads its rows alone.
 
     Raises:
         CheckpointError: missing or unexpected tensors, wrong shapes, damaged files or NaN; on every rank, even if only
@@ -55,8 +55,8 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) 
 def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     checkpoint = HfCheckpoint(directory)
     expected = checkpoint_shapes(model)
-    tied = model.tied_names()
-    checkpoint.require(expected, tied)
+    dimensions, tied = ModelDimensions.from_checkpoint(directory), model.tied_names()
+    checkpoint.require(expected, tied | {name for name in checkpoint.shapes() if dimensions.is_draft(name)})
     if dist.get_rank() == 0 and EMBEDDING in expected:  # the only one that reads more than its own part
         checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
     return checkpoint
@@ -69,6 +69,8 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
             if piece.view.numel():
                 values = checkpoint.read(piece.name, 0, piece.start, len(piece.view))
                 piece.view.copy_(values)
+    for name, bias in model.kept_by_name().items():
+        bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
 
 
 @torch.no_grad()
@@ -80,22 +82,28 @@ def export_buckets(
     rows: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
     """Stream all tensors in ``dtype``, at most ``bucket_bytes`` a bucket; a single larger parameter travels alone.
+    Routers' biases keep their float32: rounded, they would choose other experts.
 
     Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
     whole at a time beside the bucket; nobody ever holds the model.
 
     Args:
         rows: this rank's rows of something else of every parameter's shape, such as its gradient; by the model's names.
+            Routers' biases have none.
     """
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
-    for name, parameter in model.parameters_by_name().items():
-        size = parameter.numel() * dtype.itemsize
+    kept = model.kept_by_name() if rows is None else {}
+    for name, tensor in (model.parameters_by_name() | kept).items():
+        size = tensor.nbytes if name in kept else tensor.numel() * dtype.itemsize
         if nbytes and nbytes + size > bucket_bytes:
             yield WeightBucket(bucket)
             bucket, nbytes = [], 0
-        own = shard_of(parameter).detach() if rows is None else rows[name]
-        whole = _joined(own, parameter.shape, dtype, device)
+        if name in kept:
+            whole = tensor.clone()
+        else:
+            own = shard_of(tensor).detach() if rows is None else rows[name]
+            whole = _joined(own, tensor.shape, dtype, device)
         nbytes += size
         if dist.get_rank() == 0:
             bucket += [(piece.name, piece.view) for piece in pieces(name, whole)]
@@ -120,13 +128,19 @@ def _joined(own: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.de
     return whole[: shape[0]]
 
 
+def own_tensors(model: LogprobModel) -> list[Tensor]:
+    """Everything that a checkpoint sets of this rank's: its shards, and routers' biases."""
+    shards = [shard_of(parameter).detach() for parameter in model.parameters_by_name().values()]
+    return [*shards, *model.kept_by_name().values()]
+
+
 def host_copies(model: LogprobModel) -> list[Tensor]:
-    """This rank's shards, copied to host memory."""
-    return [shard_of(parameter).detach().to("cpu", copy=True) for parameter in model.parameters_by_name().values()]
+    """This rank's shards, and routers' biases, copied to host memory."""
+    return [tensor.to("cpu", copy=True) for tensor in own_tensors(model)]
 
 
 @torch.no_grad()
 def copy_into(model: LogprobModel, values: list[Tensor]) -> None:
-    """Overwrite this rank's shards; gathered copies of the old weights go."""
-    for parameter, value in zip(model.parameters_by_name().values(), values, strict=True):
-        shard_of(parameter).copy_(value)
+    """Overwrite what ``own_tensors`` has; gathered copies of the old weights go."""
+    for tensor, value in zip(own_tensors(model), values, strict=True):
+        tensor.copy_(value)

@@ -426,6 +426,7 @@ def _any_model(raw: dict[str, Any]) -> dict[str, Any]:
         "moe_top_k": _count(given, "num_experts_per_tok", 1) if experts else 0,
         "moe_ffn_hidden_size": _count(given, "moe_intermediate_size", ffn) if experts else 0,
         "attention_reach": _attention_reach(raw),
+        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
     }
 
 

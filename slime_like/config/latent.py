@@ -9,13 +9,9 @@ from slime_like.config.trainer import TrainerConfig
 
 
 def latent_problems(trainer: TrainerConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Why ``trainer`` cannot train latent attention, or routers with a bias, each with the remedy."""
+    """Why ``trainer`` cannot train latent attention, with the remedy."""
     if dimensions.latent is not None and trainer.attention == "transformer_engine":
         yield (
             "trainer.attention=transformer_engine is not there for latent attention (DeepSeek-V3's); use auto, ring or "
             "allgather"
-        )
-    if dimensions.moe_sigmoid and trainer.backend == "fsdp":
-        yield (
-            "trainer.backend=fsdp does not train routers with a bias that is no parameter (DeepSeek-V3's); use megatron"
         )

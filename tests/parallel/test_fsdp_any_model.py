@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from backends.fsdp.model import _require_nothing_else
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
@@ -30,7 +31,6 @@ from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
     "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged otherwise than its modules",
-    "Glm4MoeConfig": "tensors of its checkpoint are no parameters (model.layers.1.mlp.gate.e_score_correction_bias",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
     "Lfm2Config": "a sequence notices the one before it",
     "a factor that its head leaves out": "differ from those of transformers' own forward pass",
@@ -58,6 +58,18 @@ def test_what_packs_do_not_admit_is_refused_by_name(tmp_path: Path) -> None:
     (messages,) = run_ranks(_refusals, 1, tmp_path / "ranks", runs, wide)
     for (name, sentence), message in zip(REFUSED.items(), messages, strict=True):
         assert sentence in message, f"{name}: {message}"
+
+
+def test_a_buffer_of_the_checkpoint_is_refused_by_name() -> None:
+    """Those that follow from the configuration are in no checkpoint, and routers' biases are kept."""
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("angles", torch.zeros(2), persistent=False)
+    module.register_buffer("e_score_correction_bias", torch.zeros(2))
+    model = torch.nn.ModuleDict({"gate": module})
+    _require_nothing_else(model)
+    module.register_buffer("running_mean", torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"1 tensors of its checkpoint are neither .* \(gate\.running_mean, "):
+        _require_nothing_else(model)
 
 
 def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
@@ -120,12 +132,5 @@ def _checkpoint(name: str, directory: Path) -> Path:
 _FEATURES: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"head_dim": 16},
     "MixtralConfig": {"num_local_experts": 2},
-    "Glm4MoeConfig": {
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 16,
-        "head_dim": 16,
-        "n_group": 1,
-        "topk_group": 1,
-    },
     "Lfm2Config": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
 }

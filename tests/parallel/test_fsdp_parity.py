@@ -35,7 +35,7 @@ from tests.parallel.parity import (
 from tests.parallel.ranks import free_port, run_ranks
 from tests.parallel.steps import RankResult, by_stage, scored_packs
 
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
 LAYOUTS: dict[str, Settings] = {
     "single": {},
     "dp2": {"data": 2},
@@ -50,6 +50,7 @@ VARIANTS: dict[str, tuple[str, Settings]] = {
     "dp2-offload": ("qwen3", {"data": 2, "offload": True}),
     "cp2-ring-flash-attn": ("qwen3", {"context": 2, "attention": "ring_flash_attn"}),
     "cp4": ("llama", {"context": 4}),
+    "cp2-latent-ring-flash-attn": ("deepseek_v3_direct", {"context": 2, "attention": "ring_flash_attn"}),
 }
 
 
