@@ -278,7 +278,7 @@ def kernel_for(device_type: str) -> AttentionKernel:
     Shapes ("meta") stand for tensors on CUDA.
     """
     if device_type == "meta":
-        return CudaFlash()
+        return NarrowValues(CudaFlash())
     if device_type != "cuda":
         return NarrowValues(CpuFlash())
     return NarrowValues(CudaFlash() if find_spec("flash_attn") is None else FlashAttention())

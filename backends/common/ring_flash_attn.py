@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from backends.common.flash_attn_on_cpu import flash_attn_modules
@@ -70,13 +71,16 @@ def llama3_attention(
 ) -> Tensor:
     """Causal attention of every sequence over the whole context group: local (T, H, D) in, local (T, H, D) out.
 
+    The package gathers keys and values in one buffer: values narrower than keys are filled up with zeros on the way.
+
     Args:
         heads_k_stride: heads of k and v that are gathered together; must divide their number.
     """
+    width = v.shape[-1]
     out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
         q,
         k,
-        v,
+        F.pad(v, (0, k.shape[-1] - width)),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         segments.max_seqlen_q,
@@ -89,7 +93,7 @@ def llama3_attention(
         window_size=(-1, -1),
         group=group,
     )
-    return out
+    return out[..., :width]
 
 
 @cache

@@ -41,7 +41,9 @@ def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
 
 
 def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
-    """Fill every parameter and router's bias from a Hugging Face checkpoint. Collective over the world; each rank reads its rows alone.
+    """Fill every parameter and router's bias from a Hugging Face checkpoint. Collective over the world.
+
+    Each rank reads its rows alone.
 
     Raises:
         CheckpointError: missing or unexpected tensors, wrong shapes, damaged files or NaN; on every rank, even if only

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -108,18 +107,12 @@ class PackedCoreAttention(torch.nn.Module):
         elif layout.gather is not None:
             out = allgather_attention(query, key, value, layout.gather, self.scale, kernel, self.group)
         elif layout.llama3 is not None:
-            out = self._llama3(query, key, value, layout.llama3)
+            out = llama3_attention(query, key, value, layout.llama3, self.scale, self.group)
         elif layout.segments is not None:
             out = packed_attention(query, key, value, layout.segments, self.scale, kernel)
         else:
             raise ValueError("the micro-batch's PackedLayout has no boundaries of its sequences")
         return out.reshape(out.shape[0], -1)
-
-    def _llama3(self, query: Tensor, key: Tensor, value: Tensor, segments: Llama3Segments) -> Tensor:
-        """The package gathers keys and values in one buffer: narrower values are filled up with zeros."""
-        width = value.shape[-1]
-        value = F.pad(value, (0, query.shape[-1] - width))
-        return llama3_attention(query, key, value, segments, self.scale, self.group)[..., :width]
 
 
 class RotatedCoreAttention(PackedCoreAttention):

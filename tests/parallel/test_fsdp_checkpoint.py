@@ -261,8 +261,9 @@ def test_other_runs_are_refused_and_scoring_takes_its_weights(
     reference = Reference(root / "exported", configs[0].algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
-    bound = 1e-5 if dtype == "float32" else 0.1
-    torch.testing.assert_close(scorer.drawn.double(), expected, rtol=0, atol=bound)
+    gaps = (scorer.drawn.double() - expected).abs()
+    # In 16 bits a router may choose another expert for a token here and there.
+    assert gaps.max() < 1e-5 if dtype == "float32" else gaps.median() < 0.05, gaps
     assert "is of another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
 
