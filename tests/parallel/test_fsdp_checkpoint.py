@@ -166,11 +166,14 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -
     assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
 
 
-@pytest.fixture(scope="module", params=[("qwen2", "float32"), ("deepseek_v3", "bfloat16")], ids=lambda p: p[0])
+KINDS = [("qwen2", "float32"), ("qwen3_moe", "bfloat16"), ("deepseek_v3", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda p: p[0])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[Record]]:
     """A directory with the model and its checkpoints, the model's precision, and what was true when they were made.
 
-    One model is tied, the other a mixture of experts whose routers have biases."""
+    One model is tied, the others are mixtures of experts, the last one with biases in its routers."""
     family, dtype = request.param
     root = tmp_path_factory.mktemp(family)
     make_tiny_model(root / "model", family, tie_word_embeddings=family == "qwen2")
@@ -224,7 +227,7 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, lis
         found = load_file(directory / "model.safetensors")
         _same(found, saved[0].at_checkpoint, 0.0)
         kinds = {name.endswith("e_score_correction_bias"): str(tensor.dtype) for name, tensor in found.items()}
-        assert kinds == {False: f"torch.{dtype}"} | ({True: "torch.float32"} if dtype == "bfloat16" else {})
+        assert kinds == {False: f"torch.{dtype}"} | ({True: "torch.float32"} if "deepseek_v3" in root.name else {})
         _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
@@ -262,8 +265,10 @@ def test_other_runs_are_refused_and_scoring_takes_its_weights(
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
     gaps = (scorer.drawn.double() - expected).abs()
-    # In 16 bits a router may choose another expert for a token here and there.
-    assert gaps.max() < 1e-5 if dtype == "float32" else gaps.median() < 0.05, gaps
+    if "deepseek_v3" in root.name:  # in 16 bits its routers choose another expert for a token here and there
+        assert gaps.median() < 0.05, gaps
+    else:
+        assert gaps.max() < (1e-5 if dtype == "float32" else 0.1), gaps
     assert "is of another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
 

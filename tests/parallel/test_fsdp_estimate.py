@@ -28,9 +28,9 @@ def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
     return held
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_weights_and_moments_are_a_ranks_own(family: str, tmp_path: Path) -> None:
-    """Three ranks share nothing evenly: each has other rows of a vocabulary of 151, of 8 experts, of norms of 64."""
+    """Three ranks share nothing evenly: each has other rows of a vocabulary of 151, of experts and of norms of 64."""
     checkpoint = save_checkpoint(family, tmp_path / "model")
     config = RunConfig(
         run_dir=tmp_path,
