@@ -46,8 +46,8 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) 
     Each rank reads its rows alone.
 
     Raises:
-        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files or NaN; on every rank, even if only
-            one found it.
+        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN or infinity; on every
+            rank, even if only one found it.
     """
     what = f"loading {directory}"
     with together(lambda: _open_checked(model, directory), what, device) as checkpoint:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -111,29 +109,26 @@ class Cluster:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray puts a handler of its own on SIGTERM, which exits with the signal's number and without a word."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, ``module.name`` is ``value``: what ``ray.init`` reads and has no argument for."""
+    usual = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
-    except SystemExit as error:  # a signal that came to Ray's handler
-        raise KeyboardInterrupt from error
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        setattr(module, name, usual)
 
 
-@contextmanager
-def _few_helpers() -> Iterator[None]:
+def _own_signals() -> AbstractContextManager[None]:
+    """Ray puts a handler of its own on SIGTERM: it exits without a word, or not at all where the exit is swallowed."""
+    return _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
+
+
+def _few_helpers() -> AbstractContextManager[None]:
     """A cluster of our own neither grows nor repeats the workers' words here: ``ray.init`` starts a process for either,
     and has no argument that says no."""
-    parameters = ray._private.parameter.RayParams
-    ray._private.parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
-    try:
-        yield
-    finally:
-        ray._private.parameter.RayParams = parameters
+    module = ray._private.parameter
+    return _replaced(module, "RayParams", partial(module.RayParams, no_monitor=True, include_log_monitor=False))
 
 
 class _InGroupOfItsOwn(services.ConsolePopen):
@@ -143,20 +138,14 @@ class _InGroupOfItsOwn(services.ConsolePopen):
         super().__init__(*args, **kwargs, process_group=0)
 
 
-@contextmanager
-def _own_process_groups() -> Iterator[None]:
+def _own_process_groups() -> AbstractContextManager[None]:
     """Ray's daemons leave the driver's process group, so that a signal to all of it reaches the driver alone.
 
     ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
     gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
     driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
     """
-    usual = services.ConsolePopen
-    services.ConsolePopen = _InGroupOfItsOwn
-    try:
-        yield
-    finally:
-        services.ConsolePopen = usual
+    return _replaced(services, "ConsolePopen", _InGroupOfItsOwn)
 
 
 def _require_reachable(address: str) -> None:
