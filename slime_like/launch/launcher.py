@@ -61,13 +61,13 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
 
 
 def _take_place(options: LaunchOptions, config: RunConfig, words: LastWords) -> Verdict:
-    if options.leads:
-        _require_checked(config)
-    place = find_place(options)
     key_file = options.key_file or key_path(config.run_dir)
-    if options.leads:
-        return _lead(options, config, place, key_file, words)
-    return _follow(options, config, place, key_file)
+    if not options.leads:
+        return _follow(options, config, find_place(options), key_file)
+    # First of all: words that another node leaves while this one still checks are of this start.
+    others = {rank: _awaited(options, config, rank) for rank in range(1, options.nodes)}
+    _require_checked(config)
+    return _lead(options, config, find_place(options), key_file, words, others)
 
 
 def _leave(words: LastWords, verdict: Verdict) -> None:
@@ -167,10 +167,17 @@ def _alone(options: LaunchOptions, config: RunConfig) -> Verdict:
 
 
 # ------------------------------------------------------------------------------------------------------------- node 0
-def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, words: LastWords) -> Verdict:
+def _lead(
+    options: LaunchOptions,
+    config: RunConfig,
+    place: Place,
+    key_file: Path,
+    words: LastWords,
+    others: Mapping[int, Awaited],
+) -> Verdict:
     key = create_key(key_file)
     with RollCall(place.address, options.port, key, options.nodes, options.silence_s) as roll:
-        lead = _Lead(options, config, place, key_file, roll)
+        lead = _Lead(options, config, place, key_file, roll, others)
         with ExitStack() as stack:
             verdict = Verdict(FAILED, f"{place} ended without a word")
             try:
@@ -193,7 +200,15 @@ def _lead(options: LaunchOptions, config: RunConfig, place: Place, key_file: Pat
 class _Lead:
     """Node 0's way through a run."""
 
-    def __init__(self, options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, roll: RollCall) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        config: RunConfig,
+        place: Place,
+        key_file: Path,
+        roll: RollCall,
+        others: Mapping[int, Awaited],
+    ) -> None:
         self._options = options
         self._config = config
         self._place = place
@@ -201,7 +216,7 @@ class _Lead:
         self._roll = roll
         self._seen: set[str] = set()
         self._joined: set[str] = set()
-        self._awaited = {rank: _awaited(options, config, rank) for rank in range(1, options.nodes)}
+        self._others = others
         self._witness = Path()
 
     def run(self, stack: ExitStack) -> Verdict:
@@ -309,7 +324,7 @@ class _Lead:
             NodeEndedError: one of them has left word that it will not come.
         """
         for rank in missing:
-            self._awaited[rank].require_not_ended()
+            self._others[rank].require_not_ended()
 
     def _require_same_versions(self) -> None:
         ours = installed_versions()

@@ -15,6 +15,7 @@ from slime_like.orchestration.checkpoints import Checkpoint, latest_checkpoint
 from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+BACKEND = "backend"  # in a checkpoint's state: whose files it holds
 _TOLD = 8  # changed settings named; more make no sentence
 
 
@@ -23,7 +24,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
 
     Raises:
         CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
-        ConfigError: the run has finished.
+        ConfigError: the run has finished, or another backend wrote the checkpoint.
     """
     checkpoint = _asked_for(config)
     if checkpoint is not None:
@@ -84,6 +85,14 @@ def _is_own(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
 def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if not config.debug.load_rollouts:
         checkpoint.data_position()  # raises before anything starts
+    wrote = checkpoint.state.get(BACKEND, config.trainer.backend)
+    if wrote != config.trainer.backend:
+        raise ConfigError(
+            [
+                f"trainer.backend={config.trainer.backend}: {checkpoint.path} was written by {wrote}, whose files only "
+                f"it reads; resume with trainer.backend={wrote}, or start from its Hugging Face export"
+            ]
+        )
     if _is_own(config, checkpoint) and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
         raise ConfigError(
             [

@@ -19,7 +19,7 @@ from slime_like.observability.records import ReferenceRecord, RewardRecord, Roll
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
-from slime_like.orchestration.run_directory import write_summary
+from slime_like.orchestration.run_directory import BACKEND, write_summary
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.trainer_rank import StreamedStep
 from slime_like.orchestration.weight_sync import SyncReport
@@ -265,7 +265,7 @@ class StepRecorder:
             state = session.rollout.source.state_dict()
         elif session.prompts is not None:
             state = {"data": session.prompts.state_dict()}
-        state |= session.reference.state_dict()
+        state |= session.reference.state_dict() | {BACKEND: self._config.trainer.backend}
         if not self._config.checkpoint.async_save:
             self._tell_saved(session.checkpoints.save(step, state))
             return

@@ -178,6 +178,18 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path) 
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
 
 
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resume: str) -> None:
+    path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")
+    given = config(tmp_path, resume="auto" if resume == "auto" else str(path))
+    with pytest.raises(ConfigError, match=r"backend=megatron: .*step-000003 was written by fsdp, .*backend=fsdp"):
+        find_checkpoint(given)
+    fsdp = given.model_copy(update={"trainer": given.trainer.model_copy(update={"backend": "fsdp"})})
+    assert find_checkpoint(fsdp) is not None
+    write_checkpoint(tmp_path / "older", 3)  # says nothing: the trainers look for themselves
+    assert find_checkpoint(config(tmp_path, resume=str(tmp_path / "older" / "checkpoints" / "latest"))) is not None
+
+
 def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", 2)
     prepare_run_dir(config(tmp_path))
