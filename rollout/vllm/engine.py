@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 _SHUTDOWN_S = 3.0
 """For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
 _HEALTH_TIMEOUT_S = 10.0
+_BUILD_END_S = 60.0
+"""For a start that was given up while vLLM was still imported or configured, before there is a core to end."""
+_LOOK_AT_BUILD_S = 0.2
 _LOOK_EVERY_S = 1.0
 """Between looks at the engine core's process while a call to it is under way."""
 _SHARED_FILES = "/dev/shm/vllm_dist_"
@@ -43,7 +48,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         self._llm: AsyncLLM | None = None
         self._process_ids: tuple[int, ...] = ()
         self._shared_files: tuple[Path, ...] = ()
-        self._abandoned = False
+        self._built = threading.Event()
+        self._built.set()
 
     async def start(self) -> None:
         """Load the model and start the engine core's process.
@@ -53,7 +59,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 ``rollout.start_timeout_s``.
         """
         self._begin_anew()
-        self._abandoned = False
         before = process_ids()
         timeout = self._config.rollout.start_timeout_s
         try:
@@ -66,8 +71,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 # Asked once here, so that adding a request later never waits between its check and its registration.
                 await llm.get_supported_tasks()
         except BaseException as error:
-            self._abandoned = True
-            self._note_processes(before)
+            await asyncio.to_thread(self._end_build, before)
             await self.stop()
             raise self._start_error(error, timeout) from error
         self._note_processes(before)
@@ -192,10 +196,24 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
         from rollout.vllm.arguments import engine_arguments
 
-        llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
-        if self._abandoned:  # the start timed out while this thread could not be interrupted
-            llm.shutdown(_SHUTDOWN_S)
-        return llm
+        self._built.clear()
+        try:
+            return AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
+        finally:
+            self._built.set()
+
+    def _end_build(self, before: Collection[int]) -> None:
+        """A thread that builds cannot be interrupted; it ends when the core does that it starts and waits for."""
+        deadline = time.monotonic() + _BUILD_END_S
+        files: set[Path] = set()
+        while True:
+            built = self._built.wait(_LOOK_AT_BUILD_S)
+            self._note_processes(before)
+            files.update(self._shared_files)
+            if built or time.monotonic() > deadline:
+                break
+            end_processes(self._process_ids, 0.0)
+        self._shared_files = tuple(files)
 
     def _start_error(self, error: BaseException, timeout: float) -> BaseException:
         if isinstance(error, TimeoutError):

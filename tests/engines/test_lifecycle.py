@@ -136,10 +136,6 @@ def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path
             await engine.start()
 
     asyncio.run(scenario())
-    # A thread that builds vLLM cannot be interrupted: a core that it starts after the time is up ends when it is ready.
-    deadline = time.monotonic() + 120
-    while new_children(before) and time.monotonic() < deadline:
-        time.sleep(0.2)
     assert new_children(before) == []
 
 
