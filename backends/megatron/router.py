@@ -54,6 +54,10 @@ class BalancedRouter(TopKRouter):
             zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
             self.register_buffer(EXPERT_BIAS, zeros)
 
+    def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
+        """Counts loads for that rule, which is not run. Megatron's is compiled: 2 s of a core in every rank's first
+        step, and on a CPU in need of a C++ compiler."""
+
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """(t, E) probabilities and routing map. ``padding_mask`` is the micro-batch's ``RoutedTokens``, or ``None``.
 

@@ -7,6 +7,7 @@ random numbers drawn after loading with those drawn after saving.
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import shutil
@@ -164,23 +165,47 @@ def _run(function: Any, config: RunConfig, directory: Path, checkpoint: Path) ->
     return run_ranks(function, config.trainer.parallel.world_size, directory, config, checkpoint)
 
 
+@dataclass
+class Saved:
+    """A run that was saved and went on."""
+
+    config: RunConfig
+    checkpoint: Path
+    records: list[RankRecord]
+
+
+SavedBy = Callable[..., Saved]
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
+    """Of a layout and a type; made once for all tests that go on from it, none of which may change its files."""
+
+    @functools.cache
+    def save(layout: str, dtype: str = "float32") -> Saved:
+        root = tmp_path_factory.mktemp(f"{layout}-{dtype}")
+        config, checkpoint = _config(_model(root / "model", layout), root, LAYOUTS[layout], dtype), root / "checkpoint"
+        return Saved(config, checkpoint, _run(_save_and_go_on, config, root / "first", checkpoint))
+
+    return save
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        ("single", "float32"),
+    [  # others go on bit for bit from a save that was written behind training, below
         ("single-distributed", "float32"),
         ("tp2", "bfloat16"),
-        ("tp2-sp-dp2-distributed", "bfloat16"),
+        ("tp2-sp-dp2-distributed", "float32"),
         ("pp2-interleaved-distributed", "float32"),
         ("pp3-uneven-distributed", "float32"),
         ("ep2-distributed", "float32"),
         ("ep2", "float32"),
     ],
 )
-def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, tmp_path: Path) -> None:
-    config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
-    saved = _run(_save_and_go_on, config, tmp_path / "first", tmp_path / "checkpoint")
-    loaded = _run(_load_and_go_on, config, tmp_path / "second", tmp_path / "checkpoint")
+def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: SavedBy, tmp_path: Path) -> None:
+    run = saved_by(layout, dtype)
+    saved = run.records
+    loaded = _run(_load_and_go_on, run.config, tmp_path / "second", run.checkpoint)
     for what in ("at_checkpoint", "later"):
         _same(_merged(loaded, what), _merged(saved, what), 0.0)
     assert not torch.equal(
@@ -218,15 +243,13 @@ def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dt
         ("ep2-distributed", "single-distributed"),
     ],
 )
-def test_another_layout_continues_to_rounding(wrote: str, reads: str, tmp_path: Path) -> None:
-    model = _model(tmp_path / "model", wrote)
-    first = _config(model, tmp_path, LAYOUTS[wrote])
-    second = _config(model, tmp_path, LAYOUTS[reads])
-    saved = _run(_save_and_go_on, first, tmp_path / "first", tmp_path / "checkpoint")
-    loaded = _run(_load_and_go_on, second, tmp_path / "second", tmp_path / "checkpoint")
-    _same(_merged(loaded, "at_checkpoint"), _merged(saved, "at_checkpoint"), 0.0)
+def test_another_layout_continues_to_rounding(wrote: str, reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
+    saved = saved_by(wrote)
+    second = _config(saved.config.model.path, tmp_path, LAYOUTS[reads])
+    loaded = _run(_load_and_go_on, second, tmp_path / "second", saved.checkpoint)
+    _same(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"), 0.0)
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    _same(_merged(loaded, "later"), _merged(saved, "later"), 2e-5)
+    _same(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
@@ -293,11 +316,10 @@ def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Callable[[
     return file.name
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> None:
     """Nothing there, every kind of damaged file, another model, another schedule."""
-    whole = tmp_path / "whole"
-    config = _config(_model(tmp_path / "model", "single"), tmp_path, {})
-    _run(_save_and_go_on, config, tmp_path / "first", whole)
+    saved = saved_by("single")
+    whole, config = saved.checkpoint, saved.config
     directories = [tmp_path / f"damaged-{number}" for number in range(len(DAMAGE))]
     names = [
         _damaged_copy(whole, directory, pattern, damage)
@@ -324,11 +346,10 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
-def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, tmp_path: Path) -> None:
+def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
     """A byte of a weight, of a moment and of the last rank's file; whoever reads it, all ranks refuse."""
-    wrote = "tp2-sp-dp2-distributed"
-    model, whole = _model(tmp_path / "model", wrote), tmp_path / "whole"
-    _run(_save_and_go_on, _config(model, tmp_path, LAYOUTS[wrote]), tmp_path / "first", whole)
+    saved = saved_by("tp2-sp-dp2-distributed")
+    model, whole = saved.config.model.path, saved.checkpoint
     stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
     victims = [
         ("__0_0.distcp", "decoder.layers.mlp.linear_fc1.weight from [0, 0, 0] on"),
