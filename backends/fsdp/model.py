@@ -186,10 +186,13 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
             trust_remote_code=remote,
         )
     except (ValueError, ImportError, KeyError) as error:
+        # A model with a class for each kind of attention looks the name up among its own.
+        own = isinstance(error, KeyError) and error.args == (attention.NAME,)
+        reason = "its attention is a class of its own" if own else f"{type(error).__name__}: {error}"
         raise ConfigError(
             [
                 f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
-                f"({type(error).__name__}: {error}); use another, with model.trust_remote_code if it brings own code"
+                f"({reason}); use another, with model.trust_remote_code if it brings own code"
             ]
         ) from error
     # transformers leaves a padding token's embedding without gradient; here a token's id says nothing about it.

@@ -222,13 +222,28 @@ class ModelDimensions:
                 return cls._of_known(raw, path, architecture)
             except _UnsupportedError as reason:
                 foreign = f"{path}: {reason}"
-            return cls(family=OTHER, foreign=foreign, eos_token_ids=_eos_ids(raw, path.parent), **_any_model(raw))
+            return cls._of_another(raw, path, foreign)
         except KeyError as error:
             raise ConfigError(
                 [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
             ) from error
         except ValueError as error:
             raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+
+    @classmethod
+    def _of_another(cls, raw: dict[str, Any], path: Path, foreign: str) -> ModelDimensions:
+        """Of a family that transformers alone knows."""
+        try:
+            sizes = _any_model(raw)
+        except KeyError as error:
+            raise ConfigError(
+                [
+                    f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another "
+                    "that is known; trainer.backend=fsdp trains decoders with attention and a largest number of "
+                    "positions (if the key was lost, re-export the checkpoint with transformers)"
+                ]
+            ) from error
+        return cls(family=OTHER, foreign=foreign, eos_token_ids=_eos_ids(raw, path.parent), **sizes)
 
     @classmethod
     def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
@@ -387,9 +402,9 @@ def _latent_features(raw: dict[str, Any]) -> dict[str, Any]:
 
 # Other spellings of GPT-2's descendants and of mixtures of experts; the first one that is given counts.
 _SPELLINGS = {
-    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),

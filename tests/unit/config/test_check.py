@@ -588,7 +588,7 @@ UNREADABLE = {
     "list": ("[]", "no JSON object"),
     "architecture": (
         '{"architectures": ["GPT2LMHeadModel"]}',
-        "key 'hidden_size' is missing",
+        "model_type (none) gives no 'hidden_size', by this name or another that is known",
     ),
     "missing": ('{"architectures": ["Qwen3ForCausalLM"]}', "is missing"),
     "nested architectures": ('{"architectures": [["x"]]}', "architecture ['x'] is no causal language model; use "),
@@ -650,6 +650,13 @@ def test_of_another_family_what_is_not_known_is_refused(flags: list[str], tmp_pa
     reach, balance = check(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))[:2]
     assert "attend to 200 at most" in reach and "keep both within 200 tokens" in reach
     assert balance.startswith("algorithm.moe_aux_loss_coef=0.1: how routers of")
+
+
+def test_a_family_without_what_every_decoder_has_is_refused_by_name(flags: list[str], tmp_path: Path) -> None:
+    sizes = {"max_position_embeddings": None}
+    write_checkpoint(tmp_path / "model", architectures=["BloomForCausalLM"], model_type="bloom", **sizes)
+    problem = check(load_config(None, [*flags, *FSDP]))[0]
+    assert "model_type bloom gives no 'max_position_embeddings', by this name or another that is known" in problem
 
 
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
