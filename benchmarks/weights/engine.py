@@ -1,11 +1,12 @@
 """Whole updates of real engines: what loading and repacking take, and which share of it verification is.
 
-Half the layers of the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
+Each engine lives in a process of its own, as in a run, and the sender in this one. Half the layers of the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,9 @@ from torch import Tensor
 
 from benchmarks.weights.model import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, buckets_of
 from benchmarks.weights.transports import BUCKET_BYTES
-from rollout.transformers.engine import TransformersEngine
-from rollout.vllm.engine import VllmEngine
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.data.tiny_model import make_tiny_model
+from slime_like.hosting.engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.weights.exposure import Round, exposed_seconds
 from slime_like.weights.transports.base import Sender
@@ -30,6 +30,7 @@ from slime_like.weights.transports.registry import open_sender
 _REPEATS = 3
 _PROBE_TOKENS = 32
 _NAME = "shared_memory"
+_ENGINES = ("transformers", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +75,24 @@ def measure(scratch: Path) -> list[Row]:
     )
     weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    config = RunConfig(
+    return [
+        asyncio.run(_measure_engine(name, HostedEngine(_config(name, model, scratch), 0), weights)) for name in _ENGINES
+    ]
+
+
+def _config(engine: str, model: Path, scratch: Path) -> RunConfig:
+    bounds = {"start_timeout_s": 600, "request_timeout_s": 300}
+    return RunConfig(
         run_dir=scratch / "run",
         model=ModelConfig(path=model, dtype="bfloat16"),
         data=DataConfig(max_prompt_tokens=64),
-        rollout=RolloutConfig(max_new_tokens=64, start_timeout_s=600, request_timeout_s=300),
+        rollout=RolloutConfig(engine=engine, python=Path(sys.executable), max_new_tokens=64, **bounds),
     )
-    return [
-        asyncio.run(_measure_engine(name, kind(config, 0), weights))
-        for name, kind in (("transformers", TransformersEngine), ("vllm", VllmEngine))
-    ]
 
 
 async def _measure_engine(name: str, engine: RolloutEngine, weights: dict[str, Tensor]) -> Row:
     await engine.start()
-    sender = open_sender(
-        _NAME,
-        "engine-benchmark",
-    )
+    sender = open_sender(_NAME, "engine-benchmark")
     try:
         await engine.connect(_NAME, sender.rendezvous())
         updates = [await _update(engine, sender, weights, version) for version in range(1, _REPEATS + 2)][1:]

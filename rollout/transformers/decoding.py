@@ -15,6 +15,8 @@ from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
 """Tokens of one prefill forward, padding included; bounds its memory."""
+_SCORED_TOKENS = 512
+"""The same where logits of every position are needed."""
 
 
 class DecodeBatch:
@@ -34,7 +36,7 @@ class DecodeBatch:
             rows = 0 if self._cache is None else len(self._cache.lengths)
             logits = [self._decode(self._cache)] if self._cache is not None else []
             if rows < len(self.samples):
-                logits.append(self._prefill(self.samples[rows:]))
+                logits += self._prefill_waiting(rows)
             tokens, logprobs = draw_tokens(torch.cat(logits), self.samples)
         for sample, token, logprob in zip(self.samples, tokens, logprobs, strict=True):
             sample.append(token, logprob, version)
@@ -63,19 +65,36 @@ class DecodeBatch:
         mask, positions = cache.begin_token()
         logits = self._forward(last.to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
-        return logits
+        return logits[:, -1]
 
-    def _prefill(self, samples: Sequence[Sample]) -> Tensor:
-        """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once."""
+    def _prefill_waiting(self, rows: int) -> list[Tensor]:
+        """Logits (n, V) after the contexts of all samples behind the first ``rows``, in their order."""
+        waiting = sorted(self.samples[rows:], key=lambda sample: not sample.is_to_score)
+        self.samples[rows:] = waiting
+        scored = sum(sample.is_to_score for sample in waiting)
+        groups = ((waiting[:scored], True), (waiting[scored:], False))
+        return [self._prefill(group, score) for group, score in groups if group]
+
+    def _prefill(self, samples: Sequence[Sample], score: bool) -> Tensor:
+        """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once.
+
+        Args:
+            score: note the prompts' own logprobs, too.
+        """
         contexts = [tuple(sample.context) for sample in samples]
         unique = list(dict.fromkeys(contexts))
         width = max(map(len, unique))
         ids, mask = _left_padded(unique, width, self._model.device)
-        rows = max(1, _PREFILL_TOKENS // width)
-        parts = [self._prefill_rows(i, m) for i, m in zip(ids.split(rows), mask.split(rows), strict=True)]
+        rows = max(1, (_SCORED_TOKENS if score else _PREFILL_TOKENS) // width)
+        parts = [self._prefill_rows(i, m, score) for i, m in zip(ids.split(rows), mask.split(rows), strict=True)]
         place = {context: row for row, context in enumerate(unique)}
         index = torch.tensor([place[context] for context in contexts], device=self._model.device)
         self._join([part[1] for part in parts], index, mask.sum(dim=1)[index])
+        if score:
+            logprobs = [own for part in parts for own in part[2]]
+            for sample, context in zip(samples, contexts, strict=True):
+                before = width - len(context)  # padding
+                sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]
         return torch.cat([part[0] for part in parts])[index]
 
     def _join(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
@@ -84,12 +103,21 @@ class DecodeBatch:
         else:
             self._cache.join(prefilled, index, lengths)
 
-    def _prefill_rows(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, DynamicCache]:
+    def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
+        """Logits (n, V) after the last column, the cache, and, scored, (n, width - 1) logprobs of each next token."""
         # Without the model's configuration a layer keeps all columns, of which a sliding window's mask hides the old.
         cache = DynamicCache()
-        return self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache), cache
+        columns = range(ids.shape[1]) if score else (-1,)
+        logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
+        if not score:
+            return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)
+        logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        return logits[:, -1], cache, logprobs.cpu().numpy()
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, columns: Sequence[int] = (-1,)
+    ) -> Tensor:
+        """(n, len(columns), V) logits."""
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -98,17 +126,9 @@ class DecodeBatch:
             use_cache=True,
             # As an index: of a slice, which is not contiguous, torch 2.13 takes 100 times as long for the product with
             # the head, in bfloat16 on a CPU.
-            logits_to_keep=torch.tensor([ids.shape[1] - 1], device=ids.device),
+            logits_to_keep=torch.tensor(columns, device=ids.device),
         )
-        return output.logits[:, -1]
-
-
-def prompt_logprobs(model: Any, prompt: Sequence[int]) -> np.ndarray:
-    """(len(prompt) - 1,) float32 teacher-forced logprobs at temperature 1."""
-    with torch.inference_mode():
-        ids = torch.tensor([list(prompt)], device=model.device)
-        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
-        return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        return output.logits
 
 
 def _left_padded(contexts: Sequence[tuple[int, ...]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
 
         async with self._promising(request) as scheduler:
             samples = [self._sample(request, index) for index in range(request.num_samples)]
-            pending = PendingRequest(request.request_id, samples, request.prompt_logprobs)
+            pending = PendingRequest(request.request_id, samples)
             try:
                 scheduler.submit(pending)
                 return await asyncio.wrap_future(pending.result)
@@ -195,6 +195,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             sampling=request.sampling,
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
             stream=random.Random(seed),
+            wants_prompt_logprobs=request.prompt_logprobs,
         )
 
 

@@ -24,14 +24,21 @@ class Sample:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     stream: random.Random
+    wants_prompt_logprobs: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def context(self) -> list[int]:
         return self.prompt + self.token_ids
+
+    @property
+    def is_to_score(self) -> bool:
+        """Its prompt's logprobs are asked for, and not there yet."""
+        return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property
     def remaining_tokens(self) -> int:
@@ -46,14 +53,14 @@ class Sample:
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"
 
-    def to_generation(self, prompt_logprobs: np.ndarray | None) -> Generation:
+    def to_generation(self) -> Generation:
         assert self.finish_reason is not None
         return Generation(
             token_ids=np.asarray(self.token_ids, dtype=np.int64),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             weight_versions=np.asarray(self.versions, dtype=np.int64),
             finish_reason=self.finish_reason,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

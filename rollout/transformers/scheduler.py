@@ -15,9 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from rollout.transformers.decoding import DecodeBatch, prompt_logprobs
+from rollout.transformers.decoding import DecodeBatch
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode
@@ -32,9 +30,7 @@ class PendingRequest:
 
     request_id: str
     samples: list[Sample]
-    wants_prompt_logprobs: bool
     result: Future[list[Generation]] = field(default_factory=Future)
-    prompt_logprobs: np.ndarray | None = None
 
     @property
     def is_done(self) -> bool:
@@ -50,7 +46,6 @@ class DecodeScheduler:
     """Owns the thread. Public methods may be called from any thread and never wait for a step."""
 
     def __init__(self, model: Any, max_batch_size: int) -> None:
-        self._model = model
         self._max_batch_size = max_batch_size
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: EngineError | None = None
@@ -140,13 +135,11 @@ class DecodeScheduler:
         return self._pause_mode == "wait" and bool(self._batch.samples)
 
     def _admit(self) -> None:
-        """Waiting requests join the batch, as far as there is room; prompts that are to be scored are scored."""
+        """Waiting requests join the batch, as far as there is room."""
         room = self._max_batch_size - len(self._batch.samples)
         while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
             request = self._waiting.pop(0)
             room -= len(request.samples)
-            if request.wants_prompt_logprobs:
-                request.prompt_logprobs = prompt_logprobs(self._model, request.samples[0].prompt)
             self._running.append(request)
             self._batch.add(request.samples)
 
@@ -193,7 +186,7 @@ class DecodeScheduler:
 def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
     for request in requests:
         if request.is_done:
-            _settle_future(request.result, [s.to_generation(request.prompt_logprobs) for s in request.samples])
+            _settle_future(request.result, [s.to_generation() for s in request.samples])
     return [request for request in requests if not request.is_done]
 
 

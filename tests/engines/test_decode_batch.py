@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from rollout.transformers.attention import GROUPED_SDPA, register
-from rollout.transformers.decoding import DecodeBatch, prompt_logprobs
+from rollout.transformers.decoding import DecodeBatch
 from rollout.transformers.samples import Sample
 from slime_like.interfaces import SamplingParams
 
@@ -40,9 +40,17 @@ def _model(kind: str) -> PreTrainedModel:
     return model.double().eval().requires_grad_(False)
 
 
-def _sample(prompt: list[int], new_tokens: int, seed: int) -> Sample:
+def _sample(prompt: list[int], new_tokens: int, seed: int, score: bool = False) -> Sample:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
-    return Sample(prompt, sampling, frozenset(), random.Random(seed))
+    return Sample(prompt, sampling, frozenset(), random.Random(seed), wants_prompt_logprobs=score)
+
+
+def _teacher_forced(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
+    """(len(tokens) - 1,) logprobs of each token after those before it."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    logprobs = logits.float().log_softmax(dim=-1)
+    return logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
 
 
 def _run(model: PreTrainedModel, arrivals: dict[int, list[Sample]], forget_at: frozenset[int] = frozenset()) -> None:
@@ -63,7 +71,8 @@ def _arrivals(seed: int) -> dict[int, list[Sample]]:
     arrivals: dict[int, list[Sample]] = {}
     for number in range(12):
         prompt = [choose.randrange(61) for _ in range(choose.choice((1, 3, 30, 90)))]
-        samples = [_sample(prompt, choose.choice((1, 2, 9, 150)), 100 * number + index) for index in range(3)]
+        lengths = [choose.choice((1, 2, 9, 150)) for _ in range(3)]
+        samples = [_sample(prompt, n, 100 * number + i, score=number % 3 == 0) for i, n in enumerate(lengths)]
         arrivals.setdefault(choose.choice((0, 0, 1, 5, 40, 160)), []).extend(samples)
     return arrivals
 
@@ -77,8 +86,12 @@ def test_every_row_is_sampled_as_if_it_were_alone(kind: str) -> None:
     plain.load_state_dict(model.state_dict())
     for sample in (sample for samples in arrivals.values() for sample in samples):
         assert len(sample.token_ids) == sample.sampling.max_new_tokens
-        expected = prompt_logprobs(plain, sample.context)[len(sample.prompt) - 1 :]
-        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)  # norms compute in float32
+        expected = _teacher_forced(plain, sample.context)
+        prompt = len(sample.prompt) - 1
+        np.testing.assert_allclose(sample.logprobs, expected[prompt:], atol=1e-4)  # norms compute in float32
+        assert (sample.prompt_logprobs is None) == (not sample.wants_prompt_logprobs)
+        if sample.prompt_logprobs is not None:
+            np.testing.assert_allclose(sample.prompt_logprobs, expected[:prompt], atol=1e-4)
 
 
 def test_neighbours_do_not_change_what_a_row_draws() -> None:
@@ -101,5 +114,5 @@ def test_a_row_that_ends_makes_room_for_a_longer_context() -> None:
         batch.step(version=0)
     assert not batch.samples
     for sample in (*arrivals[0], *arrivals[3]):
-        expected = prompt_logprobs(model, sample.context)[len(sample.prompt) - 1 :]
+        expected = _teacher_forced(model, sample.context)[len(sample.prompt) - 1 :]
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
