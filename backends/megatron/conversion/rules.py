@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
-from slime_like.config.dimensions import LatentAttention, ModelDimensions
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.latent_attention import LatentAttention
 
 OUTPUT_LAYER = "output_layer.weight"
 

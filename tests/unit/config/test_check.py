@@ -15,7 +15,8 @@ from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.check import check, check_trainer
-from slime_like.config.dimensions import LatentAttention, ModelDimensions
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.latent_attention import LatentAttention
 from slime_like.config.layout import layers_per_stage, layout_problems
 from slime_like.config.load import load_config
 from slime_like.data.dump import dump_path
