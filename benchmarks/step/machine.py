@@ -14,11 +14,15 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Cores this process may use, the processor's name, and versions of what takes the time."""
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's name, as the kernel knows it."""
     names = [
         line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
     ]
-    model = names[0] if names else "unnamed CPU"
+    return names[0] if names else "unnamed CPU"
+
+
+def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Cores this process may use, the processor's name, and versions of what takes the time."""
     packages = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, {packages}"
+    return f"{len(os.sched_getaffinity(0))} cores of {processor_name(cpuinfo)}, {packages}"

@@ -1,0 +1,185 @@
+"""The command ``python -m benchmarks.trainer``: a trainer's step on one device.
+
+Megatron, FSDP, and Hugging Face's model with torch's attention on the same packs and on padded batches of the same
+sequences, each in a process of its own. On CUDA: Qwen3 of 0.6B, 1.7B and 4B in bfloat16 at 8k and 32k packed tokens. On
+a CPU: the tiny Qwen3 in float32 on a minibatch of the quickstart's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.step.machine import processor_name
+from benchmarks.trainer.batch import QUICKSTART_BUDGET, full_packs, quickstart_packs
+from benchmarks.trainer.measure import Figures, in_process, measure
+from benchmarks.trainer.shapes import SHAPES, write_checkpoint
+from benchmarks.trainer.sides import BackendSide, HuggingFaceSide, Side
+from benchmarks.trainer.table import Row, Workload, render
+from benchmarks.trainer.work import matmul_ceiling, step_flops
+from slime_like.config import RunConfig
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.onednn import use_onednn
+from slime_like.trajectory import PackedTrajectory
+
+HUGGING_FACE = ("hf-packed", "hf-padded")
+BACKENDS = ("megatron", "fsdp")
+RECOMPUTE = ("none", "full")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:
+        ceiling = in_process("matrix products", _ceiling, options.threads)
+        if ceiling is None:
+            sys.exit("error: matrix products did not fit the device's memory; is somebody else using it?")
+        head = _head(options, arguments, ceiling)
+        print(head, flush=True)
+        report = f"{head}\n\n{render(list(_rows(options, Path(directory))), ceiling)}"
+    print(report.removeprefix(head))
+    if options.result:
+        options.result.write_text(f"{report}\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    on_cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
+    shapes = [shape for shape in SHAPES if (shape != "tiny") == on_cuda]
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes, help="default: %(default)s")
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        nargs="+",
+        default=[8192, 32768] if on_cuda else None,
+        help="of a full pack; without it a step is a minibatch of the quickstart's (default: %(default)s)",
+    )
+    parser.add_argument("--micro-batches", type=_positive, default=4, help="full packs a step (default: %(default)s)")
+    sides = [*BACKENDS, *HUGGING_FACE]
+    parser.add_argument("--backend", nargs="+", choices=sides, default=sides, help="default: %(default)s")
+    parser.add_argument("--repeats", type=_positive, default=10, help="steps measured (default: %(default)s)")
+    parser.add_argument("--threads", type=_positive, help="of each process; all cores if left out")
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=RECOMPUTE,
+        default=list(RECOMPUTE),
+        help="of layers in backward, tried in this order: the first that fits the memory is measured "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--result", type=Path, help="also write the report to this file")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _rows(options: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    for shape in options.shapes:
+        model = directory / shape
+        write_checkpoint(shape, model, dtype)
+        for tokens in options.tokens or [None]:
+            work = _workload(shape, model, tokens, options.micro_batches)
+            for side in options.backend:
+                yield _row(side, work, model, tokens, options)
+
+
+def _row(side: str, work: Workload, model: Path, tokens: int | None, options: argparse.Namespace) -> Row:
+    for recompute in options.recompute:
+        print(f"{work.shape}, {work.tokens} tokens: {side}, recompute {recompute}", file=sys.stderr, flush=True)
+        config = _config(model, work.pack_tokens, side, recompute, options.threads)
+        figures = in_process(side, _measured, side, config, tokens, options.micro_batches, options.repeats)
+        if figures is not None:
+            break
+    return Row(work, side, recompute, figures)
+
+
+def _workload(shape: str, model: Path, tokens: int | None, count: int) -> Workload:
+    dimensions = ModelDimensions.from_checkpoint(model)
+    packs = _packs(dimensions, tokens, count)
+    real = sum(pack.actual_total_tokens for pack in packs)
+    return Workload(shape, tokens or QUICKSTART_BUDGET, len(packs), real, step_flops(dimensions, packs))
+
+
+def _packs(dimensions: ModelDimensions, tokens: int | None, count: int) -> list[PackedTrajectory]:
+    return quickstart_packs() if tokens is None else full_packs(tokens, count, dimensions.vocab_size)
+
+
+def _config(model: Path, budget: int, side: str, recompute: str, threads: int | None) -> RunConfig:
+    backend = side if side in BACKENDS else BACKENDS[0]
+    return RunConfig(
+        run_dir=model.parent / "run",
+        model={"path": model, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+        trainer={
+            "backend": backend,
+            "target_tokens_per_batch": budget,
+            "cpu_threads": threads,
+            "recompute": recompute,
+        },
+    )
+
+
+def _measured(side: str, config: RunConfig, tokens: int | None, count: int, repeats: int) -> Figures:
+    """In the side's own process."""
+    packs = _packs(ModelDimensions.from_checkpoint(config.model.path), tokens, count)
+    return measure(partial(_side, side, config, packs), repeats)
+
+
+def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:
+    if side in BACKENDS:
+        return BackendSide(side, config, packs)
+    _prepare(config.trainer.cpu_threads)
+    return HuggingFaceSide(
+        config.model.path,
+        getattr(torch, config.model.dtype),
+        packs,
+        padded=side == HUGGING_FACE[1],
+        budget=config.trainer.target_tokens_per_batch,
+        recompute=config.trainer.recompute != "none",
+    )
+
+
+def _prepare(threads: int | None) -> None:
+    """What trainer ranks do: without it, products on a CPU could be slower."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if not torch.cuda.is_available():
+        use_onednn()
+
+
+def _ceiling(threads: int | None) -> float:
+    _prepare(threads)
+    if torch.cuda.is_available():
+        return matmul_ceiling(torch.device("cuda"), torch.bfloat16)
+    return matmul_ceiling(torch.device("cpu"), torch.float32)
+
+
+def _head(options: argparse.Namespace, arguments: Sequence[str] | None, ceiling: float) -> str:
+    command = shlex.join(["python", "-m", "benchmarks.trainer", *(sys.argv[1:] if arguments is None else arguments)])
+    cores = options.threads or len(os.sched_getaffinity(0))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cores} threads of {processor_name()}"
+    attention = [name for name in ("transformer_engine", "flash_attn") if find_spec(name)]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformers"))
+    return (
+        f"`{command}`, {datetime.date.today()}, {device}, {packages}, {' and '.join(attention) or 'torch alone'} for "
+        f"attention. Matrix products: {ceiling / 1e12:.2f} TFLOP/s."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Times and memory of one side, in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.trainer.sides import Side
+from slime_like.errors import TrainerError
+
+_WARM_UP = 2
+_TIMEOUT_S = 1800.0
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Medians over the steps after the first two, in seconds.
+
+    Attributes:
+        start_s: until the weights are there.
+        score_s, forward_backward_s, update_s: parts of a step.
+        processor_s: CPU time of forward, backward and update.
+        peak_bytes: of the device's memory; without one, of the process's resident set.
+        grad_norm: of the first step, before clipping: equal where the same was computed.
+    """
+
+    start_s: float
+    score_s: float
+    forward_backward_s: float
+    update_s: float
+    processor_s: float
+    peak_bytes: int
+    grad_norm: float
+
+    @property
+    def step_s(self) -> float:
+        """Forward, backward and update."""
+        return self.forward_backward_s + self.update_s
+
+
+def measure(make: Callable[[], Side], repeats: int) -> Figures:
+    """Start a side, and run ``repeats`` steps after two to warm up."""
+    started = time.perf_counter()
+    side = make()
+    start_s = time.perf_counter() - started
+    parts: dict[str, list[float]] = {"score": [], "forward_backward": [], "update": [], "processor": []}
+    norms = []
+    for _ in range(_WARM_UP + repeats):
+        parts["score"].append(_seconds(side, side.score))
+        used = time.process_time()
+        parts["forward_backward"].append(_seconds(side, side.forward_backward))
+        parts["update"].append(_seconds(side, lambda: norms.append(side.update())))
+        parts["processor"].append(time.process_time() - used)
+    peak = _peak_bytes(side.device)
+    side.close()
+    middle = {name: statistics.median(values[_WARM_UP:]) for name, values in parts.items()}
+    return Figures(
+        start_s, middle["score"], middle["forward_backward"], middle["update"], middle["processor"], peak, norms[0]
+    )
+
+
+def _seconds(side: Side, part: Callable[[], object]) -> float:
+    _finish(side.device)
+    started = time.perf_counter()
+    part()
+    _finish(side.device)
+    return time.perf_counter() - started
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_process(name: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
+    """What ``function`` returns in a fresh process, which ends with it; ``None`` where the device's memory ran out.
+
+    Raises:
+        SystemExit: the process ended otherwise, or not in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=_deliver, args=(results, function, *arguments), daemon=True)
+    process.start()
+    process.join(_TIMEOUT_S)
+    if process.exitcode != 0:
+        process.kill()
+        how = "did not end in time" if process.exitcode is None else f"ended with {process.exitcode}"
+        raise SystemExit(f"{name}: {how}")
+    answer: _Result | None = results.get()
+    return answer
+
+
+def _deliver(results: Any, function: Callable[..., object], *arguments: Any) -> None:
+    try:
+        results.put(function(*arguments))
+    except (RuntimeError, TrainerError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        results.put(None)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Itself, or as the cause of a trainer's own sentence."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,76 @@
+"""The measurements, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.trainer.measure import Figures
+
+_COLUMNS = (
+    "model", "tokens a pack", "trained by", "recompute", "tokens/s", "forward + backward (s)", "optimizer (s)",
+    "of the ceiling, forward + backward", "of the ceiling, step", "peak memory (GiB)", "score (s)", "processor (s)",
+    "start (s)", "gradient norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one step is.
+
+    Attributes:
+        shape: name of the model.
+        pack_tokens, packs: of how many tokens, and how many of them.
+        tokens: real tokens of the step.
+        flops: of its forward and backward.
+    """
+
+    shape: str
+    pack_tokens: int
+    packs: int
+    tokens: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One side's figures; ``None`` where the device's memory did not suffice."""
+
+    workload: Workload
+    side: str
+    recompute: str
+    figures: Figures | None
+
+
+def render(rows: Sequence[Row], ceiling: float) -> str:
+    """A Markdown table.
+
+    Args:
+        ceiling: FLOP/s of matrix products.
+    """
+    lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    return "\n".join([*lines, *(_line(_cells(row, ceiling)) for row in rows)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(row: Row, ceiling: float) -> list[str]:
+    work, own = row.workload, row.figures
+    named = [work.shape, f"{work.pack_tokens:,}", row.side, row.recompute]
+    if own is None:
+        return [*named, "out of memory", *[""] * (len(_COLUMNS) - len(named) - 1)]
+    return [
+        *named,
+        f"{work.tokens / own.step_s:,.0f}",
+        f"{own.forward_backward_s:.3f}",
+        f"{own.update_s:.3f}",
+        f"{work.flops / own.forward_backward_s / ceiling:.1%}",
+        f"{work.flops / own.step_s / ceiling:.1%}",
+        f"{own.peak_bytes / 2**30:.2f}",
+        f"{own.score_s:.3f}",
+        f"{own.processor_s:.3f}",
+        f"{own.start_s:.1f}",
+        f"{own.grad_norm:.4g}",
+    ]

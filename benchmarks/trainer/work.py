@@ -1,0 +1,57 @@
+"""Arithmetic of a step, and the most that this device's matrix products do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from slime_like.config.dimensions import ModelDimensions
+from slime_like.trajectory import PackedTrajectory
+
+_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
+_REPEATS = 10
+
+
+def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -> float:
+    """FLOPs of forward and backward that nobody can do without: recomputation and padding are not counted.
+
+    6 for every parameter of a layer's matrices and token, and for every parameter of the head and response token: 2
+    forwards, 4 backwards. Attention is counted per sequence, and of it what causality leaves, half of L x L: 2 products
+    of 2 * L^2 / 2 * heads * head_dim forwards, 4 backwards, in every layer.
+    """
+    layers = dimensions.num_layers * dimensions.attention_parameters + dimensions.mlp_parameters(dimensions.moe_top_k)
+    head = dimensions.vocab_size * dimensions.hidden_size
+    width = dimensions.num_heads * (dimensions.head_dim + dimensions.value_dim) / 2
+    flops = 0.0
+    for pack in packs:
+        lengths = pack.cu_seqlens.diff().double()
+        attention = 6.0 * dimensions.num_layers * width * float((lengths * lengths).sum())
+        flops += 6.0 * (layers * pack.actual_total_tokens + head * int(pack.response_lens.sum())) + attention
+    return flops
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of some large square matrix products."""
+    return max(_product_speed(size, device, dtype) for size in _SIZES[device.type])
+
+
+def _product_speed(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    best = float("inf")
+    for _ in range(3):
+        _finish(device)
+        started = time.perf_counter()
+        for _ in range(_REPEATS):
+            torch.mm(a, b, out=out)
+        _finish(device)
+        best = min(best, (time.perf_counter() - started) / _REPEATS)
+    return 2.0 * size**3 / best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
