@@ -127,6 +127,11 @@ class Checksums:
             try:
                 found = _whole_file(self._directory / name)
             except FileNotFoundError as error:
+                if name not in self._files:
+                    raise CheckpointError(
+                        f"{self._directory}: was written by another trainer.backend, whose checkpoints have no {name}; "
+                        "use the one that wrote it, or the Hugging Face model that its run exported"
+                    ) from error
                 raise CheckpointError(
                     f"{self._directory}: not a whole training checkpoint ({name} is missing); use another one"
                 ) from error
