@@ -14,7 +14,9 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.config.attention import attention_problems
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.layout import layout_problems
+from slime_like.config.offload import offload_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
@@ -75,7 +77,7 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
     """
     dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
     reasons = {
-        layout.name: model_misfit(layout, dimensions, len(request.batch)) or package_misfit(layout.applied_to(config))
+        layout.name: model_misfit(layout, dimensions, len(request.batch)) or setting_misfit(layout.applied_to(config))
         for layout in everyone
     }
     _refuse(request, reasons)
@@ -121,9 +123,12 @@ def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) ->
     return None
 
 
-def package_misfit(config: RunConfig) -> str | None:
-    """Why a layout's attention cannot be used in this environment, or ``None``."""
-    return next(attention_problems(config), None)
+def setting_misfit(config: RunConfig) -> str | None:
+    """Why a layout's attention cannot be used in this environment, or does not go with another setting; or ``None``."""
+    problems = [*attention_problems(config), *fsdp_problems(config)]
+    if config.trainer.backend == "megatron":
+        problems += offload_problems(config)
+    return next(iter(problems), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:

@@ -16,23 +16,6 @@ from backends.megatron.head import LogprobModel
 from slime_like.config import RunConfig
 
 
-def offload_problems(config: RunConfig) -> list[str]:
-    """Why optimizer state cannot live in host memory, with the remedy."""
-    settings = config.trainer.optimizer
-    problems = []
-    if settings.offload and not settings.distributed:
-        # Megatron's other optimizers replace the parameters under the host optimizer, which would update stale copies.
-        problems.append(
-            "trainer.optimizer.offload needs trainer.optimizer.distributed, also on one rank; set distributed: true"
-        )
-    if settings.offload and config.model.dtype == "float32":
-        problems.append(
-            "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: bfloat16 "
-            "(main weights are float32 all the same)"
-        )
-    return problems
-
-
 def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
     """Megatron's DDP around every chunk: gradients add up in fp32 buffers and are summed over replicas."""
     optimizer = config.trainer.optimizer

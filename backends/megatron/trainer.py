@@ -28,7 +28,7 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
 from backends.megatron.model import build_chunks
-from backends.megatron.optimizer import Optimizer, offload_problems, wrap_for_data_parallel
+from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
 from backends.megatron.rotary import Rotary, inverse_frequencies
@@ -38,6 +38,7 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.families import family_problems
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
+from slime_like.config.offload import offload_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -77,7 +78,7 @@ class MegatronTrainer:
     @staticmethod
     def check(config: RunConfig) -> list[str]:
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
-        problems = schedule_problems(config) + offload_problems(config)
+        problems = [*schedule_problems(config), *offload_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             if foreign := [*family_problems(config, dimensions)]:

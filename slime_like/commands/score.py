@@ -11,6 +11,7 @@ from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.check import check_trainer
+from slime_like.config.directories import directory_problem
 from slime_like.config.help import fields_help
 from slime_like.config.load import load_config
 from slime_like.data.rows import SUFFIXES
@@ -82,15 +83,19 @@ def _file_problems(source: Path, output: Path) -> list[str]:
         problems.append(f"--output {output} is a directory; give a file")
     elif not output.absolute().parent.is_dir():
         problems.append(f"--output {output}: its directory does not exist; make it first")
+    elif output.exists() and not output.is_file():
+        problems.append(f"--output {output} is a device or a pipe, and would be replaced; give a file")
     elif source.is_file() and output.exists() and output.samefile(source):
         problems.append(f"--output {output} is the input; give another file")
+    elif problem := directory_problem(output.absolute().parent):
+        problems.append(f"--output {output}: its directory {problem}")
     return problems
 
 
 def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
     config = load_config(None, ["--run_dir", str(temporary_run_dir("score")), *source.flags, *flags])
-    problems = check_trainer(config)
+    problems = check_trainer(config, loads_model=source.weights is None)
     if problems:
         raise ConfigError(problems)
     return config

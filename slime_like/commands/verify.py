@@ -108,7 +108,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
     config = load_config(None, [*_named(model), *settings, *flags])
-    problems = check_trainer(config)
+    problems = check_trainer(config, loads_model=True)
     if problems:
         raise ConfigError(problems)
     return config

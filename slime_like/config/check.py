@@ -22,6 +22,7 @@ from slime_like.config.fsdp import axis_problems, fsdp_problems
 from slime_like.config.import_path import import_path_problem
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import engine_rank_problems, layout_problems
+from slime_like.config.offload import offload_problems
 from slime_like.config.run import RunConfig
 from slime_like.config.weight_files import weight_file_problems
 from slime_like.data.dump_names import rollouts_name
@@ -47,6 +48,8 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
         dimensions: the model's; ``None`` where they are not known, and what depends on them is left out.
     """
     problems = [*_names(config), *fsdp_problems(config), *_steps(config), *_streaming(config)]
+    if config.trainer.backend == "megatron":
+        problems += offload_problems(config)
     if not config.supervised:
         problems += engine_problems(config.rollout.engine, config.rollout)
         problems += [*_devices(config), *_sync(config), *_sampling(config)]
@@ -72,8 +75,12 @@ def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list
     return problems
 
 
-def check_trainer(config: RunConfig) -> list[str]:
-    """Problems of the trainer alone, for commands that start neither engines nor rewards and read no prompts."""
+def check_trainer(config: RunConfig, loads_model: bool = False) -> list[str]:
+    """Problems of the trainer alone, for commands that start neither engines nor rewards and read no prompts.
+
+    Args:
+        loads_model: the weights come from ``model.path``, unless ``model.weights`` says otherwise.
+    """
     dimensions, problems = _dimensions(config.model.path, "model.path")
     problems += _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
     problems += _start_weights(config)
@@ -82,6 +89,8 @@ def check_trainer(config: RunConfig) -> list[str]:
         problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
         problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
         problems += _experts(config, dimensions)
+        if loads_model and config.model.weights is None:
+            problems += _weights(config.model.path, "model.path", dimensions)
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face directory, a run with one checkpoint, and an input."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model")
+    (tmp_path / "dimensions").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "dimensions")
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     (step / "trainer").mkdir(parents=True)
     (step / "state.json").write_text('{"step": 2}')
@@ -80,6 +83,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["model", "--output", "model"], "--output model is a directory"),
     (["model", "--output", "no/out.jsonl"], "--output no/out.jsonl: its directory does not exist"),
     (["model", "--output", "./in.jsonl"], "--output in.jsonl is the input"),
+    (["model", "--output", "/dev/null"], "--output /dev/null is a device or a pipe, and would be replaced; give a"),
+    (["model", "--output", "/proc/out.jsonl"], "--output /proc/out.jsonl: its directory cannot be written to"),
+    (["dimensions"], "dimensions holds no *.safetensors file, so the model has no weights"),
 ]
 
 

@@ -10,7 +10,7 @@ from slime_like.cli import main
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
 from slime_like.verification.layouts import parse_layout
-from slime_like.verify import device_misfit, package_misfit
+from slime_like.verify import device_misfit, setting_misfit
 from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
 
 REFUSED: list[tuple[list[str], str]] = [
@@ -27,6 +27,8 @@ REFUSED: list[tuple[list[str], str]] = [
         "layout tp3: trainer.parallel.tensor=3 does not divide the model's 16 attention",
     ),
     (["--layouts", "dp2-ep2"], "layout dp2-ep2: trainer.parallel.expert=2, but the model has no experts"),
+    (["--trainer.optimizer.offload", "true"], "layout single: trainer.optimizer.offload needs trainer.optimizer.dist"),
+    (["--trainer.backend", "fsdp"], "layout single: trainer.optimizer.distributed=false: trainer.backend=fsdp always"),
     (["--layouts", "dp17"], "layout dp17: has 17 replicas, and the batch has 16 sequences"),
 ]
 
@@ -82,6 +84,6 @@ def test_attention_must_be_installed_for_a_layout_that_names_it(
 ) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
     monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: None)
-    reason = package_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
+    reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
     assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
-    assert package_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
+    assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
