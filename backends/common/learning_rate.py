@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step."""
+"""Learning rate and weight decay of every optimizer step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def total_updates(config: RunConfig) -> int:
 
 
 def schedule_problems(config: RunConfig) -> list[str]:
-    """Why the learning-rate schedule cannot be followed, with the remedy."""
+    """Why the schedule of learning rate and weight decay cannot be followed, with the remedy."""
     settings = config.trainer.optimizer
     problems = []
     if settings.decay != "constant" and settings.warmup_steps >= total_updates(config):
@@ -23,6 +23,11 @@ def schedule_problems(config: RunConfig) -> list[str]:
         )
     if settings.min_lr > settings.lr:
         problems.append(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}; lower it")
+    if settings.final_weight_decay is not None and settings.final_weight_decay < settings.weight_decay:
+        problems.append(
+            f"trainer.optimizer.final_weight_decay={settings.final_weight_decay:g} is below "
+            f"weight_decay={settings.weight_decay:g}, and weight decay only grows; use at least that"
+        )
     return problems
 
 
@@ -43,3 +48,12 @@ def learning_rate(config: RunConfig, update: int) -> float:
     passed = (update - warmup) / (end - warmup)
     remaining = 1.0 - passed if settings.decay == "linear" else 0.5 * (math.cos(math.pi * passed) + 1.0)
     return settings.min_lr + remaining * (settings.lr - settings.min_lr)
+
+
+def weight_decay(config: RunConfig, update: int) -> float:
+    """Weight decay of optimizer step ``update`` (from 1): constant, or linear towards ``final_weight_decay``."""
+    settings = config.trainer.optimizer
+    if settings.final_weight_decay is None:
+        return settings.weight_decay
+    passed = min(1.0, update / total_updates(config))
+    return settings.weight_decay + passed * (settings.final_weight_decay - settings.weight_decay)

@@ -272,7 +272,10 @@ def _schedule(config: RunConfig) -> dict[str, Any]:
         "decay": settings.decay,
         "weight_decay": settings.weight_decay,
     }
-    if settings.decay != "constant":  # a constant rate does not depend on where the run ends: it may be made longer
+    grows = settings.final_weight_decay is not None
+    if grows:
+        schedule["final_weight_decay"] = settings.final_weight_decay
+    if settings.decay != "constant" or grows:  # what is constant does not depend on where the run ends: it may go on
         schedule["updates"] = total_updates(config)
     return schedule
 

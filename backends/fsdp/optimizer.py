@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.common.learning_rate import learning_rate
+from backends.common.learning_rate import learning_rate, weight_decay
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig
@@ -32,8 +32,8 @@ class Optimizer:
         matrices = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p)]
         others = [self._shards[name] for name, p in self._parameters.items() if not _decays(name, p)]
         groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": settings.weight_decay, "decays": True},
+            {"params": others, "weight_decay": 0.0, "decays": False},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -106,6 +106,8 @@ class Optimizer:
         self.updates += 1
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
+            if group["decays"]:
+                group["weight_decay"] = weight_decay(self._config, self.updates)
         for name, gradient in self.gradients().items():
             self._shards[name].grad = gradient
         self.adamw.step()

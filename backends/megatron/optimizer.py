@@ -73,6 +73,7 @@ class Optimizer:
 
     def __init__(self, config: RunConfig, chunks: list[DistributedDataParallel]) -> None:
         settings = config.trainer.optimizer
+        grows = settings.final_weight_decay is not None
         self._clip = settings.clip_grad
         self.megatron: Any = get_megatron_optimizer(
             megatron_settings(config),
@@ -88,9 +89,9 @@ class Optimizer:
             lr_decay_steps=max(total_updates(config), settings.warmup_steps + 1),
             lr_decay_style=settings.decay,
             start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
+            end_wd=settings.final_weight_decay if grows else settings.weight_decay,
+            wd_incr_steps=total_updates(config) if grows else 1,
+            wd_incr_style="linear" if grows else "constant",
         )
 
     @property

@@ -227,6 +227,12 @@ def _steps(config: RunConfig) -> Iterator[str]:
             f"trainer.optimizer.min_lr={optimizer.min_lr:g} is above trainer.optimizer.lr={optimizer.lr:g}; "
             "use at most the peak rate"
         )
+    final = optimizer.final_weight_decay
+    if final is not None and final < optimizer.weight_decay:
+        yield (
+            f"trainer.optimizer.final_weight_decay={final:g} is below trainer.optimizer.weight_decay="
+            f"{optimizer.weight_decay:g}, and weight decay only grows; use at least that"
+        )
     updates = config.steps * config.algorithm.epochs * minibatches
     if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
         yield (

@@ -33,6 +33,12 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
+    final_weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description="Weight decay of the run's last optimizer step, to which it grows linearly, by as much every step; "
+        "none keeps it as it is.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")

@@ -40,6 +40,11 @@ def _problems(checkpoint: Path, trainer: dict[str, Any]) -> list[str]:
         ("deepseek_v3", {"parallel": {"tensor": 3, "sequence": True}}, ["tensor=3", "4 attention heads", "2 or 4"]),
         ("deepseek_v3", {"attention": "transformer_engine"}, ["attention=transformer_engine", "latent attention"]),
         ("qwen3", {"optimizer": {"decay": "linear", "warmup_steps": 100}}, ["warmup_steps=100", "100 optimizer steps"]),
+        (
+            "qwen3",
+            {"optimizer": {"weight_decay": 0.1, "final_weight_decay": 0.05}},
+            ["final_weight_decay=0.05", "weight_decay=0.1"],
+        ),
         ("qwen3", {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, ["min_lr=1e-05", "lr=1e-06"]),
     ],
 )

@@ -275,10 +275,13 @@ def test_scoring_with_a_reference_that_is_not_loaded_is_refused(checkpoint: Path
 
 
 # ----------------------------------------------------------------------------------------------------------- supervised
-def _loss_of_one_step(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> tuple[float, list[float]]:
+def _loss_of_one_step(
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
+) -> tuple[float, list[float], list[set[float]]]:
+    """Of the first step; all steps' learning rates, and the weight decays of all parameter groups."""
     trainer = MegatronTrainer(config, placement)
     trainer.setup()
-    losses, rates = [], []
+    losses, rates, decays = [], [], []
     for _ in range(config.steps):
         trainer.begin_step()
         trainer.accumulate([pack])
@@ -286,8 +289,9 @@ def _loss_of_one_step(placement: RankPlacement, config: RunConfig, pack: PackedT
         assert stats is not None
         losses.append(float(stats.loss))
         rates.append(float(stats.learning_rate))
+        decays.append({round(group["weight_decay"], 6) for group in trainer.optimizer.megatron.param_groups})
     trainer.shutdown()
-    return losses[0], rates
+    return losses[0], rates, decays
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood(checkpoint: Path, tmp_path: Path) -> None:
@@ -296,7 +300,7 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood(checkpoint: Path, t
     pack = pack_sequences(sequences)
     pack.token_weights = pack.loss_mask.float()
     pack.old_logprobs = pack.logprobs = pack.ref_logprobs = pack.advantages = None
-    ((loss, _),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
+    ((loss, *_),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
     reference = Reference(checkpoint, config.algorithm)
     total = sum(-float(reference.score(s)[0][s.loss_mask].sum()) for s in sequences)
     assert loss == pytest.approx(total / float(pack.loss_mask.sum()), abs=1e-5)
@@ -307,15 +311,18 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood(checkpoint: Path, t
     [
         ({"decay": "constant"}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ({"decay": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        ({"decay": "linear", "warmup_steps": 2}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"decay": "linear", "warmup_steps": 2, "final_weight_decay": 0.4}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
         ({"decay": "cosine", "min_lr": 5e-4, "warmup_steps": 2}, [0.5, 1.0, 0.9268, 0.75, 0.5732, 0.5]),
     ],
 )
 def test_learning_rates_follow_the_schedule(
     settings: dict[str, Any], expected: list[float], checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Rates of six steps, in units of the peak rate."""
-    config = _config(checkpoint, tmp_path, steps=6, trainer={"optimizer": {"lr": 1e-3, **settings}})
+    """Rates of six steps, in units of the peak rate, and weight decays."""
+    optimizer = {"lr": 1e-3, "weight_decay": 0.1, **settings}
+    config = _config(checkpoint, tmp_path, steps=6, trainer={"optimizer": optimizer})
     pack = pack_sequences(scored_sequences(LENGTHS))
-    ((_, rates),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
+    ((_, rates, decays),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
     assert [rate / 1e-3 for rate in rates] == pytest.approx(expected, abs=1e-4)
+    growth = settings.get("final_weight_decay", 0.1) - 0.1
+    assert decays == [{0.0, round(0.1 + update / 6 * growth, 6)} for update in range(1, 7)]  # none on norms

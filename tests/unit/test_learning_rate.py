@@ -1,4 +1,4 @@
-"""The FSDP trainer's learning rates are those of Megatron's own scheduler."""
+"""The FSDP trainer's learning rates and weight decays are those of Megatron's own scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from backends.common.learning_rate import learning_rate, total_updates
+from backends.common.learning_rate import learning_rate, total_updates, weight_decay
 from slime_like.config import RunConfig
 
 
@@ -30,3 +30,23 @@ def test_rates_are_megatrons(decay: str, warmup: int) -> None:
     for update in range(1, total_updates(config) + 3):
         scheduler.step(1)
         assert learning_rate(config, update) == pytest.approx(group["lr"], rel=1e-12), update
+
+
+@pytest.mark.parametrize("final", [None, 0.05, 0.4])
+def test_weight_decay_is_megatrons(final: float | None) -> None:
+    config = RunConfig(
+        run_dir=Path("runs"), steps=5, model={"path": "m"},
+        trainer={"optimizer": {"weight_decay": 0.05, "final_weight_decay": final}},
+    )  # fmt: skip
+    norm: dict[str, Any] = {"lr": 0.0, "wd_mult": 0.0}
+    matrix: dict[str, Any] = {"lr": 0.0, "wd_mult": 1.0}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[matrix, norm]), init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0,
+        lr_decay_steps=5, lr_decay_style="constant", start_wd=0.05, end_wd=final or 0.05,
+        wd_incr_steps=5, wd_incr_style="linear",
+    )  # fmt: skip
+    for update in range(1, 8):
+        scheduler.step(1)
+        assert weight_decay(config, update) == pytest.approx(matrix["weight_decay"], rel=1e-12), update
+        assert norm["weight_decay"] == 0.0
+    assert weight_decay(config, 5) == pytest.approx(final or 0.05)

@@ -298,6 +298,18 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--algorithm.moe_aux_loss_coef", "0.01"],
         "algorithm.moe_aux_loss_coef=0.01, but the model has no experts to balance; set it to 0",
     ),
+    (
+        ["--trainer.optimizer.offload", "true", "--model.dtype", "float32"],
+        "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: bfloat16",
+    ),
+    (
+        ["--trainer.optimizer.offload", "true", "--trainer.optimizer.distributed", "false"],
+        "trainer.optimizer.offload needs trainer.optimizer.distributed, also on one rank; set distributed: true",
+    ),
+    (
+        ["--trainer.optimizer.weight_decay", "0.1", "--trainer.optimizer.final_weight_decay", "0"],
+        "trainer.optimizer.final_weight_decay=0 is below trainer.optimizer.weight_decay=0.1",
+    ),
     (["--trainer.optimizer.min_lr", "1"], "trainer.optimizer.min_lr=1 is above trainer.optimizer.lr=1e-06"),
     (
         ["--trainer.optimizer.warmup_steps", "100", "--trainer.optimizer.decay", "cosine"],
