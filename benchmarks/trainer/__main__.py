@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.step.machine import processor_name
 from benchmarks.trainer.batch import QUICKSTART_BUDGET, full_packs, quickstart_packs
-from benchmarks.trainer.measure import Figures, in_process, measure
+from benchmarks.trainer.measure import Figures, SideError, in_process, measure
 from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.sides import BackendSide, HuggingFaceSide, Side
 from benchmarks.trainer.table import Row, Workload, render
@@ -39,17 +39,24 @@ RECOMPUTE = ("none", "full")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """A side that fails does not take the others' figures with it; the exit code is 1 then."""
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:
-        ceiling = in_process("matrix products", _ceiling, options.threads)
+        ceiling = in_process(_ceiling, options.threads)
         if ceiling is None:
             sys.exit("error: matrix products did not fit the device's memory; is somebody else using it?")
         head = _head(options, arguments, ceiling)
         print(head, flush=True)
-        report = f"{head}\n\n{render(list(_rows(options, Path(directory))), ceiling)}"
+        rows = []
+        for row in _rows(options, Path(directory)):
+            rows.append(row)
+            print(row.summary, file=sys.stderr, flush=True)
+    report = f"{head}\n\n{render(rows, ceiling)}"
     print(report.removeprefix(head))
     if options.result:
         options.result.write_text(f"{report}\n", encoding="utf-8")
+    if any(row.failed for row in rows):
+        sys.exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,9 +108,11 @@ def _rows(options: argparse.Namespace, directory: Path) -> Iterator[Row]:
 
 def _row(side: str, work: Workload, model: Path, tokens: int | None, options: argparse.Namespace) -> Row:
     for recompute in options.recompute:
-        print(f"{work.shape}, {work.tokens} tokens: {side}, recompute {recompute}", file=sys.stderr, flush=True)
         config = _config(model, work.pack_tokens, side, recompute, options.threads)
-        figures = in_process(side, _measured, side, config, tokens, options.micro_batches, options.repeats)
+        try:
+            figures = in_process(_measured, side, config, tokens, options.micro_batches, options.repeats)
+        except SideError as error:
+            return Row(work, side, recompute, None, str(error))
         if figures is not None:
             break
     return Row(work, side, recompute, figures)

@@ -20,6 +20,10 @@ _TIMEOUT_S = 1800.0
 _Result = TypeVar("_Result")
 
 
+class SideError(Exception):
+    """A process that failed; its own traceback is on standard error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Medians over the steps after the first two, in seconds.
@@ -86,11 +90,11 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def in_process(name: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
+def in_process(function: Callable[..., _Result], *arguments: Any) -> _Result | None:
     """What ``function`` returns in a fresh process, which ends with it; ``None`` where the device's memory ran out.
 
     Raises:
-        SystemExit: the process ended otherwise, or not in time.
+        SideError: the process ended otherwise, or not in time.
     """
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
@@ -99,8 +103,7 @@ def in_process(name: str, function: Callable[..., _Result], *arguments: Any) -> 
     process.join(_TIMEOUT_S)
     if process.exitcode != 0:
         process.kill()
-        how = "did not end in time" if process.exitcode is None else f"ended with {process.exitcode}"
-        raise SystemExit(f"{name}: {how}")
+        raise SideError("did not end in time" if process.exitcode is None else f"ended with {process.exitcode}")
     answer: _Result | None = results.get()
     return answer
 

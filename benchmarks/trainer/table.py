@@ -13,6 +13,8 @@ _COLUMNS = (
     "start (s)", "gradient norm",
 )  # fmt: skip
 
+_OUT_OF_MEMORY = "out of memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -34,12 +36,27 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One side's figures; ``None`` where the device's memory did not suffice."""
+    """One side's figures.
+
+    Attributes:
+        figures: ``None`` where the device's memory did not suffice, or it failed.
+        failed: how it did.
+    """
 
     workload: Workload
     side: str
     recompute: str
     figures: Figures | None
+    failed: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """In one line."""
+        work = self.workload
+        named = f"{work.shape}, packs of {work.pack_tokens:,}, {self.side}, recompute {self.recompute}"
+        if self.figures is None:
+            return f"{named}: {self.failed or _OUT_OF_MEMORY}"
+        return f"{named}: {work.tokens / self.figures.step_s:,.0f} tokens/s"
 
 
 def render(rows: Sequence[Row], ceiling: float) -> str:
@@ -60,7 +77,7 @@ def _cells(row: Row, ceiling: float) -> list[str]:
     work, own = row.workload, row.figures
     named = [work.shape, f"{work.pack_tokens:,}", row.side, row.recompute]
     if own is None:
-        return [*named, "out of memory", *[""] * (len(_COLUMNS) - len(named) - 1)]
+        return [*named, row.failed or _OUT_OF_MEMORY, *[""] * (len(_COLUMNS) - len(named) - 1)]
     return [
         *named,
         f"{work.tokens / own.step_s:,.0f}",

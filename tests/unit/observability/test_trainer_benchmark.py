@@ -6,6 +6,7 @@ Not covered: times, CUDA, and the trainers themselves, whose gradient norm the t
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trainer.batch import full_packs, padded_batches, quickstart_packs
-from benchmarks.trainer.measure import Figures
+from benchmarks.trainer.measure import Figures, _deliver
 from benchmarks.trainer.sides import HuggingFaceSide
 from benchmarks.trainer.table import Row, Workload, render
 from benchmarks.trainer.work import step_flops
 from slime_like.algorithms.packing import pack_sequences, unpack_sequences
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.tiny_model import make_tiny_model
+from slime_like.errors import TrainerError
 
 TOKENS = 96
 
@@ -95,8 +97,35 @@ def test_main_weights_are_updated_in_float32(model: Path) -> None:
 def test_the_table_says_what_did_not_fit() -> None:
     work = Workload("4b", 8192, 4, 32768, 6e14)
     figures = Figures(1.0, 0.1, 0.8, 0.2, 1.0, 3 << 30, 2.5)
-    text = render([Row(work, "megatron", "none", figures), Row(work, "hf-packed", "full", None)], ceiling=1e15)
-    ours, theirs = text.splitlines()[2:]
+    rows = [
+        Row(work, "megatron", "none", figures),
+        Row(work, "hf-packed", "full", None),
+        Row(work, "fsdp", "none", None, "ended with 1"),
+    ]
+    text = render(rows, ceiling=1e15)
+    ours, theirs, failed = text.splitlines()[2:]
     assert "| 4b | 8,192 | megatron | none | 32,768 | 0.800 | 0.200 | 75.0% | 60.0% | 3.00 |" in ours
     assert "| 4b | 8,192 | hf-packed | full | out of memory |" in theirs
+    assert "| 4b | 8,192 | fsdp | none | ended with 1 |" in failed
     assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_memory_that_ran_out_is_known_behind_a_trainers_sentence() -> None:
+    results: list[object] = []
+    queue = SimpleNamespace(put=results.append)
+    _deliver(queue, _run_out_of_memory)
+    _deliver(queue, lambda: 3)
+    assert results == [None, 3]
+    with pytest.raises(TrainerError, match="the loss is not finite"):
+        _deliver(queue, _fail)
+
+
+def _run_out_of_memory() -> None:
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError as error:
+        raise TrainerError("rank 0, accumulate: OutOfMemoryError") from error
+
+
+def _fail() -> None:
+    raise TrainerError("rank 0, forward of micro-batch 0: the loss is not finite")
