@@ -123,7 +123,8 @@ def _shortest(values: Tensor) -> list[float]:
 
 @contextmanager
 def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
-    """A file that appears under its name when it is complete; what a failure leaves is removed."""
+    """A file that appears under its name when it is complete; what a failure leaves is removed. Links are followed."""
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -87,7 +87,7 @@ def _file_problems(source: Path, output: Path) -> list[str]:
         problems.append(f"--output {output} is a device or a pipe, and would be replaced; give a file")
     elif source.is_file() and output.exists() and output.samefile(source):
         problems.append(f"--output {output} is the input; give another file")
-    elif problem := directory_problem(output.absolute().parent):
+    elif problem := directory_problem(output.resolve().parent):
         problems.append(f"--output {output}: its directory {problem}")
     return problems
 
