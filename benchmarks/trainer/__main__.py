@@ -14,7 +14,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,19 +21,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.step.machine import processor_name
-from benchmarks.trainer.batch import QUICKSTART_BUDGET, full_packs, quickstart_packs
-from benchmarks.trainer.measure import Figures, SideError, in_process, measure
+from benchmarks.trainer.batch import QUICKSTART_BUDGET
+from benchmarks.trainer.jobs import BACKENDS, HUGGING_FACE, ceiling, measured, step_packs
+from benchmarks.trainer.measure import SideError, in_process
 from benchmarks.trainer.shapes import SHAPES, write_checkpoint
-from benchmarks.trainer.sides import BackendSide, HuggingFaceSide, Side
 from benchmarks.trainer.table import Row, Workload, render
-from benchmarks.trainer.work import matmul_ceiling, step_flops
+from benchmarks.trainer.work import step_flops
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.onednn import use_onednn
-from slime_like.trajectory import PackedTrajectory
 
-HUGGING_FACE = ("hf-packed", "hf-padded")
-BACKENDS = ("megatron", "fsdp")
 RECOMPUTE = ("none", "full")
 
 
@@ -42,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """A side that fails does not take the others' figures with it; the exit code is 1 then."""
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:
-        ceiling = in_process(_ceiling, options.threads)
-        if ceiling is None:
+        products = in_process(ceiling, options.threads)
+        if products is None:
             sys.exit("error: matrix products did not fit the device's memory; is somebody else using it?")
-        head = _head(options, arguments, ceiling)
+        head = _head(options, arguments, products)
         print(head, flush=True)
         rows = []
         for row in _rows(options, Path(directory)):
             rows.append(row)
             print(row.summary, file=sys.stderr, flush=True)
-    report = f"{head}\n\n{render(rows, ceiling)}"
+    report = f"{head}\n\n{render(rows, products)}"
     print(report.removeprefix(head))
     if options.result:
         options.result.write_text(f"{report}\n", encoding="utf-8")
@@ -110,7 +105,7 @@ def _row(side: str, work: Workload, model: Path, tokens: int | None, options: ar
     for recompute in options.recompute:
         config = _config(model, work.pack_tokens, side, recompute, options.threads)
         try:
-            figures = in_process(_measured, side, config, tokens, options.micro_batches, options.repeats)
+            figures = in_process(measured, side, config, tokens, options.micro_batches, options.repeats)
         except SideError as error:
             return Row(work, side, recompute, None, str(error))
         if figures is not None:
@@ -120,13 +115,9 @@ def _row(side: str, work: Workload, model: Path, tokens: int | None, options: ar
 
 def _workload(shape: str, model: Path, tokens: int | None, count: int) -> Workload:
     dimensions = ModelDimensions.from_checkpoint(model)
-    packs = _packs(dimensions, tokens, count)
+    packs = step_packs(dimensions, tokens, count)
     real = sum(pack.actual_total_tokens for pack in packs)
     return Workload(shape, tokens or QUICKSTART_BUDGET, len(packs), real, step_flops(dimensions, packs))
-
-
-def _packs(dimensions: ModelDimensions, tokens: int | None, count: int) -> list[PackedTrajectory]:
-    return quickstart_packs() if tokens is None else full_packs(tokens, count, dimensions.vocab_size)
 
 
 def _config(model: Path, budget: int, side: str, recompute: str, threads: int | None) -> RunConfig:
@@ -143,42 +134,7 @@ def _config(model: Path, budget: int, side: str, recompute: str, threads: int | 
     )
 
 
-def _measured(side: str, config: RunConfig, tokens: int | None, count: int, repeats: int) -> Figures:
-    """In the side's own process."""
-    packs = _packs(ModelDimensions.from_checkpoint(config.model.path), tokens, count)
-    return measure(partial(_side, side, config, packs), repeats)
-
-
-def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:
-    if side in BACKENDS:
-        return BackendSide(side, config, packs)
-    _prepare(config.trainer.cpu_threads)
-    return HuggingFaceSide(
-        config.model.path,
-        getattr(torch, config.model.dtype),
-        packs,
-        padded=side == HUGGING_FACE[1],
-        budget=config.trainer.target_tokens_per_batch,
-        recompute=config.trainer.recompute != "none",
-    )
-
-
-def _prepare(threads: int | None) -> None:
-    """What trainer ranks do: without it, products on a CPU could be slower."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if not torch.cuda.is_available():
-        use_onednn()
-
-
-def _ceiling(threads: int | None) -> float:
-    _prepare(threads)
-    if torch.cuda.is_available():
-        return matmul_ceiling(torch.device("cuda"), torch.bfloat16)
-    return matmul_ceiling(torch.device("cpu"), torch.float32)
-
-
-def _head(options: argparse.Namespace, arguments: Sequence[str] | None, ceiling: float) -> str:
+def _head(options: argparse.Namespace, arguments: Sequence[str] | None, products: float) -> str:
     command = shlex.join(["python", "-m", "benchmarks.trainer", *(sys.argv[1:] if arguments is None else arguments)])
     cores = options.threads or len(os.sched_getaffinity(0))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cores} threads of {processor_name()}"
@@ -186,7 +142,7 @@ def _head(options: argparse.Namespace, arguments: Sequence[str] | None, ceiling:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformers"))
     return (
         f"`{command}`, {datetime.date.today()}, {device}, {packages}, {' and '.join(attention) or 'torch alone'} for "
-        f"attention. Matrix products: {ceiling / 1e12:.2f} TFLOP/s."
+        f"attention. Matrix products: {products / 1e12:.2f} TFLOP/s."
     )
 
 

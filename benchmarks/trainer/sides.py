@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from benchmarks.trainer.batch import PaddedBatch, padded_batches
 from slime_like.algorithms import real_tokens, unpack_sequences
@@ -95,6 +96,7 @@ class HuggingFaceSide:
         recompute: bool,
     ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         self._model.to(self.device).train()
         if recompute:
