@@ -41,7 +41,7 @@ from slime_like.verification.comparison import (
 from slime_like.verification.layouts import Layout
 from slime_like.verification.table import Row
 from slime_like.verification.tensor_store import TensorStore
-from slime_like.verification.tolerances import TOLERANCES
+from slime_like.verification.tolerances import tolerances_of
 
 CPU_RANKS = 8
 """Most ranks of a layout on a machine without GPUs."""
@@ -165,7 +165,8 @@ class Baseline:
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
-        self._tolerances = TOLERANCES[config.model.dtype]
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._tolerances = tolerances_of(config.model.dtype, dimensions)
         self._gradients = TensorStore(directory / "gradients")
         self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
         with trainers_alone(config) as trainers:

@@ -16,7 +16,7 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
-from slime_like.verification.tolerances import step_flags
+from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, step_flags, tolerances_of
 
 if TYPE_CHECKING:
     from slime_like.trajectory import ScoredTrajectory
@@ -90,6 +90,8 @@ def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> i
     rows = verify_layouts(config, LayoutsRequest(baseline, layouts, options.layouts is not None, batch, temporary))
     steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
     print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+    if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
+        print(ROUTED_NOTE)
     return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
 
 

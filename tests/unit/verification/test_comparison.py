@@ -30,8 +30,8 @@ from slime_like.verification.comparison import (
 )
 from slime_like.verification.table import Row, print_table
 from slime_like.verification.tensor_store import TensorStore
-from slime_like.verification.tolerances import TOLERANCES
-from tests.unit.config.checkpoint import write_checkpoint
+from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
+from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
 
 FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
 NAMES = (
@@ -276,3 +276,19 @@ def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
         "tp16-sp-pp2-cp2-distributed: needs 64 ranks",
         "cp2: rank 1 died",
     ]
+
+
+def test_routes_that_rounding_changed_are_no_difference(tmp_path: Path) -> None:
+    """Only in bfloat16. Half of a sum that is not taken is one all the same, and so is another token's logprob."""
+    dense = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "dense"))
+    mixture = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "mixture", **EXPERTS))
+    assert tolerances_of("float32", mixture) == FLOAT32 and tolerances_of("bfloat16", dense) == BFLOAT16
+    routed = tolerances_of("bfloat16", mixture)
+    assert routed == ROUTED_BFLOAT16
+    parts = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    whole = parts.sum(0)
+    norm = float(whole.norm())
+    jumped = whole + 0.35 * parts[0]
+    assert compare_gradient("w", jumped, whole, norm, routed).difference is None
+    assert compare_gradient("w", jumped, whole, norm, BFLOAT16).difference is not None
+    assert compare_gradient("w", parts[0], whole, norm, routed).difference is not None
