@@ -94,6 +94,12 @@ def check_trainer(config: RunConfig, loads_model: bool = False) -> list[str]:
     return problems
 
 
+def check_run_dir(config: RunConfig) -> list[str]:
+    """Can it be made, and written into?"""
+    problem = directory_problem(config.run_dir)
+    return [] if problem is None else [f"run_dir={config.run_dir} {problem}"]
+
+
 def _dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
     if not path.is_dir():
         return None, [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
@@ -119,10 +125,10 @@ def _start_weights(config: RunConfig) -> list[str]:
 
 def _places(config: RunConfig) -> Iterator[str]:
     """Files and directories, and packages that a setting needs."""
-    for field, directory in (("run_dir", config.run_dir), ("debug.save_rollouts", config.debug.save_rollouts)):
-        problem = directory_problem(directory) if directory is not None else None
-        if problem:
-            yield f"{field}={directory} {problem}"
+    yield from check_run_dir(config)
+    kept = config.debug.save_rollouts
+    if kept is not None and (problem := directory_problem(kept)):
+        yield f"debug.save_rollouts={kept} {problem}"
     if not config.data.train and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):

@@ -47,7 +47,7 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
             raise DataError(f"{path}:0: rollout dump of version {content['version']}, this program reads {_VERSION}")
         trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
     except _DAMAGE as error:
-        reason = next(iter(str(error).splitlines()), "")  # torch goes on about trusting the file
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on about trusting the file
         raise DataError(
             f"{path}:0: damaged rollout dump ({type(error).__name__}: {reason}); save it again with debug.save_rollouts"
         ) from error

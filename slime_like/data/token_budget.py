@@ -35,6 +35,5 @@ class TokenBudget:
             return None
         return (
             f"takes {padded} tokens of a micro-batch (padding for trainer.parallel.context={self._context} included), "
-            f"more than trainer.target_tokens_per_batch={self._tokens}; raise that, or lower the limits of prompt and "
-            "response"
+            f"more than trainer.target_tokens_per_batch={self._tokens}; raise that, or keep sequences shorter"
         )

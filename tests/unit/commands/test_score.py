@@ -85,6 +85,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["model", "--output", "./in.jsonl"], "--output in.jsonl is the input"),
     (["model", "--output", "/dev/null"], "--output /dev/null is a device or a pipe, and would be replaced; give a"),
     (["model", "--output", "/proc/out.jsonl"], "--output /proc/out.jsonl: its directory cannot be written to"),
+    (["model", "--run_dir", "in.jsonl"], "in.jsonl is a file; give a directory"),
     (["dimensions"], "dimensions holds no *.safetensors file, so the model has no weights"),
 ]
 

@@ -22,6 +22,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--model.path", "model"], "--model.path: layouts are given by --layouts, the model by --model"),
     (["--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
     (["--batch", "none.pt"], "none.pt:0: no such rollout dump"),
+    (["--batch", "model/config.json"], "Weights only load failed); save it again with debug.save_rollouts"),
+    (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written to"),
     (
         ["--layouts", "tp2", "tp3"],
         "layout tp3: trainer.parallel.tensor=3 does not divide the model's 16 attention",
