@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in _rows(options, Path(directory)):
             rows.append(row)
             print(row.summary, file=sys.stderr, flush=True)
-    report = f"{head}\n\n{render(rows, products)}"
-    print(report.removeprefix(head))
+    table = render(rows, products)
+    print(f"\n{table}")
     if options.result:
-        options.result.write_text(f"{report}\n", encoding="utf-8")
+        options.result.write_text(f"{head}\n\n{table}\n", encoding="utf-8")
     if any(row.failed for row in rows):
         sys.exit(1)
 

@@ -5,16 +5,19 @@ Not covered: times, CUDA, and the trainers themselves, whose gradient norm the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from benchmarks.trainer import __main__ as command
 from benchmarks.trainer.batch import full_packs, padded_batches, quickstart_packs
-from benchmarks.trainer.measure import Figures, _deliver
+from benchmarks.trainer.measure import Figures, SideError, _deliver
 from benchmarks.trainer.sides import HuggingFaceSide
 from benchmarks.trainer.table import Row, Workload, render
 from benchmarks.trainer.work import step_flops
@@ -108,6 +111,36 @@ def test_the_table_says_what_did_not_fit() -> None:
     assert "| 4b | 8,192 | hf-packed | full | out of memory |" in theirs
     assert "| 4b | 8,192 | fsdp | none | ended with 1 |" in failed
     assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_recompute_is_tried_where_memory_runs_out_and_a_failure_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[tuple[str, str]] = []
+
+    def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function is command.ceiling:
+            return 1e12
+        side, config, tokens = arguments[:3]
+        assert function is command.measured and tokens == TOKENS == config.trainer.target_tokens_per_batch
+        tried.append((side, config.trainer.recompute))
+        if side == "fsdp":
+            raise SideError("ended with 1")
+        enough = side == "megatron" and config.trainer.recompute == "full"
+        return Figures(1.0, 0.1, 0.8, 0.2, 1.0, 1 << 30, 2.5) if enough else None
+
+    monkeypatch.setattr(command, "in_process", in_process)
+    arguments = f"--shapes tiny --tokens {TOKENS} --micro-batches 2 --result {tmp_path / 'r.md'}".split()
+    with pytest.raises(SystemExit) as ended:
+        command.main([*arguments, "--backend", "megatron", "fsdp", "hf-padded"])
+    assert ended.value.code == 1
+    megatron, padded = ([(side, recompute) for recompute in ("none", "full")] for side in ("megatron", "hf-padded"))
+    assert tried == [*megatron, ("fsdp", "none"), *padded]
+    report = (tmp_path / "r.md").read_text()
+    assert report.strip() in capsys.readouterr().out
+    assert "--tokens 96" in report and "Matrix products: 1.00 TFLOP/s" in report
+    for row in ("megatron | full | 192 |", "fsdp | none | ended with 1 |", "hf-padded | full | out of memory |"):
+        assert f"| tiny | {TOKENS} | {row}" in report
 
 
 def test_memory_that_ran_out_is_known_behind_a_trainers_sentence() -> None:
