@@ -19,7 +19,7 @@ from slime_like.algorithms.packing import response_logit_index
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.plugins import load_backend
-from slime_like.trajectory import PackedTrajectory
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 _HEAD_CHUNK = 1024
 
@@ -66,7 +66,9 @@ class BackendSide:
         self._trainer.accumulate(self._packs, last=True)
 
     def update(self) -> float:
-        return float(self._trainer.finish_step(self._denominator).grad_norm)
+        stats = self._trainer.finish_step(self._denominator)
+        assert stats is not None  # the only rank has the step's figures
+        return float(stats.grad_norm)
 
     def close(self) -> None:
         self._trainer.shutdown()
@@ -107,7 +109,8 @@ class HuggingFaceSide:
         self._denominator = _response_tokens(packs)
         self._batches: Sequence[PackedTrajectory | PaddedBatch] = packs
         if padded:
-            self._batches = padded_batches([s for pack in packs for s in unpack_sequences(pack)], budget)
+            sequences = [sequence for pack in packs for sequence in unpack_sequences(pack)]
+            self._batches = padded_batches([s for s in sequences if isinstance(s, ScoredTrajectory)], budget)
 
     @torch.no_grad()
     def score(self) -> None:
