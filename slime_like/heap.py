@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import platform
@@ -35,13 +36,15 @@ def made_to_stay() -> Iterator[None]:
 
     Python looks for garbage again and again while a trainer's packages make a million objects, a sixth of the time that
     their import takes, and later looks through all of them each time. Here it looks neither inside nor, afterwards, at
-    what is there.
+    what is there. When the process ends it does once more, for packages complain of what they made and nobody freed.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
         gc.freeze()
+        atexit.unregister(gc.unfreeze)
+        atexit.register(gc.unfreeze)
     finally:
         if was_on:
             gc.enable()

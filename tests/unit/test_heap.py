@@ -8,6 +8,15 @@ import sys
 
 import pytest
 
+_CYCLE = """
+from slime_like.heap import made_to_stay
+class Kept:
+    def __init__(self): self.itself = self
+    def __del__(self): print("freed")
+with made_to_stay():
+    Kept()
+"""
+
 _FAULTS = """
 import resource, sys
 from slime_like.heap import keep_freed_memory
@@ -31,3 +40,9 @@ def test_freed_blocks_are_not_faulted_in_again() -> None:
     )
     assert again > 100  # pages may be huge
     assert kept < again / 10
+
+
+def test_what_is_made_to_stay_is_freed_when_the_process_ends() -> None:
+    """Else packages that count what they made (nanobind in Triton) print a page about it behind a command's end."""
+    done = subprocess.run([sys.executable, "-c", _CYCLE], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "freed\n"
