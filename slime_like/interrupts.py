@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 
@@ -35,8 +36,17 @@ class InterruptHandler:
 
 def raise_if_interrupted() -> None:
     """Raise ``KeyboardInterrupt`` if a signal has come, whoever swallowed the first. Called where the run waits."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if isinstance(handler, InterruptHandler) and handler.noted:
-            handler.noted = False  # what ends the run must not be interrupted itself
-            raise KeyboardInterrupt
+    if any(handler.noted for handler in _handlers()):
+        take_interrupt()  # what ends the run must not be interrupted itself
+        raise KeyboardInterrupt
+
+
+def take_interrupt() -> None:
+    """A ``KeyboardInterrupt`` was caught, and is dealt with: waiting on the way out does not raise it once more."""
+    for handler in _handlers():
+        handler.noted = False
+
+
+def _handlers() -> Iterator[InterruptHandler]:
+    found = (signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
+    return (handler for handler in found if isinstance(handler, InterruptHandler))

@@ -61,7 +61,7 @@ class Child:
     def stop(self, within_s: float | None = None) -> None:
         """Ask it to end as Ctrl-C does, and make it after ``within_s`` seconds, by default those it was given."""
         if self.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGINT)  # of SIGTERM Ray prints a stack
             try:
                 self._process.wait(self._stop_s if within_s is None else within_s)
             except subprocess.TimeoutExpired:

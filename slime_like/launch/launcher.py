@@ -20,6 +20,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.check import check
 from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
+from slime_like.interrupts import take_interrupt
 from slime_like.launch.child import Child
 from slime_like.launch.devices import local_gpus, slots_per_node
 from slime_like.launch.key import await_key, create_key, key_path
@@ -384,9 +385,7 @@ def _follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: P
             _await_verdict(head, _HEAR_S)  # so that node 0 has heard it before the connection ends
             return Verdict(_code(error), f"{place}: {_sentence(error)}")
         except KeyboardInterrupt:
-            head.say(Problem("interrupted there"))
-            _await_verdict(head, _HEAR_S)
-            return Verdict(INTERRUPTED, f"interrupted on {place}")
+            return _interrupted(head, place)
 
 
 def _find_node_0(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Membership:
@@ -415,11 +414,21 @@ def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file
         ready = node.wait_ready()
         head.say(Joined())
         say(place, f"joined Ray's head at {event.gcs}, logs in {ready.logs}")
-        while not isinstance(end := head.next_event(), (Verdict, Lost)):
-            problem = node.problem()
-            if problem:
-                raise LaunchError(problem)
+        try:
+            while not isinstance(end := head.next_event(), (Verdict, Lost)):
+                problem = node.problem()
+                if problem:
+                    raise LaunchError(problem)
+        except KeyboardInterrupt:  # Ray stays here until training has ended in good order
+            return _interrupted(head, place)
         return _as_verdict(end, place)
+
+
+def _interrupted(head: Membership, place: Place) -> Verdict:
+    take_interrupt()
+    head.say(Problem("interrupted there"))
+    _await_verdict(head, _HEAR_S)
+    return Verdict(INTERRUPTED, f"interrupted on {place}")
 
 
 def _await_verdict(head: Membership, timeout_s: float) -> None:

@@ -147,6 +147,7 @@ def test_a_node_that_ends_before_the_start(ended: Ended, network: Network) -> No
     assert ended.said["lost"][1].startswith(lost), ended.output["lost"]
     assert ended.codes["stopped"] == [1, 130]
     assert ended.said["stopped"][0].startswith(f"slime-like: {here(network, 1)}: interrupted there")
+    assert ended.said["stopped"][1] == f"slime-like: interrupted on {here(network, 1)}", ended.output["stopped"]
 
 
 def test_node_0_is_killed_outright(ended: Ended, network: Network) -> None:

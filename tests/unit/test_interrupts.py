@@ -1,0 +1,37 @@
+"""An interrupt that a library swallows is raised where the run waits; one that was caught is not raised again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from slime_like.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, InterruptHandler())
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_raised_once(number: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt):  # whoever caught the first may have been a library
+        raise_if_interrupted()
+    raise_if_interrupted()
+
+
+def test_who_deals_with_an_interrupt_waits_in_peace() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    take_interrupt()
+    raise_if_interrupted()
