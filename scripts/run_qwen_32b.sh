@@ -27,10 +27,27 @@ SLIME="${SLIME:-$REPO/.venv/bin/slime-like}"
     exit 1
 }
 
+refuse() {
+    echo "slime-like: $1" >&2
+    exit 2
+}
+for switch in PLAN DRY_RUN; do
+    case "${!switch:-}" in
+        "" | 0 | 1) ;;
+        *) refuse "$switch=${!switch} is neither 0 nor 1; use one of these two" ;;
+    esac
+done
+# Of a job's nodes a step may have some only; SLURM_NODEID counts those of the step.
+slurm_nodes="${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}"
+if [ -n "${SLURM_STEP_NUM_TASKS:-}" ] && [ -z "${NODE_RANK:-}" ] &&
+    [ "$SLURM_STEP_NUM_TASKS" != "${SLURM_STEP_NUM_NODES:-$SLURM_STEP_NUM_TASKS}" ]; then
+    refuse "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes, and one on each is wanted: srun --ntasks-per-node 1"
+fi
+
 options=(--node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}")
 [ -z "${NODES:-}" ] || options+=(--nodes "$NODES")
-if [ -n "${SLURM_JOB_NODELIST:-}" ] && { [ -z "${NODES:-}" ] || [ -z "${HEAD_ADDR:-}" ]; }; then
-    options+=(--slurm_nodes "$SLURM_JOB_NODELIST") # says how many nodes there are, and which is node 0
+if [ -n "$slurm_nodes" ] && { [ -z "${NODES:-}" ] || [ -z "${HEAD_ADDR:-}" ]; }; then
+    options+=(--slurm_nodes "$slurm_nodes") # says how many nodes there are, and which is node 0
 fi
 [ -z "${HEAD_ADDR:-}" ] || options+=(--head "$HEAD_ADDR")
 [ -z "${NODE_ADDR:-}" ] || options+=(--address "$NODE_ADDR")

@@ -14,10 +14,14 @@ from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.launch.node_list import expand_node_list
 from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
+from slime_like.launch.peers import HEARTBEAT_S
 
 USAGE = (
     "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"
 )
+SHORTEST_SILENCE_S = 3 * HEARTBEAT_S
+"""Before a node is taken to be lost it must have had several occasions to speak."""
+
 _OWN_FIELDS = ("cluster.address",)
 
 
@@ -71,7 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(
             f"--{name}",
-            type=float,
+            type=_seconds,
             default=getattr(defaults, name),
             metavar="S",
             help=f"{what}, in seconds (default: %(default)g)",
@@ -85,6 +89,13 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds") from None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -137,6 +148,13 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         )
     if given.nodes is not None and names and given.nodes != len(names):
         raise ConfigError([f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"])
+    if given.silence_s < SHORTEST_SILENCE_S:
+        raise ConfigError(
+            [
+                f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: nodes say every {HEARTBEAT_S:g} s that "
+                f"they are there, and may be held up; give at least {SHORTEST_SILENCE_S:g}"
+            ]
+        )
     return LaunchOptions(
         config=given.config,
         flags=flags,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,11 +58,11 @@ class LaunchOptions:
             problems.append(f"--node_rank={self.node_rank} is not 0 to {self.nodes - 1}, with --nodes={self.nodes}")
         if self.nodes > 1 and not self.head:
             problems.append(f"--head is needed with --nodes={self.nodes}: node 0's address (HEAD_ADDR)")
-        if not 0 <= self.port <= 65_535:
+        if not 1 <= self.port <= 65_535:  # 0 would be another one on every start, which no other node knows
             problems.append(f"--port={self.port} is no port; give 1024 to 65535")
         for name in ("nodes_timeout_s", "ray_timeout_s", "silence_s", "stop_s"):
-            if getattr(self, name) <= 0:
-                problems.append(f"--{name}={getattr(self, name):g} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"--{name}={getattr(self, name):g} is no number of seconds above 0; give one")
         if problems:
             raise ConfigError(problems)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ def options(**fields: object) -> LaunchOptions:
         ({"node_rank": 2}, "--node_rank=2 is not 0 to 1"),
         ({"head": ""}, "--head is needed with --nodes=2"),
         ({"port": 70_000}, "--port=70000 is no port"),
-        ({"silence_s": 0.0}, "--silence_s=0 must be above 0"),
+        ({"port": 0}, "--port=0 is no port"),
+        ({"silence_s": 0.0}, "--silence_s=0 is no number of seconds above 0"),
+        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan is no number of seconds"),
+        ({"stop_s": math.inf}, "--stop_s=inf is no number of seconds"),
     ],
 )
 def test_refused(fields: dict[str, object], problem: str) -> None:
@@ -109,6 +113,7 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--slurm_nodes", "gpu[1-"], "--slurm_nodes: node list"),
         (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "--nodes=3, but --slurm_nodes names 2 nodes"),
         (["--head", "10.0.0.1"], "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes"),
+        (["--nodes", "2", "--silence_s", "3"], "--silence_s=3 (SILENCE_S) is too short: nodes say every 2 s"),
         (["--", "--cluster.address", "10.0.0.1:1"], "cluster.address is not for you to give"),
     ],
 )

@@ -28,9 +28,10 @@ def dry_run(**variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("recipe", "engine", "nodes"), [("qwen3_32b", "sglang", "4"), ("qwen2.5_32b", "vllm", "8")])
 def test_slurms_variables_suffice(recipe: str, engine: str, nodes: str) -> None:
-    done = dry_run(
-        CONFIG=f"configs/{recipe}.yaml", ENGINE=engine, SLURM_JOB_NODELIST=f"gpu[1-{nodes}]", SLURM_NODEID="3"
-    )
+    """Of a job's nodes those of the step count (``salloc --nodes 16``, then ``srun --nodes 4``)."""
+    slurm = {"SLURM_JOB_NODELIST": "gpu[1-16]", "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]", "SLURM_NODEID": "3"}
+    slurm |= {"SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes}
+    done = dry_run(CONFIG=f"configs/{recipe}.yaml", ENGINE=engine, **slurm)
     assert done.returncode == 0, done.stderr
     assert f"nodes:    {nodes} (gpu1, " in done.stdout and "this one: node 3" in done.stdout
     assert f"slime-like train configs/{recipe}.yaml --rollout.engine {engine} --run_dir /shared" in done.stdout
@@ -57,6 +58,22 @@ def test_slurm_fills_in_what_is_not_given() -> None:
     assert done.returncode == 2 and "give --nodes (NODES)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PLAN": "no"}, "PLAN=no is neither 0 nor 1"),
+        ({"DRY_RUN": "true"}, "DRY_RUN=true is neither 0 nor 1"),
+        (
+            {"SLURM_STEP_NODELIST": "gpu[1-4]", "SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_NUM_NODES": "4"},
+            "srun started 32 tasks on 4 nodes, and one on each is wanted: srun --ntasks-per-node 1",
+        ),
+    ],
+)
+def test_variables_that_mean_something_else_are_refused(variables: dict[str, str], problem: str) -> None:
+    done = dry_run(**variables)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(f"slime-like: {problem}")
+
+
 def pins() -> dict[str, str]:
     lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE))
@@ -71,6 +88,12 @@ def test_the_image_pins_what_is_tested() -> None:
     written = dict(re.findall(r"\b([a-z][\w-]*)==(\d[\w.]*)", text))
     assert {"ray", "megatron-core"} <= set(written)
     assert written == {name: tested[name] for name in written}
+
+
+def test_the_image_has_what_the_project_needs() -> None:
+    """Engines bring most of it, and not the same: what the project declares is resolved, not hoped for."""
+    text = (REPO / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")
+    assert '".[train]"' in text and "--no-deps" not in text
 
 
 def test_the_manifest_fits_its_recipe() -> None:
