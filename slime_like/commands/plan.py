@@ -10,12 +10,15 @@ import warnings
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
 from slime_like.config.directories import directory_problem
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
 
 USAGE = "slime-like plan [CONFIG.yaml] [--output FILE] [--search] [--section.field VALUE ...]"
 _DOES_NOT_FIT = 1
@@ -41,7 +44,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=given_path, metavar="FILE", help="also write the plan as JSON")
+    parser.add_argument(
+        "--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON"
+    )
     parser.add_argument(
         "--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first"
     )
@@ -80,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     if file is None and not has_flag(flags, "run_dir"):
         flags = ["--run_dir", str(temporary_run_dir("plan")), *flags]
     config = load_config(file, flags)
+    _require_possible(options, config)
     # Megatron remarks on every package that would make training faster; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -91,12 +97,11 @@ def run(arguments: Sequence[str]) -> int:
     wishes = PlanOptions(options.mean_prompt, options.mean_response, options.preflight)
     if options.search:
         found = search(config, wishes, options.top, _note)
+        _write(options.output, {"layouts": [candidate.to_json() for candidate in found]})
         print_candidates(found)
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(config, wishes, _note)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(plan.to_json(), indent=1, default=str) + "\n", encoding="utf-8")
+    _write(options.output, plan.to_json())
     require_plannable(plan)
     print_plan(config, plan)
     return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
@@ -108,6 +113,31 @@ def _require_output(output: Path | None) -> None:
     problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
     if problem:
         raise ConfigError([f"--output {output} {problem}"])
+
+
+def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: an option contradicts another one, or the configuration.
+    """
+    problems = []
+    if options.search and options.preflight:
+        problems.append("--preflight judges one layout, and --search tries many; give one of the two")
+    for option, mean, field, most in (
+        ("--mean-prompt", options.mean_prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("--mean-response", options.mean_response, "rollout.max_new_tokens", config.rollout.max_new_tokens),
+    ):
+        if mean is not None and mean > most:
+            problems.append(f"{option}={mean} is more than {field}={most} allows; give at most that")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _write(output: Path | None, content: dict[str, Any]) -> None:
+    if output is None:
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _note(text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
 
@@ -76,6 +77,11 @@ REFUSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 KNOWN: Mapping[str, Collection[str]] = MappingProxyType({"transformers": ("attn_implementation", "max_batch_size")})
 """Per engine whose arguments are ours: all of them."""
 
+SHARES: Mapping[str, str] = MappingProxyType({"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"})
+"""Per engine: the argument that says which share of a GPU's memory it takes in all."""
+
+_CACHE_BYTES = "kv_cache_memory_bytes"
+
 
 def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
     """Each problem one sentence; none for an engine of somebody else's.
@@ -89,8 +95,23 @@ def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
             yield f"rollout.engine_args.{name} is refused: {refused[name]}"
         elif known is not None and name not in known:
             yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; it knows {', '.join(known)}"
+    yield from _share_problems(engine, rollout.engine_args)
     if engine == "transformers" and rollout.tensor != 1:
         yield (
             f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or "
             "rollout.engine=vllm"
         )
+
+
+def _share_problems(engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Of what an engine's memory is planned from."""
+    share = SHARES.get(engine, "")
+    if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
+        yield f"rollout.engine_args.{share}={arguments[share]} is no share of a GPU; give a number above 0, at most 1"
+    given = arguments.get(_CACHE_BYTES)
+    if engine == "vllm" and given is not None and not (_is_number(given) and given > 0):
+        yield f"rollout.engine_args.{_CACHE_BYTES}={given} is no number of bytes; give one above 0"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

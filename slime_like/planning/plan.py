@@ -323,6 +323,10 @@ def remedy(item: str, config: RunConfig) -> str:
         return f"lower {share_setting(config)}"
     if item == "engine weights":
         return "raise rollout.tensor"
+    if item == "sync buffers":
+        return "lower sync.bucket_mb, which cannot be less than one embedding, or use GPUs with more memory"
+    if item.endswith("(assumed)"):
+        return "it is not the run's own: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
     return f"use {layout}"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.check import check_settings
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
@@ -22,6 +24,9 @@ Note = Callable[[str], None]
 
 _RECOMPUTE_COST = 4 / 3
 """One more forward pass beside forward and backward."""
+
+_FILLED = 0.9
+"""The worst micro-batch fills at least so much of its token budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,19 @@ class Candidate:
     @property
     def flags(self) -> str:
         """The layout as flags."""
-        fields = ("tensor", "sequence", "pipeline", "context", "data", "expert")
+        fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
         sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
         return " ".join([*sizes, f"--trainer.recompute {self.recompute}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, and what is worked out from it."""
+        return {
+            **asdict(self),
+            "parallel": self.parallel.model_dump(),
+            "seconds": self.seconds,
+            "margin": self.tightest.margin,
+            "flags": self.flags,
+        }
 
 
 def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
@@ -56,6 +71,9 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
 
     Layouts that could fit are tried in the order of a rough guess of their time, each followed in full, until twice as
     many as are wanted fit. The order of the result is that of the predicted time.
+
+    Raises:
+        ConfigError: what keeps the run from starting under every one of them.
     """
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     if config.trainer.backend == FSDP:
@@ -70,13 +88,19 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     room = hardware.memory_bytes - TRAINER_RESERVE_BYTES
     possible = [tried for tried in own if _least_bytes(tried, dimensions) < room]
     found: list[Candidate] = []
+    refusals: list[list[str]] = []
     for index, tried in enumerate(sorted(possible, key=lambda own: _rough_time(own, dimensions)), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
+        if problems := _problems(tried, dimensions, hardware, backend):
+            refusals.append(problems)
+            continue
         candidate = _candidate(tried, dimensions, hardware, backend, options)
         if candidate is not None:
             found.append(candidate)
         if len(found) == 2 * wanted:
             break
+    if refusals and len(refusals) == len(possible):
+        raise ConfigError(_shared(refusals))
     return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
 
 
@@ -109,13 +133,26 @@ def _admitted(
                         yield from ((parallel, recompute) for recompute in ("none", "full"))
 
 
+def _problems(
+    config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, backend: type[TrainerBackend]
+) -> list[str]:
+    """For which a plan would refuse a layout before it reckons with memory."""
+    return [*check_settings(config, dimensions), *backend.check(config), *checks.placement_problems(config, hardware)]
+
+
+def _shared(refusals: Sequence[list[str]]) -> list[str]:
+    """What all of them say, else what the first one says."""
+    first, *others = refusals
+    return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
+
+
 def _with(config: RunConfig, parallel: ParallelConfig, recompute: str) -> RunConfig:
     trainer = config.trainer.model_copy(update={"parallel": parallel, "recompute": recompute})
     return config.model_copy(update={"trainer": trainer})
 
 
 def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
-    """Weights, gradients and optimizer state of an even share: no layout needs less."""
+    """Weights, gradients and optimizer state of an even share, and what its products keep: no layout needs less."""
     layout = config.trainer.parallel
     experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
     experts *= dimensions.moe_ffn_hidden_size
@@ -123,7 +160,27 @@ def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
     own = (dimensions.num_parameters - experts) / shards
     own += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
     sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
-    return own * (2 + 4 + sharded)
+    return own * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
+
+
+def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
+    """Less than what the first stage keeps for backward, of all micro-batches under way, in 16 bits: with full
+    recomputation the inputs of layers, without it those of matrix products, of attention and of SwiGLU.
+
+    It takes no time to work out; to follow layers without recomputation until they turn out too large takes most.
+    """
+    hidden, layout = dimensions.hidden_size, config.trainer.parallel
+    heads = dimensions.num_heads * dimensions.value_dim
+    of_attention = hidden + 2 * heads + 2 * dimensions.num_kv_heads * dimensions.value_dim
+    routed = dimensions.moe_top_k * (hidden + 3 * dimensions.moe_ffn_hidden_size)
+    dense = hidden + 3 * dimensions.ffn_hidden_size
+    products = [routed] * bool(dimensions.expert_layers)
+    products += [dense] * (len(dimensions.expert_layers) < dimensions.num_layers)
+    kept = hidden if config.trainer.recompute == "full" else of_attention + min(products)
+    layers = dimensions.num_layers // layout.pipeline
+    under_way = min(Workload.of(config, None, None).micro_batches, layout.pipeline)
+    tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor)
+    return 2 * tokens * kept * layers * under_way
 
 
 def _rough_time(config: RunConfig, dimensions: ModelDimensions) -> float:

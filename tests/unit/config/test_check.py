@@ -109,6 +109,18 @@ FAULTS: list[tuple[list[str], str]] = [
         "rollout.engine_args.enable_lora is refused: weights are updated whole",
     ),
     (
+        ["--rollout.engine", "vllm", "--rollout.engine_args.gpu_memory_utilization", "much"],
+        "rollout.engine_args.gpu_memory_utilization=much is no share of a GPU; give a number above 0, at most 1",
+    ),
+    (
+        ["--rollout.engine", "sglang", "--rollout.engine_args.mem_fraction_static", "1.5"],
+        "rollout.engine_args.mem_fraction_static=1.5 is no share of a GPU",
+    ),
+    (
+        ["--rollout.engine", "vllm", "--rollout.engine_args.kv_cache_memory_bytes", "8G"],
+        "rollout.engine_args.kv_cache_memory_bytes=8G is no number of bytes; give one above 0",
+    ),
+    (
         ["--rollout.engine", "transformers", "--rollout.engine_args.block_size", "32"],
         "rollout.engine_args.block_size: the transformers engine has no such argument; it knows attn_implementation, ",
     ),

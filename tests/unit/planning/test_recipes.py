@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from slime_like.commands import plan as plan_command
+from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.load import load_config
-from slime_like.planning.plan import Plan, PlanOptions, make_plan
-from slime_like.planning.search import search
+from slime_like.errors import ConfigError
+from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
+from slime_like.planning.search import least_kept_bytes, search
 
 ROOT = Path(__file__).parents[3]
 # GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
@@ -40,11 +42,14 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     assert plan.fits
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
+    first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    assert 0.4 < least_kept_bytes(config, dimensions) / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
     if dense:  # a tied embedding lies on the first and on the last stage
         layout = config.trainer.parallel
         held = sum(own.estimate.memory.parameters * layout.tensor for own in plan.kinds)
-        assert held == pytest.approx(_parameters(config.model.path), rel=0.01)
+        assert held == pytest.approx(dimensions.num_parameters, rel=0.01)
     if name == "qwen3_32b":
         _is_worked_out_by_hand(plan)
 
@@ -63,12 +68,6 @@ def _is_worked_out_by_hand(plan: Plan) -> None:
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
         assert memory.optimizer_bytes == pytest.approx(12 / 2 * expected, rel=1e-5)
     assert plan.engine is not None and plan.engine.kv_bytes_per_token * 4 == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
-
-
-def _parameters(model: Path) -> int:
-    from slime_like.config.dimensions import ModelDimensions
-
-    return ModelDimensions.from_checkpoint(model).num_parameters
 
 
 def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +100,26 @@ def test_everything_wrong_is_listed(flags: list[str], words: list[str], capsys: 
         assert word in printed[printed.index("problem: ") :]
 
 
-def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from slime_like.errors import ConfigError
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mean-prompt", "1025"], "--mean-prompt=1025 is more than data.max_prompt_tokens=1024 allows"),
+        (["--mean-response", "9999"], "--mean-response=9999 is more than rollout.max_new_tokens=4096 allows"),
+        (["--search", "--preflight"], "--preflight judges one layout"),
+    ],
+)
+def test_options_that_contradict_are_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_command.run(["configs/qwen2.5_0.5b.yaml", *flags])
 
+
+def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own() -> None:
+    """A larger layout would not make an assumed reserve smaller, nor an embedding."""
+    config = _small([])
+    assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
+
+
+def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_command.run(["configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
     found = refused.value.problems
@@ -119,12 +135,28 @@ def test_search_lists_what_fits_fastest_first() -> None:
     for own in found:
         assert own.parallel.world_size == 4
         assert own.tightest.fits
+        written = json.loads(json.dumps(own.to_json(), default=str))
+        assert written["parallel"]["data"] == own.parallel.data and written["seconds"] == own.seconds
 
 
-def test_search_finds_nothing_where_nothing_fits() -> None:
-    assert search(_small(["--cluster.gpu_memory_gib", "4"]), PlanOptions(), wanted=3) == []
+def test_search_finds_nothing_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "layouts.json"
+    flags = ["--cluster.gpu_memory_gib", "4", "--search", "--output", str(output)]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]) == 1
+    assert "no layout of these GPUs fits" in capsys.readouterr().out and json.loads(output.read_text()) == {
+        "layouts": []
+    }
+
+
+def test_search_says_what_no_layout_would_mend() -> None:
+    """And does not list layouts that a plan of them would refuse."""
+    with pytest.raises(ConfigError) as refused:
+        search(_small(["--rollout.tensor", "3", "--cluster.nodes", "8"]), PlanOptions(), wanted=1)
+    assert [problem.partition(" does not divide ")[0] for problem in refused.value.problems] == ["rollout.tensor=3"] * 2
+
+
+_SMALL = ("--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512")
 
 
 def _small(flags: list[str]) -> Any:
-    base = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
-    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*base, *flags])
+    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*_SMALL, *flags])
