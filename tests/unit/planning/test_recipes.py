@@ -12,7 +12,7 @@ from slime_like.commands import plan as plan_command
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
+from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, remedy
 from slime_like.planning.search import least_kept_bytes, search
 
 ROOT = Path(__file__).parents[3]
@@ -117,6 +117,7 @@ def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own() -> None:
     """A larger layout would not make an assumed reserve smaller, nor an embedding."""
     config = _small([])
     assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
+    assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
 
 
 def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
