@@ -107,6 +107,9 @@ def features(raw: dict[str, Any], family: str) -> dict[str, Any]:
             "moe_ffn_hidden_size": _count(raw, "moe_intermediate_size"),
             "moe_norm_topk_prob": _flag(raw, "norm_topk_prob"),
         }
+        chosen, experts = found["moe_top_k"], found["num_experts"]
+        if chosen > experts:
+            raise ValueError(f"num_experts_per_tok={chosen} is more than its {experts} experts")
     return found
 
 

@@ -686,6 +686,7 @@ def test_a_family_without_what_every_decoder_has_is_refused_by_name(flags: list[
 
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": "3"}, "num_hidden_layers='3' is no whole number of at least 1"),
+    ({**EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than its 8 experts"),
     ({"num_attention_heads": 15}, "num_key_value_heads=8 does not divide num_attention_heads=15"),
     ({"num_attention_heads": [4]}, "num_attention_heads=[4] is no whole number of at least 1"),
     ({"hidden_size": 64.0}, "hidden_size=64.0 is no whole number of at least 1"),
