@@ -10,6 +10,7 @@ import http.client
 import json
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
@@ -55,4 +56,7 @@ def http_answer(address: str, port: int) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({port: ask(sys.argv[1], int(port)) for port in sys.argv[2:]}))
+    ports = sys.argv[2:]
+    with ThreadPoolExecutor(32) as pool:  # most of the time is that of servers which never answer
+        answers = list(pool.map(lambda port: ask(sys.argv[1], int(port)), ports))
+    print(json.dumps(dict(zip(ports, answers, strict=True))))
