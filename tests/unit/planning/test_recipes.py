@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from slime_like.commands import plan as plan_command
+from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, remedy
+from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, plannable_backend, remedy
 from slime_like.planning.search import least_kept_bytes, search
+from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 # GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
@@ -161,3 +163,27 @@ _SMALL = ("--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens
 
 def _small(flags: list[str]) -> Any:
     return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*_SMALL, *flags])
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2, "sequence": True},  # experts are divided as well
+        {"tensor": 2, "sequence": True, "expert": 2},
+        {"context": 2},
+        {"data": 2, "expert": 2},
+    ],
+    ids=str,
+)
+def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Evenly routed, the ranks of a replica together compute what one rank would; only routers may be repeated."""
+    model = write_checkpoint(tmp_path / "model", **EXPERTS, num_hidden_layers=2, vocab_size=512)
+    flops = []
+    for layout in ({}, parallel):
+        sections = {"trainer": {"parallel": layout, "target_tokens_per_batch": 2048}, "model": {"path": model}}
+        config = RunConfig.model_validate({"run_dir": tmp_path / "run", **sections})
+        backend = plannable_backend(config)
+        (kind,) = backend.rank_kinds(config)
+        shared = config.trainer.parallel.tensor * config.trainer.parallel.context
+        flops.append(backend.estimate(config, kind.ranks[0]).training.matmul_flops * shared)
+    assert flops[1] == pytest.approx(flops[0], rel=0.02)

@@ -93,9 +93,12 @@ def test_messages_by_group() -> None:
             dist.all_reduce(x, group=group)
             dist.all_gather_into_tensor(whole, x, group=group)
             dist.reduce_scatter_tensor(x, whole, group=group)
+            parts = list(whole.chunk(4))  # so do experts that tensor-parallel ranks share
+            dist.all_gather(parts, x, group=group)
+            dist.reduce_scatter(x, parts, group=group)
             operations = [dist.P2POp(dist.isend, x, 2, group), dist.P2POp(dist.irecv, x, 0, group)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
     finally:
         dist.destroy_process_group()
-    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 3 * 128 + 3 * 128 + 128, 4)}
+    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128, 6)}
