@@ -19,7 +19,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         try:
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
             return _as_message(_checked(environment.step(state, item["response"])))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return failure(error, name)
 
     return handle, {}

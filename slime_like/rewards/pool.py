@@ -12,13 +12,14 @@ from typing import Any
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
-from slime_like.rewards.registry import LOCAL
+from slime_like.rewards.registry import LOCAL, SERVICE
 from slime_like.workers.process import WorkerProcess
 
 _MODULE = "slime_like.rewards.worker"
 _CLOSE_TIMEOUT_S = 2.0
 _CHUNK_ITEMS = 64
 _SUSPICIOUS_ITEMS = 8
+_BROKEN = ("error", "crash", "timeout")  # what a function that is broken gives on every response
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class RewardPool:
         # Functions that may look at the prompt must be asked for every prompt.
         self._prompt_matters = any(function.name not in LOCAL for function in self._functions)
         self._of_groups: frozenset[str] | None = None  # the workers, which import the functions, know
+        self._failed_items = 0  # in succession
         self._failed_groups = 0
         try:
             for _ in range(config.workers if self._functions else 0):
@@ -88,8 +90,8 @@ class RewardPool:
                 none makes every item a group of its own.
 
         Raises:
-            RewardError: the workers cannot go on, every one of many items failed in the same function, or so many
-                timed out before any other was scored that the functions must be hanging.
+            RewardError: the workers cannot go on, or so many items failed with none between them that had a reward that
+                the functions must be broken.
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
@@ -167,23 +169,38 @@ class RewardPool:
         return outcomes
 
     def _refuse_broken_function(self, answers: list[dict[str, Any]]) -> None:
-        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0."""
-        failed = [answer for answer in answers if answer.get("reason") == "error"]
-        if len(failed) == len(answers) and len(failed) >= _SUSPICIOUS_ITEMS:
-            self._refuse(failed[0], f"failed on all {len(failed)} responses of a batch, first")
+        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0.
+
+        Counted over batches, of which each may be a group of few samples.
+        """
+        failed = [answer for answer in answers if answer.get("reason") in _BROKEN]
+        self._failed_items = self._failed_items + len(failed) if len(failed) == len(answers) else 0
+        if self._failed_items >= _SUSPICIOUS_ITEMS:
+            self._refuse(failed[0], f"failed on all {self._failed_items} responses in succession, last")
 
     def _refuse_broken_group_function(self, answers: list[dict[str, Any]]) -> None:
-        """The same of whole groups, of which a batch may have one only: so they are counted over batches."""
+        """The same of whole groups."""
         for answer in answers:
-            self._failed_groups = self._failed_groups + 1 if answer.get("reason") == "error" else 0
+            self._failed_groups = self._failed_groups + 1 if answer.get("reason") in _BROKEN else 0
             if self._failed_groups >= _SUSPICIOUS_ITEMS:
                 self._refuse(answer, f"failed on {self._failed_groups} groups in succession, last")
 
+    def _refuse_hanging_functions(self, failed: dict[str, Any]) -> None:
+        """At the eighth time, not after a batch of hundreds."""
+        self._refuse(failed, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
+
     def _refuse(self, failed: dict[str, Any], what: str) -> None:
-        raise RewardError(
-            f"reward function {failed.get('function')} {what} with {failed.get('detail')}; correct the function or the "
-            "answers in the data"
-        )
+        name, reason = failed.get("function"), failed["reason"]
+        why, remedy = failed.get("detail"), "correct the function or the answers in the data"
+        if name == SERVICE:
+            remedy = "see to the service, or to reward.functions"
+        elif why is None and reason == "timeout":
+            why = f"no answer within reward.timeout_s={self._config.timeout_s:g} s"
+            remedy = "raise that, or correct the function"
+        elif why is None:
+            why = "the end of its worker"
+        who = f"reward function {name}" if name else "reward functions"
+        raise RewardError(f"{who} {what} with {why}; {remedy}")
 
 
 _NOTHING: dict[str, Any] = {"rewards": (), "successes": (), "metadata": {}}
@@ -312,9 +329,6 @@ class _Round:
     def _settle(self, item: int, message: dict[str, Any]) -> None:
         self._timed_out = self._timed_out + 1 if message.get("reason") == "timeout" else -len(self._items)
         if self._timed_out == _SUSPICIOUS_ITEMS:
-            raise RewardError(
-                f"reward functions gave no answer within reward.timeout_s={self._config.timeout_s:g} s for each of the "
-                f"first {_SUSPICIOUS_ITEMS} responses of a batch; raise that, or correct the function"
-            )
+            self._pool._refuse_hanging_functions(message)
         self._answers[item] = message
         self._left -= 1

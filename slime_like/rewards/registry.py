@@ -26,7 +26,10 @@ REGISTERED: Mapping[str, str] = {
 ENVIRONMENT = "environment"
 """Stands for the rewards that ``rollout.environment`` gave on the way: nothing is left to compute."""
 
-LOCAL = frozenset(REGISTERED) - {"http"}
+SERVICE = "http"
+"""Asks a service."""
+
+LOCAL = frozenset(REGISTERED) - {SERVICE}
 """Those of them that compute their reward here, from response and answer alone."""
 
 
@@ -78,10 +81,18 @@ def check_options(name: str, function: RewardCallable, options: Mapping[str, Any
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
     """As ``check_options``, and functions that touch nothing but their arguments are called with the options once.
 
+    What a service is to be asked with is looked at; the service is not asked.
+
     Raises:
         ValueError: the options do not fit, or the function cannot work with their values.
     """
     check_options(name, function, options)
+    if name == SERVICE:
+        from slime_like.rewards.remote import (
+            check_service,
+        )  # with it come http and ssl, which other functions never need
+
+        check_service(**options)
     if name not in _PURE:
         return
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
+from urllib.error import URLError
 
 from slime_like.rewards.result import RewardResult
 
@@ -33,15 +35,32 @@ def remote(
         The service's reward and success; without "success", a reward above 0 is one. Other keys become metadata.
 
     Raises:
-        OSError: no connection, a status that is not 2xx, or no answer in time.
-        ValueError: an answer that is not such JSON, or a url of another kind.
+        TimeoutError: no answer in time.
+        OSError: no connection, or a status that is not 2xx.
+        ValueError: an answer that is not such JSON, or options of another kind.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url={url!r} is neither http nor https")
+    check_service(url, timeout_s, headers)
     body = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {})})
-    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-        return _result(url, reply.read(_MAX_BYTES + 1))
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            content = reply.read(_MAX_BYTES + 1)
+    except OSError as error:
+        reason = error.reason if isinstance(error, URLError) else error  # a connection's own error is inside
+        if isinstance(reason, TimeoutError):
+            raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s") from error
+        raise OSError(f"{url}: {error}") from error
+    return _result(url, content)
+
+
+def check_service(url: str, timeout_s: float = 4.0, headers: Mapping[str, str] | None = None) -> None:
+    """Raise ``ValueError`` where no request could be made with these options; nothing is sent."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ValueError(f"url={url!r} is neither http nor https")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s!r} is no number of seconds above 0")
+    if headers is not None and not isinstance(headers, Mapping):
+        raise ValueError(f"headers={headers!r} is no mapping of names to values")
 
 
 def _result(url: str, content: bytes) -> RewardResult:
@@ -50,7 +69,9 @@ def _result(url: str, content: bytes) -> RewardResult:
     try:
         values: dict[str, Any] = json.loads(content)
         reward = float(values.pop("reward"))
-        success = bool(values.pop("success", reward > 0))
+        success = values.pop("success", reward > 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{url} answered {content[:100]!r}; it must be JSON with a number as reward") from error
-    return RewardResult(reward, success, values)
+    if success not in (True, False):  # "false" would be a success
+        raise ValueError(f"{url} answered success={success!r}; it must be true or false")
+    return RewardResult(reward, bool(success), values)

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_like.rewards.registry import LOCAL, check_options, is_group_reward, resolve_reward
 from slime_like.rewards.result import RewardResult
+from slime_like.workers.protocol import encode
 from slime_like.workers.serving import Handler, failure, serve
 
 _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
@@ -59,7 +60,7 @@ def _outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict[str, 
     for function in functions:
         try:
             results.append(function.of_sample(item))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return failure(error, function.name)
     return _as_message(functions, results)
 
@@ -70,7 +71,7 @@ def _group_outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict
     for function in functions:
         try:
             results.append(function.of_group(item))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return failure(error, function.name)
     return {"samples": [_as_message(functions, own) for own in zip(*results, strict=True)]}
 
@@ -88,6 +89,12 @@ def _checked(result: Any) -> RewardResult:
         raise TypeError(f"it returned a {type(result).__name__}; return a RewardResult")
     if not math.isfinite(result.reward):
         raise ValueError(f"its reward is {result.reward}; return a finite number")
+    try:
+        encode(result.metadata)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"its metadata cannot be written as JSON ({error}); return numbers, text, lists, dicts"
+        ) from error
     return result
 
 

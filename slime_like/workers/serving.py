@@ -56,10 +56,12 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     return 0
 
 
-def failure(error: Exception, where: str) -> dict[str, Any]:
+def failure(error: BaseException, where: str) -> dict[str, Any]:
     """The answer that says why one item has none."""
     if isinstance(error, MemoryError):
         return {"reason": "memory", "function": where}
+    if isinstance(error, TimeoutError):  # of something that the item's code has waited for
+        return {"reason": "timeout", "function": where, "detail": str(error)[:300]}
     return {"reason": "error", "function": where, "detail": f"{type(error).__name__}: {error}"[:300]}
 
 

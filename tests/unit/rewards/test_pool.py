@@ -37,6 +37,8 @@ def act(prompt, response, answer, *, log=None):
         bytearray(10 ** 12)
     if response == "raise":
         raise LookupError("no such thing")
+    if response == "quit":
+        sys.exit("no more")
     if response == "print":
         print("noise " * 1000)
         sys.stdout.flush()
@@ -120,7 +122,7 @@ def test_every_function_is_asked_and_successes_are_theirs() -> None:
 # what the model wrote, the reason that must be reported
 MISDEEDS = [
     ("hang", "timeout"), ("spin", "timeout"), ("exit", "crash"), ("segfault", "crash"), ("memory", "memory"),
-    ("raise", "error"), ("nan", "error"), ("number", "error"), ("odd metadata", "error"),
+    ("raise", "error"), ("quit", "error"), ("nan", "error"), ("number", "error"), ("odd metadata", "error"),
 ]  # fmt: skip
 
 
@@ -145,11 +147,13 @@ def test_a_misdeed_costs_its_own_sample_alone(
 def test_a_reason_names_function_and_error(user_config: Callable[..., RewardConfig]) -> None:
     with RewardPool(user_config()) as pool:
         outcome = pool.score(items("raise"))[0]
+        unwritable = pool.score(items("odd metadata"))[0].metadata
     assert outcome.metadata == {
         "reason": "error",
         "function": "user_rewards:act",
         "detail": "LookupError: no such thing",
     }
+    assert unwritable["function"] == "user_rewards:act" and "its metadata cannot be written" in unwritable["detail"]
 
 
 def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(user_config: Callable[..., RewardConfig]) -> None:
@@ -164,6 +168,15 @@ def test_a_function_that_always_fails_is_no_reward_of_zero(user_config: Callable
         with pytest.raises(RewardError, match=r"user_rewards:act failed on all 8 responses .* LookupError"):
             pool.score(batch)
         assert pool.score([*batch, *items("good one")])[-1].rewards == (8.0,)
+        pool.score(batch[:4])  # a group of few samples, as they come where training does not wait
+        assert pool.score([*batch[:4], *items("good one")])[-1].rewards == (8.0,)
+        pool.score(batch[:4])
+        with pytest.raises(RewardError, match=r"user_rewards:act failed on all 8 responses in succession"):
+            pool.score(batch[4:])
+    with RewardPool(user_config()) as pool:
+        deaths = [RewardItem(str(i), "exit", "46") for i in range(8)]
+        with pytest.raises(RewardError, match=r"failed on all 8 responses in succession, last with the end of its"):
+            pool.score(deaths)
 
 
 def test_equal_items_are_scored_once(user_config: Callable[..., RewardConfig], tmp_path: Path) -> None:

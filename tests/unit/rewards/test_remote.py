@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.error import HTTPError
+from typing import Any
 
 import pytest
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
+from slime_like.errors import RewardError
 from slime_like.rewards.pool import RewardItem, RewardPool
+from slime_like.rewards.registry import try_options
 from slime_like.rewards.remote import remote
 from slime_like.rewards.result import RewardResult
 
@@ -26,7 +28,7 @@ class Service(BaseHTTPRequestHandler):
         item = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         asked = item["response"]
         if asked == "slow":
-            time.sleep(3)
+            time.sleep(1)
         status = 503 if asked == "busy" else 200
         body = {
             "plain": b'{"reward": 0.5}',
@@ -35,6 +37,7 @@ class Service(BaseHTTPRequestHandler):
             "text": b"fine",
             "list": b"[1]",
             "none": b'{"success": true}',
+            "word": b'{"reward": 1, "success": "false"}',
         }.get(asked, json.dumps({"reward": 1.0, "seen": item, "key": self.headers.get("X-Key")}).encode())
         with contextlib.suppress(BrokenPipeError):  # nobody waits for a slow answer any more
             self.send_response(status)
@@ -73,17 +76,38 @@ def test_an_answer_of_another_kind_is_named(url: str, asked: str) -> None:
 
 
 def test_a_service_that_fails(url: str) -> None:
-    with pytest.raises(HTTPError, match="503"):
+    with pytest.raises(OSError, match=f"{url}: HTTP Error 503"):
         remote("p", "busy", "a", url=url)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=f"{url} gave no answer within timeout_s=0.2 s"):
         remote("p", "slow", "a", url=url, timeout_s=0.2)
-    with pytest.raises(OSError, match="refused"):
+    with pytest.raises(OSError, match="http://127.0.0.1:9/: .* refused"):
         remote("p", "plain", "a", url="http://127.0.0.1:9/")
+    with pytest.raises(ValueError, match="success='false'; it must be true or false"):
+        remote("p", "word", "a", url=url)
 
 
-def test_other_urls_are_refused() -> None:
-    with pytest.raises(ValueError, match="neither http nor https"):
-        remote("p", "r", "a", url="file:///etc/passwd")
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"url": "file:///etc/passwd"}, "neither http nor https"),
+    ({"url": 80}, "neither http nor https"),
+    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' is no number of seconds"),
+    ({"url": "http://a", "headers": "X-Key: 1"}, "is no mapping"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), WRONG_OPTIONS)
+def test_other_options_are_refused_before_anything_starts(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        try_options("http", remote, options)
+    with pytest.raises(ValueError, match=reason):
+        remote("p", "r", "a", **options)
+
+
+def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:
+    functions = (RewardFunction(name="http", options={"url": url, "timeout_s": 0.05}),)
+    slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(1000)]
+    with RewardPool(RewardConfig(functions=functions)) as pool:
+        with pytest.raises(RewardError, match=r"first 8 responses .* gave no answer within .* see to the service"):
+            pool.score(slow)
 
 
 def test_a_failure_costs_its_own_sample(url: str) -> None:
