@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.environments.environment import Step, Task
 from slime_like.errors import EnvironmentFailure
-from slime_like.workers.process import WorkerProcess
+from slime_like.workers.process import STARTS, WorkerProcess
 
 _MODULE = "slime_like.environments.worker"
 _SUSPICIOUS_STEPS = 8
@@ -106,7 +106,7 @@ class EnvironmentPool:
                 return worker
             self._replace(worker)  # it died idle, which is no step's fault
 
-    async def _add_worker(self) -> None:
+    async def _add_worker(self, starts: int = STARTS) -> None:
         name, timeout = self._config.name, self._config.start_timeout_s
         setup = {
             "name": name,
@@ -122,6 +122,12 @@ class EnvironmentPool:
             late = f"was not ready within rollout.environment.start_timeout_s={timeout:g} s"
             raise EnvironmentFailure(f"a worker of environment {name} {late}: {worker.process.last_words()}") from error
         except _Ended as error:
+            if starts > 1 and worker.process.was_killed():
+                self._workers.discard(worker)
+                worker.unwatch()
+                worker.process.end()
+                await self._add_worker(starts - 1)
+                return
             raise EnvironmentFailure(
                 f"a worker of environment {name} ended while starting: {worker.process.last_words()}"
             ) from error

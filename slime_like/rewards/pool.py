@@ -13,7 +13,7 @@ from typing import Any
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.rewards.registry import LOCAL, SERVICE
-from slime_like.workers.process import WorkerProcess
+from slime_like.workers.process import STARTS, WorkerProcess
 
 _MODULE = "slime_like.rewards.worker"
 _CLOSE_TIMEOUT_S = 2.0
@@ -61,7 +61,8 @@ class RewardPool:
         # Functions that may look at the prompt must be asked for every prompt.
         self._prompt_matters = any(function.name not in LOCAL for function in self._functions)
         self._of_groups: frozenset[str] | None = None  # the workers, which import the functions, know
-        self._failed_items = 0  # in succession
+        self._killed_starts = 0  # in succession, as the next two are
+        self._failed_items = 0
         self._failed_groups = 0
         try:
             for _ in range(config.workers if self._functions else 0):
@@ -142,6 +143,12 @@ class RewardPool:
 
     def _is_ready(self, of_groups: list[str]) -> None:
         self._of_groups = frozenset(of_groups)
+        self._killed_starts = 0
+
+    def _may_start_again(self) -> bool:
+        """After a worker was killed that was not ready yet."""
+        self._killed_starts += 1
+        return self._killed_starts < STARTS
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
         return (item.response, item.answer, *([item.prompt] if self._prompt_matters else []))
@@ -314,6 +321,9 @@ class _Round:
         """The item in progress pays; those behind it go back to the queue."""
         worker = self._workers[index]
         if not worker.ready:
+            if reason != "timeout" and worker.was_killed() and self._pool._may_start_again():
+                self._replace(index)
+                return
             late = f"was not ready within reward.start_timeout_s={self._config.start_timeout_s:g} s"
             what = late if reason == "timeout" else "ended"
             raise RewardError(f"reward worker {worker.pid} {what} while starting: {worker.last_words()}")

@@ -17,6 +17,9 @@ _READ_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
 
+STARTS = 3
+"""How often in succession a worker is started that somebody else kills before it is ready."""
+
 
 class WorkerProcess:
     """A started worker. Reading and writing never block; the pool waits for many workers at once.
@@ -103,10 +106,19 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # it has closed its output and lives
             return "crash"
 
+    def was_killed(self) -> bool:
+        """After ``read`` has returned ``None``: whether SIGKILL ended it, a person's or the kernel's, short of memory."""
+        try:
+            return self._process.wait(_DEATH_TIMEOUT_S) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
+
     def last_words(self) -> str:
         """The end of what it wrote to standard error."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
+        if self._process.poll() == -signal.SIGKILL:
+            return "it was killed; is the machine short of memory?"
         return lines[-1][-500:] if lines else "it wrote nothing"
 
     def end(self, grace_s: float = 0.0) -> None:

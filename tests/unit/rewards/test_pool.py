@@ -242,6 +242,26 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Cal
         assert victim not in pool.process_ids
 
 
+def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
+    user_config: Callable[..., RewardConfig], tmp_path: Path
+) -> None:
+    user_config()
+    (tmp_path / "dies.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom slime_like.rewards.result import RewardResult\n"
+        f"starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
+        "if starts.stat().st_size < 3 or Path(starts.with_name('always')).exists():\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(prompt, response, answer): return RewardResult(1.0, True)\n"
+    )
+    config = RewardConfig(functions=(RewardFunction(name="dies:f"),))
+    with RewardPool(config) as pool:
+        assert pool.score(items("a"))[0].rewards == (1.0,)
+    (tmp_path / "always").touch()
+    with RewardPool(config) as pool, pytest.raises(RewardError, match="ended while starting: it was killed"):
+        pool.score(items("a"))
+    assert (tmp_path / "starts").stat().st_size == 3 + 3
+
+
 UNUSABLE = [
     (RewardFunction(name="user_rewards:absent"), "cannot be imported"),
     (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType; give a function"),

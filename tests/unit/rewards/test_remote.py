@@ -80,7 +80,7 @@ def test_a_service_that_fails(url: str) -> None:
         remote("p", "busy", "a", url=url)
     with pytest.raises(TimeoutError, match=f"{url} gave no answer within timeout_s=0.2 s"):
         remote("p", "slow", "a", url=url, timeout_s=0.2)
-    with pytest.raises(OSError, match="http://127.0.0.1:9/: .* refused"):
+    with pytest.raises(OSError, match=r"http://127.0.0.1:9/: .* refused"):
         remote("p", "plain", "a", url="http://127.0.0.1:9/")
     with pytest.raises(ValueError, match="success='false'; it must be true or false"):
         remote("p", "word", "a", url=url)
@@ -105,9 +105,9 @@ def test_other_options_are_refused_before_anything_starts(options: dict[str, Any
 def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:
     functions = (RewardFunction(name="http", options={"url": url, "timeout_s": 0.05}),)
     slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(1000)]
-    with RewardPool(RewardConfig(functions=functions)) as pool:
-        with pytest.raises(RewardError, match=r"first 8 responses .* gave no answer within .* see to the service"):
-            pool.score(slow)
+    reason = r"first 8 responses .* gave no answer within .* see to the service"
+    with RewardPool(RewardConfig(functions=functions)) as pool, pytest.raises(RewardError, match=reason):
+        pool.score(slow)
 
 
 def test_a_failure_costs_its_own_sample(url: str) -> None:
