@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
+from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.errors import ConfigError
 
 ONE_RANK = "single"
@@ -49,7 +50,8 @@ class Layout:
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """``config`` under this layout."""
-        sharding = {"distributed": self.distributed, "overlap": self.overlap}
+        sharded = self.distributed or config.trainer.backend == FSDP  # which knows nothing else
+        sharding = {"distributed": sharded, "overlap": self.overlap}
         optimizer = config.trainer.optimizer.model_copy(update=sharding)
         changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}
         if self.attention is not None:

@@ -107,7 +107,7 @@ class WorkerProcess:
             return "crash"
 
     def was_killed(self) -> bool:
-        """After ``read`` has returned ``None``: whether SIGKILL ended it, a person's or the kernel's, short of memory."""
+        """After ``read`` has returned ``None``: whether it was ended by SIGKILL, which no code of ours sends."""
         try:
             return self._process.wait(_DEATH_TIMEOUT_S) == -signal.SIGKILL
         except subprocess.TimeoutExpired:

@@ -29,6 +29,12 @@ def test_a_name_sets_every_axis(tmp_path: Path) -> None:
     assert config.trainer.parallel == ParallelConfig()
 
 
+def test_optimizer_state_that_is_always_sharded_needs_no_name(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"backend": "fsdp"})
+    for name in (ONE_RANK, "dp2"):
+        assert parse_layout(name).applied_to(config).trainer.optimizer.distributed
+
+
 def test_one_rank_leaves_the_attention_alone(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "allgather"})
     applied = parse_layout(ONE_RANK).applied_to(config)
