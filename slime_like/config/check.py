@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.attention import attention_problems
+from slime_like.config.checkpoint_backend import backend_problem
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_arguments import engine_problems
@@ -115,8 +116,11 @@ def _weights(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
 
 def _start_weights(config: RunConfig) -> list[str]:
     weights = config.model.weights
-    if weights is None or (weights / "trainer").is_dir():
+    if weights is None:
         return []
+    if (weights / "trainer").is_dir():
+        problem = backend_problem(weights, config.trainer.backend, "model.weights")
+        return [] if problem is None else [problem]
     return [
         f"model.weights={weights} is no checkpoint (no trainer/ in it); give what `slime-like convert to-megatron` "
         "wrote, or a run's checkpoints/step-N"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.config.checkpoint_backend import BACKEND
 from slime_like.config.fields import all_fields, value_text
 from slime_like.config.load import load_config, save_config
 from slime_like.errors import ConfigError, SlimeLikeError
@@ -15,7 +16,6 @@ from slime_like.orchestration.checkpoints import Checkpoint, latest_checkpoint
 from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
-BACKEND = "backend"  # in a checkpoint's state: whose files it holds
 _TOLD = 8  # changed settings named; more make no sentence
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slime_like.config.checkpoint_backend import BACKEND
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import read_metrics, series
@@ -19,7 +20,7 @@ from slime_like.observability.records import ReferenceRecord, RewardRecord, Roll
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
-from slime_like.orchestration.run_directory import BACKEND, write_summary
+from slime_like.orchestration.run_directory import write_summary
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.trainer_rank import StreamedStep
 from slime_like.orchestration.weight_sync import SyncReport

@@ -31,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(tmp_path / "model" / "config.json", tmp_path / "dimensions")
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     (step / "trainer").mkdir(parents=True)
-    (step / "state.json").write_text('{"step": 2}')
+    (step / "state.json").write_text('{"step": 2, "backend": "megatron"}')
     (step.parent / "latest").symlink_to(step.name)
     config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path / "model", "dtype": "float32"})
     save_config(config, tmp_path / "run" / "config.yaml")
@@ -77,6 +77,10 @@ REFUSED: list[tuple[list[str], str]] = [
         "trainer.parallel.tensor=3 does not divide the model's 16 attention heads",
     ),
     (["model", "--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
+    (
+        ["run/checkpoints/step-000002", "--trainer.backend", "fsdp"],
+        "was written by megatron, whose files only it reads, and trainer.backend=fsdp; set trainer.backend=megatron",
+    ),
     (["model", "--trainer.paralel.tensor", "2"], "--trainer.paralel.tensor is unknown"),
     (["model", "--input", "in.txt"], "--input in.txt is of an unknown type; give a .jsonl or .parquet file"),
     (["model", "--input", "none.jsonl"], "--input none.jsonl does not exist"),
