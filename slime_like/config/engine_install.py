@@ -41,8 +41,11 @@ TESTED: Mapping[str, TestedEngine] = {
 # Runs in the other interpreter, whatever its version is.
 _PROBE = """
 import json, sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
-found = {}
+found, names = {}, []
+try:
+    from importlib.metadata import PackageNotFoundError, entry_points, version
+except ImportError:  # before 3.8
+    sys.argv[2:] = []
 for name in sys.argv[2:]:
     try:
         found[name] = version(name)
