@@ -88,8 +88,8 @@ class RolloutConfig(Section):
     )
     drop_zero_spread: bool = Field(
         False,
-        description="Drop groups whose samples all have the same reward, and sample others in their place (DAPO's "
-        "dynamic sampling).",
+        description="Drop groups whose samples all have the same reward, less the overlong penalty, and sample others "
+        "in their place (DAPO's dynamic sampling).",
     )
     max_drops_per_step: int = Field(
         1000,
