@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ def _value(field: Field, values: list[str], is_entry: bool) -> Any:
     try:
         return read_value(values[0])
     except yaml.YAMLError as error:
-        raise ValueError(f"{values[0]!r} is not valid YAML ({getattr(error, 'problem', error)}); correct it") from error
+        remedy = f"correct it, or write '{json.dumps(values[0])}' if text is meant" if is_entry else "correct it"
+        raise ValueError(f"{values[0]!r} is not valid YAML ({getattr(error, 'problem', error)}); {remedy}") from error
 
 
 def _many(field: Field, values: list[str]) -> list[Any]:
