@@ -195,7 +195,12 @@ REFUSED: list[tuple[str, list[str], str]] = [
         ["--reward.functions.0.weight", "2"],
         "--reward.functions.0.weight cannot be set alone; give the whole list as YAML",
     ),
-    ("", ["--rollout.environment.options.opening", "["], """or write '"["' if text is meant"""),
+    (
+        "",
+        ["--rollout.environment.options.opening", "]"],
+        "--rollout.environment.options.opening: ']' is not valid YAML (expected the node content, but found ']'); "
+        "correct it, or write '\"]\"' if text is meant",
+    ),
     ("", ["--reward.functions", "[{name"], "--reward.functions: '[{name' is not valid YAML"),
     ("", ["--rollout.engine_args.", "2"], "--rollout.engine_args. is unknown"),
     ("steps: 0", ["--steps", "-4"], "--steps=-4 is out of range; it must be at least 1"),
