@@ -30,7 +30,10 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--layouts", "dp2-ep2"], "layout dp2-ep2: trainer.parallel.expert=2, but the model has no experts"),
     (["--trainer.optimizer.offload", "true"], "layout single: trainer.optimizer.offload needs trainer.optimizer.dist"),
-    (["--trainer.backend", "fsdp"], "layout single: trainer.optimizer.distributed=false: trainer.backend=fsdp always"),
+    (
+        ["--trainer.backend", "fsdp", "--layouts", "dp2", "tp2"],
+        "layout tp2: trainer.parallel.tensor=2: trainer.backend=fsdp knows data and context ranks only",
+    ),
     (["--layouts", "dp17"], "layout dp17: has 17 replicas, and the batch has 16 sequences"),
 ]
 
@@ -89,10 +92,3 @@ def test_attention_must_be_installed_for_a_layout_that_names_it(
     reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
     assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
     assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
-
-
-def test_an_axis_that_the_backend_has_not_is_told_before_anything_starts(tmp_path: Path) -> None:
-    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"backend": "fsdp"})
-    reason = setting_misfit(parse_layout("tp2").applied_to(config))
-    assert reason is not None and "trainer.backend=fsdp knows data and context ranks only" in reason
-    assert setting_misfit(parse_layout("cp2-dp2").applied_to(config)) is None
