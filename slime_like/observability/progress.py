@@ -128,15 +128,18 @@ class PlainDisplay:
         self._now = now
         self._written_at: float | None = None
         self._held_back: str | None = None
+        self._figures: str | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         line = self._line(step, values)
+        if line == self._figures:  # an evaluation whose figure is the last one's
+            return
         recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
         if recent and step < self._total_steps:
             self._held_back = line
             return
         self._write(line)
-        self._held_back = None
+        self._figures, self._held_back = line, None
         self._written_at = self._now()
 
     def note(self, text: str) -> None:

@@ -66,6 +66,7 @@ def test_the_end_of_the_run_is_written_at_once() -> None:
     progress = Progress("plain", 2, stream, time)
     progress.update(1, {})
     progress.update(2, {})
+    progress.update(2, {})  # an evaluation that changes no figure
     assert stream.getvalue() == "step 1/2\nstep 2/2\n"
     progress.close()
     assert stream.getvalue() == "step 1/2\nstep 2/2\n"
