@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -80,10 +81,28 @@ def test_a_service_that_fails(url: str) -> None:
         remote("p", "busy", "a", url=url)
     with pytest.raises(TimeoutError, match=f"{url} gave no answer within timeout_s=0.2 s"):
         remote("p", "slow", "a", url=url, timeout_s=0.2)
-    with pytest.raises(OSError, match=r"http://127.0.0.1:9/: .* refused"):
-        remote("p", "plain", "a", url="http://127.0.0.1:9/")
+    with pytest.raises(TimeoutError, match=r"http://127.0.0.1:9/ gave no answer within timeout_s=0.2 s .* refused"):
+        remote("p", "plain", "a", url="http://127.0.0.1:9/", timeout_s=0.2)
     with pytest.raises(ValueError, match="success='false'; it must be true or false"):
         remote("p", "word", "a", url=url)
+
+
+def test_a_service_that_is_restarted_costs_no_reward() -> None:
+    with socket.socket() as place:  # bound, not listening: connections are refused
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    results: list[RewardResult] = []
+    asking = threading.Thread(target=lambda: results.append(remote("p", "plain", "a", url=f"http://127.0.0.1:{port}")))
+    asking.start()
+    time.sleep(0.3)
+    with ThreadingHTTPServer(("127.0.0.1", port), Service) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        asking.join(10)
+        server.shutdown()
+        serving.join(10)
+    assert results == [RewardResult(0.5, True)]
 
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -104,7 +123,7 @@ def test_other_options_are_refused_before_anything_starts(options: dict[str, Any
 
 def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:
     functions = (RewardFunction(name="http", options={"url": url, "timeout_s": 0.05}),)
-    slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(1000)]
+    slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(20)]
     reason = r"first 8 responses .* gave no answer within .* see to the service"
     with RewardPool(RewardConfig(functions=functions)) as pool, pytest.raises(RewardError, match=reason):
         pool.score(slow)
