@@ -19,7 +19,6 @@ _MODULE = "slime_like.rewards.worker"
 _CLOSE_TIMEOUT_S = 2.0
 _CHUNK_ITEMS = 64
 _SUSPICIOUS_ITEMS = 8
-_BROKEN = ("error", "crash", "timeout")  # what a function that is broken gives on every response
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,10 @@ class RewardPool:
         self._functions = config.computed
         self._workers: list[WorkerProcess] = []
         self._closed = False
-        # Functions that may look at the prompt must be asked for every prompt.
-        self._prompt_matters = any(function.name not in LOCAL for function in self._functions)
+        # The user's own, or a service: they may look at the prompt, and must be asked for every one.
+        self._has_foreign = any(function.name not in LOCAL for function in self._functions)
+        # What ours give up on is the responses' fault: a policy may well write eight huge powers in succession.
+        self._broken = ("error", "crash", "timeout") if self._has_foreign else ("error",)
         self._of_groups: frozenset[str] | None = None  # the workers, which import the functions, know
         self._killed_starts = 0  # in succession, as the next two are
         self._failed_items = 0
@@ -151,7 +152,7 @@ class RewardPool:
         return self._killed_starts < STARTS
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
-        return (item.response, item.answer, *([item.prompt] if self._prompt_matters else []))
+        return (item.response, item.answer, *([item.prompt] if self._has_foreign else []))
 
     def _outcomes(self, of_items: list[dict[str, Any]], of_groups: list[dict[str, Any]]) -> list[RewardOutcome]:
         """Both kinds of functions side by side, in the order of the configuration."""
@@ -180,7 +181,7 @@ class RewardPool:
 
         Counted over batches, of which each may be a group of few samples.
         """
-        failed = [answer for answer in answers if answer.get("reason") in _BROKEN]
+        failed = [answer for answer in answers if answer.get("reason") in self._broken]
         self._failed_items = self._failed_items + len(failed) if len(failed) == len(answers) else 0
         if self._failed_items >= _SUSPICIOUS_ITEMS:
             self._refuse(failed[0], f"failed on all {self._failed_items} responses in succession, last")
@@ -188,13 +189,14 @@ class RewardPool:
     def _refuse_broken_group_function(self, answers: list[dict[str, Any]]) -> None:
         """The same of whole groups."""
         for answer in answers:
-            self._failed_groups = self._failed_groups + 1 if answer.get("reason") in _BROKEN else 0
+            self._failed_groups = self._failed_groups + 1 if answer.get("reason") in self._broken else 0
             if self._failed_groups >= _SUSPICIOUS_ITEMS:
                 self._refuse(answer, f"failed on {self._failed_groups} groups in succession, last")
 
     def _refuse_hanging_functions(self, failed: dict[str, Any]) -> None:
         """At the eighth time, not after a batch of hundreds."""
-        self._refuse(failed, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
+        if self._has_foreign:
+            self._refuse(failed, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
 
     def _refuse(self, failed: dict[str, Any], what: str) -> None:
         name, reason = failed.get("function"), failed["reason"]

@@ -215,6 +215,15 @@ def test_hostile_answers_cost_their_own_samples(math_pool: RewardPool) -> None:
     assert outcomes[1 + list(HOSTILE).index("digits")].metadata["math_verify"]["cut_chars"] > 900_000
 
 
+def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
+    """However many in succession: a policy may have learnt to write such."""
+    backtracks = RewardFunction(name="format", options={"pattern": "(a+)+b"})
+    with RewardPool(RewardConfig(functions=(backtracks,), timeout_s=0.05)) as pool:
+        outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
+        assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
+        assert pool.score(items("aab"))[0].rewards == (1.0,)
+
+
 def test_workers_import_no_torch(math_pool: RewardPool) -> None:
     math_pool.start()
     maps = Path(f"/proc/{math_pool.process_ids[0]}/maps").read_text()
