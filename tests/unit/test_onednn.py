@@ -95,3 +95,10 @@ def test_wrong_shapes_are_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(_random(500, 500), _random(400, 500))
     del kept
+
+
+def test_parts_of_a_wider_matrix() -> None:
+    """Rows and columns with gaps between them, as either factor."""
+    a, wide, high = _random(_M, _K), _random(_K, 2 * _N)[:, :_N], _random(_K, 2 * _M)[:, ::2].t()
+    for left, right in ((a, wide), (high, wide), (high, _random(_K, _N))):
+        assert _close(product(left, right), left.double() @ right.double())

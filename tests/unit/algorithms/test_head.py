@@ -322,3 +322,23 @@ def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(
     logprobs, entropy = form(own, torch.tensor([1]))
     (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), own)
     assert gradient[0, 0] == 0 and close(gradient[:, 1:], expected, 1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(seed: int) -> None:
+    """A response of one token weighs as much as one of hundreds: float32 sums that begin with it lose a digit."""
+    generator = torch.Generator().manual_seed(seed)
+    count, width, vocabulary = 1500, 6, 29
+    hidden = torch.randn(count, width, generator=generator, dtype=torch.float64).tanh().float()
+    head = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64).mul(0.5).float()
+    targets = torch.randint(vocabulary, (count,), generator=generator)
+    weights = torch.full((count,), 5e-3).index_fill(0, torch.tensor([0]), 1.0)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        own = head.to(dtype).clone().requires_grad_()
+        sizes = {"vocab_size": vocabulary, "chunk_tokens": 256}
+        logprobs, _ = fused_logprobs(hidden.to(dtype), own, targets, torch.ones(count), **sizes)
+        (logprobs * weights).sum().backward()
+        assert own.grad is not None
+        gradients.append(own.grad.double())
+    assert (gradients[0] - gradients[1]).norm() < 6e-7 * gradients[1].norm()
