@@ -5,30 +5,7 @@ from __future__ import annotations
 import math
 
 from slime_like.config import RunConfig
-
-
-def total_updates(config: RunConfig) -> int:
-    """Optimizer steps of the whole run."""
-    return config.steps * config.algorithm.epochs * config.algorithm.minibatches
-
-
-def schedule_problems(config: RunConfig) -> list[str]:
-    """Why the schedule of learning rate and weight decay cannot be followed, with the remedy."""
-    settings = config.trainer.optimizer
-    problems = []
-    if settings.decay != "constant" and settings.warmup_steps >= total_updates(config):
-        problems.append(
-            f"trainer.optimizer.warmup_steps={settings.warmup_steps} leaves nothing of the run's "
-            f"{total_updates(config)} optimizer steps for the {settings.decay} decay; use a smaller value"
-        )
-    if settings.min_lr > settings.lr:
-        problems.append(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}; lower it")
-    if settings.final_weight_decay is not None and settings.final_weight_decay < settings.weight_decay:
-        problems.append(
-            f"trainer.optimizer.final_weight_decay={settings.final_weight_decay:g} is below "
-            f"weight_decay={settings.weight_decay:g}, and weight decay only grows; use at least that"
-        )
-    return problems
+from slime_like.config.schedule import total_updates
 
 
 def learning_rate(config: RunConfig, update: int) -> float:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from backends.common.agreement import listed, together
 from backends.common.hf_files import Shape
 from backends.common.integrity import Checksums, VerifyingReader, damaged
-from backends.common.learning_rate import total_updates
 from backends.fsdp.checkpoint_writer import COMMON, PLAIN_FILES, CheckpointWriter
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from slime_like.config import RunConfig
+from slime_like.config.schedule import total_updates
 from slime_like.errors import CheckpointError
 
 FORMAT = 1

@@ -15,7 +15,6 @@ from torch import Tensor
 from backends.common.balance import BalanceLoss
 from backends.common.collectives import join_context_parts
 from backends.common.hf_directory import SHARD_BYTES, write_hf_directory
-from backends.common.learning_rate import schedule_problems
 from backends.common.objective import Objective
 from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
@@ -34,6 +33,7 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.families import family_problems
 from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.latent import latent_problems
+from slime_like.config.schedule import schedule_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory

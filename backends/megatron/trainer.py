@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from backends.common.balance import BalanceLoss
-from backends.common.learning_rate import schedule_problems
 from backends.common.objective import Objective
 from backends.common.rendezvous import prepare_processor
 from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
@@ -39,6 +38,7 @@ from slime_like.config.families import family_problems
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import layout_problems
 from slime_like.config.offload import offload_problems
+from slime_like.config.schedule import schedule_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.trajectory import GRPOStats, PackedTrajectory

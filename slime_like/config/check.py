@@ -25,6 +25,7 @@ from slime_like.config.latent import latent_problems
 from slime_like.config.layout import engine_rank_problems, layout_problems
 from slime_like.config.offload import offload_problems
 from slime_like.config.run import RunConfig
+from slime_like.config.schedule import schedule_problems
 from slime_like.config.weight_files import weight_file_problems
 from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
@@ -231,24 +232,7 @@ def _steps(config: RunConfig) -> Iterator[str]:
             f"trainer.parallel.data={replicas} is more than the {prompts // minibatches * samples} samples of a "
             "minibatch, and every replica needs one; lower it, or raise rollout.prompts_per_step"
         )
-    optimizer = config.trainer.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield (
-            f"trainer.optimizer.min_lr={optimizer.min_lr:g} is above trainer.optimizer.lr={optimizer.lr:g}; "
-            "use at most the peak rate"
-        )
-    final = optimizer.final_weight_decay
-    if final is not None and final < optimizer.weight_decay:
-        yield (
-            f"trainer.optimizer.final_weight_decay={final:g} is below trainer.optimizer.weight_decay="
-            f"{optimizer.weight_decay:g}, and weight decay only grows; use at least that"
-        )
-    updates = config.steps * config.algorithm.epochs * minibatches
-    if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
-        yield (
-            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} optimizer "
-            f"steps to decay={optimizer.decay}; use fewer, or decay: constant"
-        )
+    yield from schedule_problems(config)
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

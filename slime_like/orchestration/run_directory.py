@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import RunConfig
-from slime_like.config.checkpoint_backend import BACKEND
+from slime_like.config.checkpoint_backend import backend_problem
 from slime_like.config.fields import all_fields, value_text
 from slime_like.config.load import load_config, save_config
 from slime_like.errors import ConfigError, SlimeLikeError
@@ -85,14 +85,8 @@ def _is_own(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
 def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if not config.debug.load_rollouts:
         checkpoint.data_position()  # raises before anything starts
-    wrote = checkpoint.state.get(BACKEND, config.trainer.backend)
-    if wrote != config.trainer.backend:
-        raise ConfigError(
-            [
-                f"trainer.backend={config.trainer.backend}: {checkpoint.path} was written by {wrote}, whose files only "
-                f"it reads; resume with trainer.backend={wrote}, or start from its Hugging Face export"
-            ]
-        )
+    if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
+        raise ConfigError([problem])
     if _is_own(config, checkpoint) and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
         raise ConfigError(
             [

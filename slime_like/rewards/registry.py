@@ -88,9 +88,8 @@ def try_options(name: str, function: RewardCallable, options: Mapping[str, Any])
     """
     check_options(name, function, options)
     if name == SERVICE:
-        from slime_like.rewards.remote import (
-            check_service,
-        )  # with it come http and ssl, which other functions never need
+        # With it come http and ssl, which other functions never need.
+        from slime_like.rewards.remote import check_service
 
         check_service(**options)
     if name not in _PURE:

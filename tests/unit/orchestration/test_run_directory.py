@@ -182,7 +182,8 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path) 
 def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resume: str) -> None:
     path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")
     given = config(tmp_path, resume="auto" if resume == "auto" else str(path))
-    with pytest.raises(ConfigError, match=r"backend=megatron: .*step-000003 was written by fsdp, .*backend=fsdp"):
+    said = r"resume=.*step-000003 was written by fsdp, .*trainer.backend=megatron; set trainer.backend=fsdp"
+    with pytest.raises(ConfigError, match=said):
         find_checkpoint(given)
     fsdp = given.model_copy(update={"trainer": given.trainer.model_copy(update={"backend": "fsdp"})})
     assert find_checkpoint(fsdp) is not None

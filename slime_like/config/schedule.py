@@ -1,0 +1,34 @@
+"""How many optimizer steps a run has, and whether its schedule fits them. Needs neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.run import RunConfig
+
+
+def total_updates(config: RunConfig) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def schedule_problems(config: RunConfig) -> Iterator[str]:
+    """Why the schedule of learning rate and weight decay cannot be followed, with the remedy."""
+    optimizer = config.trainer.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"trainer.optimizer.min_lr={optimizer.min_lr:g} is above trainer.optimizer.lr={optimizer.lr:g}; "
+            "use at most the peak rate"
+        )
+    final = optimizer.final_weight_decay
+    if final is not None and final < optimizer.weight_decay:
+        yield (
+            f"trainer.optimizer.final_weight_decay={final:g} is below trainer.optimizer.weight_decay="
+            f"{optimizer.weight_decay:g}, and weight decay only grows; use at least that"
+        )
+    updates = total_updates(config)
+    if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
+        yield (
+            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} optimizer "
+            f"steps to decay={optimizer.decay}; use fewer, or decay: constant"
+        )
