@@ -175,8 +175,9 @@ def _phases(times: PhaseTimes) -> dict[str, float]:
 def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:
     seconds = generate_s if record.seconds is None else record.seconds
     truncated = sum(reason == "length" for reason in record.finish_reasons)
-    return {
-        ROLLOUT_SPEED: _ratio(sum(lengths), seconds),
+    # Rollouts that were kept on disk took no time here: they have no speed, which is not a speed of 0.
+    speed = {ROLLOUT_SPEED: sum(lengths) / seconds} if seconds > 0 else {}
+    return speed | {
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_fraction": _ratio(truncated, len(record.finish_reasons)),
