@@ -121,6 +121,33 @@ class ScoredTrajectory:
     temperature: float = 1.0
     finish_reason: str = "stop"
 
+    @classmethod
+    def unrewarded(
+        cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, *, group_id: int = 0, answer: str = ""
+    ) -> ScoredTrajectory:
+        """A sequence that no policy sampled and no reward function saw: a demonstration, a probe, a shape.
+
+        Args:
+            prompt_tokens, response_tokens: (prompt_len,) and (response_len,) int64; every response token carries loss.
+        """
+        return cls(
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+            prompt_len=len(prompt_tokens),
+            response_len=len(response_tokens),
+            logprobs=None,
+            ref_logprobs=None,
+            rewards=torch.zeros(0),
+            advantages=torch.tensor(0.0),
+            successes=torch.zeros(0),
+            answer=answer,
+            sequence_id=sequence_id,
+            group_id=group_id,
+            reward_metadata={"func_names": []},
+            policy_version=0,
+            loss_mask=torch.ones(len(response_tokens), dtype=torch.bool),
+        )
+
     @property
     def total_len(self) -> int:
         return self.prompt_len + self.response_len

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from slime_like.algorithms.context import Layout, padded_length
@@ -40,21 +42,10 @@ def _filled(budget: int, prompt: int, response: int, context: int, layout: Layou
 
 
 def _sequence(index: int, prompt: int, response: int) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=torch.zeros(prompt, dtype=torch.int64),
-        response_tokens=torch.zeros(response, dtype=torch.int64),
-        prompt_len=prompt,
-        response_len=response,
+    tokens = torch.zeros(prompt + response, dtype=torch.int64)
+    return replace(
+        ScoredTrajectory.unrewarded(f"worst-{index}", tokens[:prompt], tokens[prompt:], group_id=index),
         logprobs=torch.zeros(response),
         old_logprobs=torch.zeros(response),
         ref_logprobs=torch.zeros(response),
-        rewards=torch.zeros(1),
-        successes=torch.zeros(1),
-        advantages=torch.zeros(()),
-        answer="",
-        sequence_id=f"worst-{index}",
-        group_id=index,
-        reward_metadata={},
-        policy_version=0,
-        loss_mask=torch.ones(response, dtype=torch.bool),
     )

@@ -41,23 +41,9 @@ def probe(vocab_size: int, reach: int | None, seed: int = 0) -> PackedTrajectory
 
 
 def _sequence(index: int, prompt: int, response: int, vocab_size: int, generator: torch.Generator) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=torch.randint(vocab_size, (prompt,), generator=generator),
-        response_tokens=torch.randint(vocab_size, (response,), generator=generator),
-        prompt_len=prompt,
-        response_len=response,
-        logprobs=torch.zeros(response),
-        ref_logprobs=None,
-        rewards=torch.zeros(1),
-        successes=torch.zeros(1),
-        advantages=torch.zeros(()),
-        answer="",
-        sequence_id=f"probe-{index}",
-        group_id=index,
-        reward_metadata={"func_names": ["none"]},
-        policy_version=0,
-        loss_mask=torch.ones(response, dtype=torch.bool),
-    )
+    own_prompt = torch.randint(vocab_size, (prompt,), generator=generator)
+    own_response = torch.randint(vocab_size, (response,), generator=generator)
+    return ScoredTrajectory.unrewarded(f"probe-{index}", own_prompt, own_response, group_id=index)
 
 
 def response_logprobs(logits: Tensor, tokens: Tensor, prompt_len: int) -> Tensor:

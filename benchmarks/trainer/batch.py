@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,20 +99,8 @@ def _filling_lengths(tokens: int, generator: torch.Generator) -> list[int]:
 
 
 def _sequence(index: int, prompt: int, response: int, vocab_size: int, generator: torch.Generator) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=torch.randint(8, vocab_size, (prompt,), generator=generator),
-        response_tokens=torch.randint(8, vocab_size, (response,), generator=generator),
-        prompt_len=prompt,
-        response_len=response,
-        logprobs=-torch.rand(response, generator=generator),
-        ref_logprobs=None,
-        rewards=torch.zeros(1),
-        successes=torch.zeros(1),
-        advantages=torch.randn((), generator=generator),
-        answer="",
-        sequence_id=f"s{index}",
-        group_id=index // _GROUP,
-        reward_metadata={"func_names": ["none"]},
-        policy_version=0,
-        loss_mask=torch.ones(response, dtype=torch.bool),
-    )
+    own_prompt = torch.randint(8, vocab_size, (prompt,), generator=generator)
+    own_response = torch.randint(8, vocab_size, (response,), generator=generator)
+    bare = ScoredTrajectory.unrewarded(f"s{index}", own_prompt, own_response, group_id=index // _GROUP)
+    logprobs = -torch.rand(response, generator=generator)
+    return replace(bare, logprobs=logprobs, advantages=torch.randn((), generator=generator))

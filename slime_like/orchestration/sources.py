@@ -81,21 +81,10 @@ def _demonstration(prompt: Prompt) -> ScoredTrajectory:
         raise DataError(
             f"prompt group {prompt.group_id} has no demonstration; supervised mode needs data.response_key in every row"
         )
-    response = torch.tensor(prompt.response_tokens, dtype=torch.int64)
-    return ScoredTrajectory(
-        prompt_tokens=torch.tensor(prompt.tokens, dtype=torch.int64),
-        response_tokens=response,
-        prompt_len=len(prompt.tokens),
-        response_len=len(response),
-        logprobs=None,
-        ref_logprobs=None,
-        rewards=torch.zeros(0),
-        advantages=torch.tensor(0.0),
-        successes=torch.zeros(0),
-        answer=prompt.answer,
-        sequence_id=f"{prompt.group_id}-0",
+    return ScoredTrajectory.unrewarded(
+        f"{prompt.group_id}-0",
+        torch.tensor(prompt.tokens, dtype=torch.int64),
+        torch.tensor(prompt.response_tokens, dtype=torch.int64),
         group_id=prompt.group_id,
-        reward_metadata={"func_names": []},
-        policy_version=0,
-        loss_mask=torch.ones(len(response), dtype=torch.bool),
+        answer=prompt.answer,
     )

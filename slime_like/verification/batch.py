@@ -40,24 +40,11 @@ def _sequence(
     loss_mask[-1] = True
     if index == _FULLY_MASKED:
         loss_mask = torch.zeros_like(loss_mask)
-    return ScoredTrajectory(
-        prompt_tokens=tokens[:prompt],
-        response_tokens=tokens[prompt:],
-        prompt_len=prompt,
-        response_len=response,
-        logprobs=None,
-        ref_logprobs=None,
-        rewards=torch.zeros(1),
-        successes=torch.zeros(1),
-        advantages=torch.randn((), generator=generator),
-        answer="",
-        sequence_id=f"synthetic-{index}",
-        group_id=index // _GROUP_SIZE,
-        reward_metadata={"func_names": ["none"]},
-        policy_version=0,
-        loss_mask=loss_mask,
-        temperature=(1.0, 0.7, 1.3)[index % 3],
+    bare = ScoredTrajectory.unrewarded(
+        f"synthetic-{index}", tokens[:prompt], tokens[prompt:], group_id=index // _GROUP_SIZE
     )
+    advantage = torch.randn((), generator=generator)
+    return replace(bare, loss_mask=loss_mask, advantages=advantage, temperature=(1.0, 0.7, 1.3)[index % 3])
 
 
 def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensions, source: str) -> None:
