@@ -14,7 +14,7 @@ from slime_like.commands import plan as plan_command
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path
-from slime_like.config.check import check
+from slime_like.config.check import require_valid
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_install import version_warning
 from slime_like.config.help import fields_help
@@ -113,9 +113,7 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
     config = load_config(path, flags)
-    problems = check(config)
-    if problems:
-        raise ConfigError(problems)
+    require_valid(config)
     InterruptHandler().install()
     return config
 

@@ -43,6 +43,16 @@ def check(config: RunConfig) -> list[str]:
     return problems + check_machine(config, dimensions) + check_settings(config, dimensions)
 
 
+def require_valid(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: with every problem that ``check`` finds.
+    """
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)
+
+
 def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
     """Problems that are the same on every machine. Reads no file.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from slime_like.config import RunConfig
 from slime_like.config.check import check
 from slime_like.launch.key import key_path
-from slime_like.launch.launcher import devices_per_node, plan_arguments, plan_path, train_arguments
+from slime_like.launch.node_commands import devices_per_node, plan_arguments, plan_path, train_arguments
 from slime_like.launch.options import LaunchOptions
 from slime_like.orchestration.bundles import bundle_sizes, tensor_blocks
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from slime_like.errors import LaunchError
 from slime_like.launch.key import key_path
 from slime_like.launch.messages import Verdict
+from slime_like.launch.options import LaunchOptions
 
 
 class NodeEndedError(LaunchError):
@@ -65,6 +67,13 @@ class LastWords:
             return f"{self._path} cannot be written ({error.strerror})"
         return ""
 
+    def leave_or_complain(self, verdict: Verdict) -> None:
+        """Write them, or say on standard error that it could not be done: this node ends in any case."""
+        problem = self.leave(verdict)
+        if problem:
+            why = f"other nodes will not learn why this one has ended: {problem}"
+            print(f"[slime-like] {why}", file=sys.stderr, flush=True)
+
 
 class Awaited:
     """Another node's, for who awaits it."""
@@ -80,6 +89,11 @@ class Awaited:
         self._return_at = time.monotonic() + return_s
         self._patience_s = patience_s
         self._earlier = self._modified()
+
+    @classmethod
+    def of_start(cls, run_dir: Path, rank: int, options: LaunchOptions) -> Awaited:
+        """Of node ``rank`` in a start with ``options``."""
+        return cls(run_dir, rank, 2 * options.silence_s, options.nodes_timeout_s)
 
     def require_not_ended(self) -> None:
         """
