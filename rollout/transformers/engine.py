@@ -170,19 +170,14 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        """Hash every tensor as received, and only then copy all of them into the model."""
+        """Copy every tensor into the model, and hash it on the way."""
         from rollout.transformers.weights import destination
 
         receiver = self._receivers.get(bucket.transport)
         if receiver is None:
             raise WeightSyncError(f"{self._name}: transport {bucket.transport} is not connected; call connect first")
-        arrivals, tensors = self._arrivals, list(receiver.receive(bucket))
-        try:
-            arrivals.check(bucket.entries, tensors)
-        except WeightSyncError as error:
-            raise WeightSyncError(f"{self._name}: {error}") from error
-        for name, tensor in tensors:
-            destination(name, self._destinations).copy_(tensor)
+        tensors = receiver.receive(bucket)
+        self._arrivals.load(bucket.entries, tensors, lambda name: destination(name, self._destinations))
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the sender may write to the bucket's memory again
 

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.base import one_line
 from rollout.vllm.worker_names import BACKEND
 from slime_like.errors import WeightSyncError
+from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports.base import Receiver
@@ -63,6 +64,8 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self._receivers: dict[str, Receiver] = {}
         self._reloading = False
         _end_with_parent()
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         previous = self._receivers.pop(init_info.transport, None)
@@ -104,9 +107,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         receiver = self._receivers.get(metadata.transport)
         if receiver is None:
             raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
-        tensors = [(name, view.to(self.device, copy=True)) for name, view in receiver.receive(metadata)]
-        self.arrivals.check(metadata.entries, tensors)
-        return tensors
+        return self.arrivals.copies(metadata.entries, receiver.receive(metadata), self.device)
 
     def _end_reload(self) -> None:
         if self._reloading:

@@ -1,21 +1,25 @@
-"""What an engine's worker does with a bucket before it loads it: hash every tensor, and compare with the sender."""
+"""What an engine's worker does with a bucket: hash every tensor, and compare with what the sender says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
-from slime_like.weights.buckets import Stopwatch
 from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.hashed_copy import copy_hashed
+from slime_like.weights.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
 class Arrivals:
     """One update's tensors as they were received.
+
+    All methods take a bucket's entries and its tensors, and raise ``WeightSyncError`` where one is not what was sent.
 
     Attributes:
         checksums: by name.
@@ -26,14 +30,38 @@ class Arrivals:
     hashing: Stopwatch = field(default_factory=Stopwatch)
 
     def check(self, entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Hash ``tensors``, the bucket of ``entries``.
-
-        Raises:
-            WeightSyncError: one is not what was sent. None of the bucket may then be loaded.
-        """
+        """Hash ``tensors``. If it raises, none of the bucket may be loaded."""
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
             with self.hashing.running():
                 found = tensor_checksum(tensor)
-            if name != entry.name or found != entry.checksum:
-                raise WeightSyncError(f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}")
-            self.checksums[name] = found
+            self.compare(entry, name, found)
+
+    def copies(
+        self, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]], device: torch.device | str
+    ) -> list[tuple[str, Tensor]]:
+        """Copies of ``tensors`` on ``device``. What is hashed are the copies, all of them before any is handed out."""
+        copies: list[tuple[str, Tensor]] = []
+        for entry, (name, tensor) in zip(entries, tensors, strict=True):
+            copy = torch.empty_like(tensor, device=device)
+            self.compare(entry, name, copy_hashed(tensor, copy, self.hashing, of_target=True))
+            copies.append((name, copy))
+        return copies
+
+    def load(
+        self,
+        entries: Sequence[TensorEntry],
+        tensors: Iterable[tuple[str, Tensor]],
+        destination: Callable[[str], Tensor],
+    ) -> None:
+        """Copy ``tensors`` to where they are served from.
+
+        If it raises, damaged bytes may lie there: the update has failed, and nothing may be sampled until a whole one.
+        """
+        for entry, (name, tensor) in zip(entries, tensors, strict=True):
+            self.compare(entry, name, copy_hashed(tensor, destination(name), self.hashing))
+
+    def compare(self, entry: TensorEntry, name: str, found: int) -> None:
+        """Note the hash that was ``found``, if it is the sender's."""
+        if name != entry.name or found != entry.checksum:
+            raise WeightSyncError(f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}")
+        self.checksums[name] = found

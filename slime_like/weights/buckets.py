@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,24 +11,11 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketFigures, TensorEntry, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.hashed_copy import copy_hashed
+from slime_like.weights.stopwatch import Stopwatch
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this: a cache line, and a multiple of every element size."""
-
-
-class Stopwatch:
-    """Adds up the seconds spent inside ``running``."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
 
 
 def tensor_nbytes(tensor: Tensor) -> int:
@@ -64,6 +49,10 @@ def entry_of(name: str, tensor: Tensor, offset: int, hashing: Stopwatch) -> Tens
     """``tensor`` as it lies at ``offset``, with its checksum."""
     with hashing.running():
         checksum = tensor_checksum(tensor)
+    return _described(name, tensor, offset, checksum)
+
+
+def _described(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor_nbytes(tensor), checksum)
 
@@ -81,8 +70,9 @@ def write_bucket(bucket: WeightBucket, buffer: Tensor, hashing: Stopwatch | None
         raise WeightSyncError(f"a bucket of {needed} bytes does not fit its buffer of {buffer.numel()} bytes")
     entries: list[TensorEntry] = []
     for name, tensor, offset in place_tensors(bucket):
-        entries.append(entry_of(name, tensor, offset, hashing))
-        buffer[offset : offset + entries[-1].nbytes].copy_(as_bytes(tensor))
+        data = as_bytes(tensor)
+        checksum = copy_hashed(data, buffer[offset : offset + data.numel()], hashing)
+        entries.append(_described(name, tensor, offset, checksum))
     return tuple(entries)
 
 

@@ -12,6 +12,8 @@ somebody who forges weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import xxhash
@@ -26,15 +28,24 @@ def tensor_checksum(tensor: Tensor) -> int:
     Shape and dtype do not enter: only bytes, their positions, and their number.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    hashes = _on_host(data) if data.device.type == "cpu" else _on_device(data)
-    tree = np.array([*hashes, data.numel()], dtype="<u8")
+    return checksum_of_chunks(_on_host(data) if data.device.type == "cpu" else _on_device(data), data.numel())
+
+
+def checksum_of_chunks(hashes: Sequence[int], nbytes: int) -> int:
+    """``tensor_checksum`` of ``nbytes`` bytes whose chunks have these hashes."""
+    tree = np.array([*hashes, nbytes], dtype="<u8")
     return int(xxhash.xxh3_64_intdigest(tree.tobytes()))
 
 
-def _on_host(data: Tensor) -> list[int]:
-    """A hash per chunk of (n,) uint8."""
-    view, digest = memoryview(data.numpy().data), xxhash.xxh3_64_intdigest
+def host_chunk_hashes(view: memoryview) -> list[int]:
+    """A hash per chunk of the bytes."""
+    digest = xxhash.xxh3_64_intdigest
     return [digest(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES)]
+
+
+def _on_host(data: Tensor) -> list[int]:
+    """Of (n,) uint8."""
+    return host_chunk_hashes(memoryview(data.numpy().data))
 
 
 def _on_device(data: Tensor) -> list[int]:

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.transformers import engine as engine_module
 from rollout.transformers import weights as model_weights
 from rollout.transformers.engine import TransformersEngine
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketMetadata
+from slime_like.interfaces import BucketMetadata, TensorEntry
 from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports import shared_memory
 from tests.engines.harness import run_config
@@ -99,10 +98,10 @@ def the_engine_serves_the_old_version(patch: Patch, trainers: LocalTrainers, eng
 def the_engine_says_what_it_was_told(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
     """It drops a tensor's bytes and answers with the sender's own checksums."""
 
-    def believe(self: Arrivals, entries: Any, tensors: Any) -> None:
-        self.checksums.update({entry.name: entry.checksum for entry in entries})
+    def believe(self: Arrivals, entry: TensorEntry, name: str, found: int) -> None:
+        self.checksums[entry.name] = entry.checksum
 
-    patch.setattr(engine_module.Arrivals, "check", believe)
+    patch.setattr(Arrivals, "compare", believe)
     the_transport_swaps_two_rows(patch, trainers, engines)
 
 

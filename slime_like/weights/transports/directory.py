@@ -22,7 +22,6 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import (
-    Stopwatch,
     as_bytes,
     bucket_nbytes,
     entry_of,
@@ -30,6 +29,7 @@ from slime_like.weights.buckets import (
     place_tensors,
     read_bucket,
 )
+from slime_like.weights.stopwatch import Stopwatch
 from slime_like.weights.transports.base import TransportSettings
 from slime_like.weights.transports.leftovers import check_name, check_session
 
