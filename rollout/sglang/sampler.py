@@ -41,8 +41,10 @@ class SeededSampler(Sampler):
         """(B,) int32 ids for logits (B, V)."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
-        tokens = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), sampling_info)
-        tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(dim=-1), tokens)
+        tokens = logits.argmax(dim=-1)
+        if not sampling_info.is_all_greedy:
+            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), sampling_info)
+            tokens = torch.where(sampling_info.top_ks == 1, tokens, drawn)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(
                 logprobs, top_logprobs_nums, token_ids_logprobs, tokens

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +23,18 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from rollout.sglang import sampler
+from rollout.sglang.arguments import on_cpu
 from rollout.sglang.reports import RankReport, Reports
 from slime_like.errors import WeightSyncError
+from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.arrival import Arrivals
 from slime_like.weights.transports.base import Receiver
 from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
+
+_BURST_GAP_S, _BURST_GAPS = 0.002, 10
+"""What an idle scheduler waits for another request, and how often at most: less than a step."""
 
 
 def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **options: Any) -> None:
@@ -50,6 +56,8 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
             self.reports = reports
             super().__init__(*of_scheduler)
 
+    if on_cpu():
+        keep_freed_memory()
     sampler.register()
     sglang_scheduler.Scheduler = ReportingScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
@@ -88,6 +96,21 @@ class EngineScheduler(Scheduler):
         """While paused, wait for a message; SGLang would take a whole core for looking."""
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()
+
+    def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
+        """Requests come in bursts: where nothing runs, those that begin together are prefilled together."""
+        begins = not self.waiting_queue and self.last_batch is None and self.running_batch.is_empty()
+        received: list[Any] = super().ingest_requests(stop_at_pause)
+        # Counted, not timed: tensor-parallel ranks must receive equally often.
+        for _ in range(_BURST_GAPS if begins and not self._engine_paused else 0):
+            known = len(self.waiting_queue)
+            if known == 0:
+                break
+            time.sleep(_BURST_GAP_S)
+            received += super().ingest_requests(stop_at_pause)
+            if len(self.waiting_queue) == known:
+                break
+        return received
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
     def connect_transport(self, transport: str, rendezvous: str) -> None:
@@ -128,9 +151,7 @@ class EngineScheduler(Scheduler):
         if receiver is None:
             raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
         device = self.tp_worker.model_runner.device
-        tensors = [(name, view.to(device, copy=True)) for name, view in receiver.receive(metadata)]
-        self._arrivals.check(metadata.entries, tensors)
-        return tensors
+        return self._arrivals.copies(metadata.entries, receiver.receive(metadata), device)
 
 
 def _is_meant(recv_req: AbortReq, req: Req) -> bool:

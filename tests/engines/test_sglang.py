@@ -32,6 +32,53 @@ import safetensors  # what is installed is found as ever
 assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
 """
 
+_BURSTS = """
+from rollout.sglang import stand_ins
+stand_ins.install()
+from types import SimpleNamespace
+from sglang.srt.managers.scheduler import Scheduler
+from rollout.sglang import scheduler
+
+def ingest(self, stop_at_pause=False):
+    received = polls.pop(0)
+    self.waiting_queue += received
+    return received
+
+def ingested(queue, running, paused, arrivals, last=None):
+    polls[:] = arrivals
+    own = object.__new__(scheduler.EngineScheduler)
+    own.waiting_queue, own._engine_paused = list(queue), paused
+    own.last_batch = last
+    own.running_batch = SimpleNamespace(is_empty=lambda: not running)
+    return own.ingest_requests(), len(arrivals) - len(polls)
+
+polls = []
+Scheduler.ingest_requests = ingest
+scheduler._BURST_GAP_S = 0.0
+print(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; what comes after a gap waits
+print(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
+print(ingested([], True, False, [["a"], ["b"]]))                   # whoever runs is not held up
+print(ingested([], False, False, [["a"], ["b"]], last=object()))
+print(ingested(["z"], False, False, [["a"], ["b"]]))
+print(ingested([], False, True, [["a"], ["b"]]))
+print(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # never for ever
+"""
+
+
+def test_requests_that_begin_together_are_prefilled_together() -> None:
+    root = Path(__file__).parents[2]
+    finished = subprocess.run([sys.executable, "-c", _BURSTS], capture_output=True, text=True, cwd=root, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == [
+        "(['a', 'b', 'c'], 3)",
+        "([], 1)",
+        "(['a'], 1)",
+        "(['a'], 1)",
+        "(['a'], 1)",
+        "(['a'], 1)",
+        "11",
+    ]
+
 
 def test_stand_ins_can_be_imported_and_not_called() -> None:
     root = Path(__file__).parents[2]
