@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -196,8 +196,17 @@ class TrainerGroup:
         return {name: logprobs for answer in answers for name, logprobs in answer.items()}
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray:
-        answers = self._call("probe", sequences, phase="scoring the weight-sync probe")
-        return next(logprobs for logprobs in answers if logprobs is not None)
+        return self.start_probe(sequences)()
+
+    def start_probe(self, sequences: list[list[int]]) -> Callable[[], np.ndarray]:
+        """Returns at once what waits for the answer."""
+        references = self._start("probe", [(sequences,)] * len(self._ranks))
+
+        def answer() -> np.ndarray:
+            answers = self._gather(references, phase="scoring the weight-sync probe")
+            return next(logprobs for logprobs in answers if logprobs is not None)
+
+        return answer
 
     # ------------------------------------------------------------------------------------------------------ weights
     def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:

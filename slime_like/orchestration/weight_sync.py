@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +39,9 @@ class SyncReport:
         changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
         seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        verify_s: by how much verification lengthened it, at most: the probe, and what of the hashing on both sides was
-            not hidden behind other work (``slime_like.weights.exposure``).
+        verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
+            trainers' part and of the hashing on both sides was not hidden behind other work
+            (``slime_like.weights.exposure``).
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
         restarted: engines that had died and were started anew for it, one sentence each.
     """
@@ -78,7 +80,11 @@ class SyncReport:
 
 @dataclass(slots=True)
 class _Sent:
-    """What has been sent in one sync so far."""
+    """What has been sent in one sync so far.
+
+    Attributes:
+        expected: waits for the trainers' logprobs of the probe; ``None`` until all is sent, or without one.
+    """
 
     checksums: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -87,6 +93,7 @@ class _Sent:
     compared: int = 0
     gather_s: float = 0.0
     rounds: list[Round] = field(default_factory=list)
+    expected: Callable[[], np.ndarray] | None = None
 
     def add(self, bucket: BucketMetadata) -> None:
         figures = bucket.figures
@@ -152,12 +159,12 @@ class WeightSync:
 
     def _send(self, version: int, restarted: list[str]) -> SyncReport:
         started = time.perf_counter()
-        verify = self._config.sync.verify
-        expected = self._trainers.probe(self._probe) if verify else None
-        probe_s = time.perf_counter() - started
         sent, receipts = self._transfer_or_resend(version)
-        self._turns.end_sync()
         loaded = time.perf_counter()
+        expected = None if sent.expected is None else sent.expected()
+        probe_s = time.perf_counter() - loaded
+        self._turns.end_sync()
+        verifying = time.perf_counter()
         gap = None if expected is None else self._verify(version, sent, receipts, expected)
         finished = time.perf_counter()
         hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
@@ -170,7 +177,7 @@ class WeightSync:
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
             seconds=finished - started,
             gather_s=sent.gather_s,
-            verify_s=hashing_s + (probe_s + finished - loaded if verify else 0.0),
+            verify_s=hashing_s + (0.0 if expected is None else probe_s + finished - verifying),
             probe_gap=gap,
             restarted=restarted,
         )
@@ -204,6 +211,9 @@ class WeightSync:
             started = time.perf_counter()
             buckets = [bucket for bucket in self._trainers.next_buckets() if bucket is not None]
             gathered = time.perf_counter()
+            if not buckets and self._config.sync.verify:
+                # Trainers are done, while engines still load the last buckets and make the version current.
+                sent.expected = self._trainers.start_probe(self._probe)
             self._engines.wait_update(loading)
             sent.gather_s += gathered - started
             hash_s = max((bucket.figures.hash_s for bucket in buckets), default=0.0)

@@ -6,7 +6,7 @@ What Ray would call on actors is called directly; nothing else is replaced.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -66,6 +66,10 @@ class LocalTrainers:
     def next_buckets(self) -> list[BucketMetadata | None]:
         self._release()
         return [self._send(sender, next(s, None)) for sender, s in zip(self.senders, self._streams, strict=True)]
+
+    def start_probe(self, sequences: list[list[int]]) -> Callable[[], np.ndarray]:
+        logprobs = self.probe(sequences)
+        return lambda: logprobs
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray:
         """Teacher-forced logprobs by Hugging Face's forward pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +77,39 @@ def setting(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) 
 EVERY_WAY = [
     (transport, delta) for transport in ("shared_memory", "gloo", "directory") for delta in ("never", "always")
 ]
+
+
+def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before, when engines would wait for it, and never when their devices may be the engines' already."""
+    events: list[str] = []
+    trainers, engines = setting.trainers, setting.engines
+
+    def noted(owner: object, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (events.append(name), method(*arguments))[1])
+
+    start = trainers.start_probe
+
+    def start_probe(sequences: list[list[int]]) -> Callable[[], np.ndarray]:
+        events.append("start_probe")
+        answer = start(sequences)
+        return lambda: (events.append("answer"), answer())[1]
+
+    monkeypatch.setattr(trainers, "start_probe", start_probe)
+    for owner, name in (
+        (trainers, "next_buckets"),
+        (engines, "start_update"),
+        (engines, "wait_update"),
+        (engines, "finish_update"),
+        (setting.sync._turns, "end_sync"),
+        (engines, "ask_each"),
+    ):
+        noted(owner, name)
+    setting.sync.run(1)
+    end = ["start_update", "next_buckets", "start_probe", "wait_update", "finish_update", "answer", "end_sync"]
+    assert events[-8:] == [*end, "ask_each"] and events.count("start_probe") == 1
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
