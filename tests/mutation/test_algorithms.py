@@ -7,7 +7,6 @@ this does not cover: bugs of the parallel layer, of engines and of the orchestra
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import shutil
 import sys
@@ -18,12 +17,11 @@ import pytest
 from hypothesis import Phase, settings
 
 import slime_like
+from tests.parallel.ranks import clean_forks
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(slime_like.__file__).parent
 TIMEOUT_S = 120
-# What pytest's configuration here and the tests import besides the sources.
-PRELOADED = ["torch", "pytest", "hypothesis", "pydantic", "ray", "transformers", "tokenizers", "tests.parallel.frozen"]
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,7 @@ def copy_sources(folder: Path, mutation: Mutation | None) -> None:
 
 def run_apart(folder: Path, *targets: str) -> int:
     # Forks of a clean server: quick, and free of the threads that earlier tests left in this process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_run, args=(folder, targets))
+    process = clean_forks().Process(target=_run, args=(folder, targets))
     process.start()
     process.join(TIMEOUT_S)
     if process.exitcode is None:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,9 +28,11 @@ from slime_like.interfaces import RankPlacement
 
 RankFunction = Callable[..., Any]
 
-# Ranks forked from the server have these already; a module that does not import there would be imported by every rank.
+# What is forked from the server has these already; a module that does not import there would be imported by every fork.
 PRELOADED = [
     "pytest",
+    "hypothesis",
+    "ray",
     "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer",
     "backends.megatron.trainer",
@@ -52,8 +55,7 @@ def run_ranks(
     directory.mkdir(parents=True, exist_ok=True)
     torch.save((function, arguments), _task_file(directory))
     port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = clean_forks()
     processes = [
         context.Process(target=_rank_main, args=(rank, world_size, port, directory), daemon=True)
         for rank in range(world_size)
@@ -66,6 +68,14 @@ def run_ranks(
         _end(processes)
     _report_failures(directory, world_size, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
+
+
+def clean_forks() -> Any:
+    """Processes forked from the server. A test process has one, with the modules that its first user asks for: whoever
+    forks asks here, or all later ranks import everything themselves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _wait(processes: list[Any], deadline: float) -> None:
@@ -107,6 +117,7 @@ def _rank_main(rank: int, world_size: int, port: int, directory: Path) -> None:
     torch.set_num_threads(1)
     placement = RankPlacement(rank, world_size, rank, "127.0.0.1", port)
     try:
+        _require_preloaded()
         function, arguments = torch.load(_task_file(directory), weights_only=False)
         result = function(placement, *arguments)
     except BaseException:
@@ -115,6 +126,14 @@ def _rank_main(rank: int, world_size: int, port: int, directory: Path) -> None:
     unfinished = directory / f"rank{rank}.unfinished"
     torch.save(result, unfinished)
     unfinished.rename(_result_file(directory, rank))
+
+
+def _require_preloaded() -> None:
+    if missing := [name for name in PRELOADED if name not in sys.modules]:
+        raise RuntimeError(
+            f"this rank would import {', '.join(missing)} itself, for seconds: they do not import, or another server "
+            "forks; start every fork with clean_forks of tests/parallel/ranks.py"
+        )
 
 
 def _task_file(directory: Path) -> Path:
