@@ -12,9 +12,6 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
-from sympy import Integer  # type: ignore[import-untyped]
-
 from slime_like.rewards.result import RewardResult
 
 # Both functions warn that their own alarm is off; here the pool bounds the time.
@@ -72,6 +69,8 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return None if _words(response) == _words(answer) else "wrong"
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(response.strip()):
         return None if int(answer) == int(response) else "wrong"
+    from math_verify import parse, verify  # and sympy with it: the driver looks at the options only, and judges nothing
+
     parsed = parse(_plain_decimals(response), parsing_timeout=None)
     if not parsed:
         return "no answer found"
@@ -85,6 +84,9 @@ def _ground_truth(answer: str) -> Any:
     """Plain numbers and delimited LaTeX parse as they are; bare LaTeX only inside a box."""
     if len(answer) > _MAX_ANSWER_CHARS or _depth(answer) > _MAX_DEPTH:
         raise ValueError(f"the ground truth {answer[:40]!r}... is too long or nested too deeply")
+    from math_verify import parse
+    from sympy import Integer  # type: ignore[import-untyped]
+
     if _INTEGER.fullmatch(answer):
         return [Integer(answer), answer]  # what parse would return, at a hundredth of its time
     plain = _plain_decimals(answer)
