@@ -19,8 +19,10 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from slime_like.launch.ray_node import RayNodeSpec, Ready
+from slime_like.orchestration import worker_setup
 from slime_like.orchestration.bundles import RANK_LABEL
 from slime_like.orchestration.guard import end_writers
+from slime_like.orchestration.ray_helpers import without_dashboard
 from slime_like.orchestration.ray_session import keep_logs_only
 
 _LOOK_EVERY_S = 0.5
@@ -32,7 +34,8 @@ def main(spec: RayNodeSpec) -> int:
     directory = Path(spec.directory)
     node: Node | None = None
     try:
-        node = Node(_parameters(spec), head=spec.gcs is None, shutdown_at_exit=False, spawn_reaper=True)
+        with without_dashboard():
+            node = Node(_parameters(spec), head=spec.gcs is None, shutdown_at_exit=False, spawn_reaper=True)
         gpus = node.get_resource_and_label_spec().num_gpus or 0
         _say(Ready(node.gcs_address, int(gpus), node.get_logs_dir_path()))
         died = _stay(node)
@@ -62,6 +65,7 @@ def _parameters(spec: RayNodeSpec) -> RayParams:
         object_store_memory=spec.object_store_mb * 1024 * 1024,
         labels={RANK_LABEL: str(spec.rank)},
         include_log_monitor=False,
+        setup_worker_path=worker_setup.__file__,
     )
 
 

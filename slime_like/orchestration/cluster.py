@@ -20,8 +20,9 @@ from ray._private import services
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted
-from slime_like.orchestration import guard
+from slime_like.orchestration import guard, worker_setup
 from slime_like.orchestration.node import session_directory
+from slime_like.orchestration.ray_helpers import replaced, without_dashboard
 from slime_like.orchestration.ray_session import link_logs, make_room, put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -108,27 +109,21 @@ class Cluster:
         }
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, ``module.name`` is ``value``: what ``ray.init`` reads and has no argument for."""
-    usual = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, usual)
-
-
 def _own_signals() -> AbstractContextManager[None]:
     """Ray puts a handler of its own on SIGTERM: it exits without a word, or not at all where the exit is swallowed."""
-    return _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
+    return replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
 
 
-def _few_helpers() -> AbstractContextManager[None]:
-    """A cluster of our own neither grows nor repeats the workers' words here: ``ray.init`` starts a process for either,
-    and has no argument that says no."""
+@contextmanager
+def _few_helpers() -> Iterator[None]:
+    """A cluster of our own neither grows, nor repeats the workers' words here, nor shows pages: ``ray.init`` starts a
+    process for each, and has no argument that says no. Nor is Ray imported only to set a worker's variables."""
     module = ray._private.parameter
-    return _replaced(module, "RayParams", partial(module.RayParams, no_monitor=True, include_log_monitor=False))
+    parameters = partial(
+        module.RayParams, no_monitor=True, include_log_monitor=False, setup_worker_path=worker_setup.__file__
+    )
+    with replaced(module, "RayParams", parameters), without_dashboard():
+        yield
 
 
 class _InGroupOfItsOwn(services.ConsolePopen):
@@ -145,7 +140,7 @@ def _own_process_groups() -> AbstractContextManager[None]:
     gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
     driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
     """
-    return _replaced(services, "ConsolePopen", _InGroupOfItsOwn)
+    return replaced(services, "ConsolePopen", _InGroupOfItsOwn)
 
 
 def _require_reachable(address: str) -> None:
