@@ -19,7 +19,6 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from slime_like.launch.ray_node import RayNodeSpec, Ready
-from slime_like.orchestration import worker_setup
 from slime_like.orchestration.bundles import RANK_LABEL
 from slime_like.orchestration.guard import end_writers
 from slime_like.orchestration.ray_helpers import without_dashboard
@@ -65,7 +64,6 @@ def _parameters(spec: RayNodeSpec) -> RayParams:
         object_store_memory=spec.object_store_mb * 1024 * 1024,
         labels={RANK_LABEL: str(spec.rank)},
         include_log_monitor=False,
-        setup_worker_path=worker_setup.__file__,
     )
 
 

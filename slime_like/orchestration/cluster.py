@@ -20,7 +20,7 @@ from ray._private import services
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted
-from slime_like.orchestration import guard, worker_setup
+from slime_like.orchestration import guard
 from slime_like.orchestration.node import session_directory
 from slime_like.orchestration.ray_helpers import replaced, without_dashboard
 from slime_like.orchestration.ray_session import link_logs, make_room, put_away
@@ -117,11 +117,9 @@ def _own_signals() -> AbstractContextManager[None]:
 @contextmanager
 def _few_helpers() -> Iterator[None]:
     """A cluster of our own neither grows, nor repeats the workers' words here, nor shows pages: ``ray.init`` starts a
-    process for each, and has no argument that says no. Nor is Ray imported only to set a worker's variables."""
+    process for each, and has no argument that says no."""
     module = ray._private.parameter
-    parameters = partial(
-        module.RayParams, no_monitor=True, include_log_monitor=False, setup_worker_path=worker_setup.__file__
-    )
+    parameters = partial(module.RayParams, no_monitor=True, include_log_monitor=False)
     with replaced(module, "RayParams", parameters), without_dashboard():
         yield
 
