@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -97,11 +98,16 @@ def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: 
 
 def all_fields() -> dict[str, Field]:
     """Every leaf by its dotted name."""
-    return {field.name: field for section in sections() for field in section.fields}
+    return {field.name: field for section in _of_a_run() for field in section.fields}
 
 
 def section_names() -> set[str]:
-    return {section.name for section in sections()} - {""}
+    return {section.name for section in _of_a_run()} - {""}
+
+
+@cache
+def _of_a_run() -> tuple[SectionDoc, ...]:
+    return tuple(sections())
 
 
 def _leaf(name: str, info: FieldInfo) -> Field:
