@@ -20,7 +20,7 @@ def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         flags = ["--trainer.rendezvous_port", str(port)]
-        finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
+        finished = run(tiny.sft_flags(tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
     assert f"trainer rank 0, starting: trainer.rendezvous_port={port} is taken on 127.0.0.1" in one_sentence(finished)
 
