@@ -1,9 +1,4 @@
-"""Parallel layouts, and the other trainer, do through the whole loop what one rank of Megatron does.
-
-A rank takes seconds of a core to start, so that no layout has more of them than it needs. Context ranks are compared
-with one rank in test_verify.py; tensor x pipeline x context ranks run through the whole loop in tests/hosts, and are
-compared with the reference in tests/parallel.
-"""
+"""Every parallel layout, and the other trainer, does through the whole loop what one rank of Megatron does."""
 
 from __future__ import annotations
 
@@ -19,8 +14,9 @@ from tests.processes import run
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 LAYOUTS = {
-    "four ranks, two axes": (
-        "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.sequence", "true",
+    "eight ranks, three axes": (
+        "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
+        "--trainer.parallel.sequence", "true",
         # Two stages send to two engines, over a network, and only what has changed.
         "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
     ),

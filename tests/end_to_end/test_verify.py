@@ -18,12 +18,12 @@ TIMEOUT_S = 270.0
 
 def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
     """The command makes a model of its own."""
-    finished = run(["verify", "layouts", "--layouts", "cp2", "--steps", "1"], tmp_path / "log", TIMEOUT_S)
+    finished = run(["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1"], tmp_path / "log", TIMEOUT_S)
     assert finished.code == 0, finished.stdout + finished.stderr
     assert finished.left_behind == []
     rows = [line.split() for line in finished.stdout.splitlines() if "same" in line]
-    assert [row[1] for row in rows] == ["single", "cp2"]
-    assert "cp2: " not in finished.stdout  # nothing differs
+    assert [row[1] for row in rows] == ["single", "tp2-sp"]
+    assert "tp2-sp: " not in finished.stdout  # nothing differs
 
 
 def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
