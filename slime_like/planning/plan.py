@@ -9,10 +9,11 @@ from math import prod
 from typing import Any
 
 from slime_like.config import RunConfig
-from slime_like.config.check import check_machine, check_reference, check_settings
+from slime_like.config.check import check_machine, check_settings
 from slime_like.config.dimensions import HEADS, ModelDimensions
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
+from slime_like.config.model_directories import reference_problems
 from slime_like.config.weight_files import WeightFilesError
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -161,7 +162,7 @@ def counted_dimensions(
 
 def _of_references(config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]) -> Iterator[str]:
     """Each once, whether the configuration or the backend says it first."""
-    found = list(check_reference(config, dimensions))
+    found = list(reference_problems(config, dimensions))
     if config.reference_workers and _references_are_there(config):
         found += references.backend_problems(config, backend)
     yield from dict.fromkeys(found)

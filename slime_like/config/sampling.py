@@ -1,0 +1,96 @@
+"""Which ways of sampling a training step can be built on: whole distributions, ahead of training, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES
+from slime_like.config.run import RunConfig
+
+
+def sampling_problems(config: RunConfig) -> list[str]:
+    """Problems of the way in which a step's samples are drawn, gathered and handed on."""
+    return [*_distribution(config), *_pipeline(config)]
+
+
+def _distribution(config: RunConfig) -> Iterator[str]:
+    """Training rollouts must be samples of the whole distribution, in groups that can be compared."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.top_p != 1.0:
+        yield (f"rollout.top_p={rollout.top_p:g} cuts the distribution that the loss assumes whole; use 1 for training")
+    if rollout.top_k != -1:
+        yield f"rollout.top_k={rollout.top_k} cuts the distribution that the loss assumes whole; use -1 for training"
+    if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        yield (
+            f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so that "
+            "every advantage is 0; use at least 2, or advantage: reinforce_pp"
+        )
+    buffer = algorithm.overlong_buffer
+    if buffer is not None and buffer > rollout.max_new_tokens:
+        yield (
+            f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, below "
+            "which the penalty grows; use at most that"
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    """May sampling run ahead of training, and may groups be left out?"""
+    rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
+    if ahead > 0 and config.cluster.placement == "colocated":
+        yield (
+            f"rollout.max_staleness={ahead} lets engines and trainers work at once, but cluster.placement=colocated "
+            "has them take turns on the same devices; use placement: separate, or max_staleness: 0"
+        )
+    if ahead > 0 and "importance_correction" not in algorithm.model_fields_set and not config.supervised:
+        yield (
+            f"rollout.max_staleness={ahead} trains on samples of older weights, which biases the gradient unless "
+            "algorithm.importance_correction corrects for it; set it to truncate or mask, or to none if that is meant"
+        )
+    if rollout.oversample > 1 and ahead > 0:
+        yield (
+            f"rollout.oversample={rollout.oversample:g} aborts what is late, but with rollout.max_staleness={ahead} it "
+            "is trained later instead; use oversample: 1, or max_staleness: 0"
+        )
+    if rollout.drop_zero_spread and rollout.samples_per_prompt == 1:
+        yield (
+            "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
+            "or drop_zero_spread: false"
+        )
+
+
+def streaming_problems(config: RunConfig) -> Iterator[str]:
+    """Can a step's gradient be added up before its last sample is known?"""
+    if not config.rollout.stream:
+        return
+    algorithm, remedy = config.algorithm, "or rollout.stream: false"
+    if config.cluster.placement == "colocated":
+        yield (
+            "rollout.stream=true has trainers work while engines do, but cluster.placement=colocated has them take "
+            f"turns on the same devices; use placement: separate, {remedy}"
+        )
+    if algorithm.epochs * algorithm.minibatches > 1:
+        yield (
+            f"rollout.stream=true goes through a batch once, but algorithm.epochs={algorithm.epochs} and "
+            f"algorithm.minibatches={algorithm.minibatches} make several updates of it, for which all of it must be "
+            f"there; use 1 of both, {remedy}"
+        )
+    if algorithm.advantage in BATCH_ADVANTAGES:
+        yield (
+            f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage="
+            f"{algorithm.advantage} normalises over all of it; use one that compares within groups, {remedy}"
+        )
+    if algorithm.kl_reward_coef > 0:
+        yield (
+            f"rollout.stream=true needs advantages before anything is scored, but algorithm.kl_reward_coef="
+            f"{algorithm.kl_reward_coef:g} takes the KL off rewards afterwards; use kl_coef instead, {remedy}"
+        )
+    if algorithm.moe_aux_loss_coef > 0:
+        yield (
+            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a denominator of its own, "
+            "and with rollout.stream=true neither is known while gradients are added up; set it to 0, " + remedy
+        )
+    if config.debug.shuffle_advantages:
+        yield (
+            "debug.shuffle_advantages=true permutes the advantages of a whole batch, which rollout.stream=true does "
+            f"not wait for; set it to false, {remedy}"
+        )

@@ -1,0 +1,61 @@
+"""What can be wrong with the reward functions and environments that a configuration names, and with their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.import_path import import_path_problem
+from slime_like.config.run import RunConfig
+from slime_like.environments.observations import PLACE
+from slime_like.environments.registry import REGISTERED as ENVIRONMENTS
+from slime_like.environments.registry import build_environment
+from slime_like.rewards.registry import ENVIRONMENT, REGISTERED, known_names, resolve_reward, try_options
+
+
+def reward_problems(config: RunConfig) -> Iterator[str]:
+    """Registered functions are found and their options tried; a user's own module is looked up, and imported by the
+    workers only."""
+    names = [function.name for function in config.reward.functions]
+    for index, function in enumerate(config.reward.functions):
+        field = f"reward.functions.{index}.name={function.name}"
+        if names.index(function.name) != index:
+            yield f"{field} is used twice; keep one"
+        elif function.name == ENVIRONMENT:
+            if config.rollout.environment.name is None:
+                yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
+            if function.options:
+                yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
+        elif function.name not in REGISTERED:
+            if not all(function.name.partition(":")):
+                yield f"{field} is unknown; use {known_names()} or `package.module:name`"
+            elif problem := import_path_problem(function.name):
+                yield f"{field} {problem}"
+        elif function.name in REGISTERED:
+            try:
+                try_options(function.name, resolve_reward(function.name), function.options)
+            except ValueError as error:
+                yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def environment_problems(config: RunConfig) -> Iterator[str]:
+    """As with rewards: what comes with the package is tried, a user's own is looked up."""
+    environment, prefix = config.rollout.environment, "rollout.environment"
+    if environment.name is None:
+        unused = sorted(environment.model_fields_set - {"name"})
+        if any(getattr(environment, key) != type(environment).model_fields[key].get_default() for key in unused):
+            yield f"{prefix}.{unused[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
+        return
+    if environment.name in ENVIRONMENTS:
+        try:
+            build_environment(environment.name, environment.options)
+        except ValueError as error:
+            yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
+    elif ":" not in environment.name:
+        yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or `package.module:name`"
+    elif problem := import_path_problem(environment.name):
+        yield f"{prefix}.name={environment.name} {problem}"
+    if environment.template is not None and environment.template.count(PLACE) != 1:
+        yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"
+    limit, most = environment.max_turn_tokens, config.rollout.max_new_tokens
+    if limit is not None and limit > most:
+        yield f"{prefix}.max_turn_tokens={limit} is more than rollout.max_new_tokens={most}, a whole response; lower it"
