@@ -19,6 +19,7 @@ from slime_like.launch.messages import Message, decode, encode
 _LONGEST_LINE = 65_536
 _NONCE_BYTES = 32
 _GREETING = b"slime-like cluster 1\n"
+_ENDED = "its connection ended without a word"
 
 
 class WrongKeyError(Exception):
@@ -78,10 +79,12 @@ class Channel:
             line = self._reader.readline(_LONGEST_LINE)
         except TimeoutError as error:
             raise LostError(f"it has been silent for {silence_s:.0f} s") from error
+        except ConnectionResetError as error:  # a process that ends with something unread resets its connection
+            raise LostError(_ENDED) from error
         except (OSError, ValueError) as error:
             raise LostError(f"its connection broke ({error})") from error
         if not line.endswith(b"\n"):
-            raise LostError("its connection ended without a word")
+            raise LostError(_ENDED)
         mark, _, body = line[:-1].partition(b" ")
         if not hmac.compare_digest(mark, self._mark(self._other, self._received, body)):
             raise LostError("a line of its connection was forged or damaged")

@@ -97,3 +97,16 @@ def test_silence_and_the_end_are_told(pool: ThreadPoolExecutor) -> None:
     node.close()
     with pytest.raises(LostError, match="ended without a word"):
         head.receive(5)
+
+
+def test_who_ends_with_something_unread_has_ended(pool: ThreadPoolExecutor) -> None:
+    """The kernel then resets the connection, which a reader is told as an error."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    head, _ = shake(pool, ours, theirs, KEY)
+    head.send(Alive())
+    theirs.recv(1, socket.MSG_PEEK)  # it has come, and stays unread
+    socket.close(theirs.detach())  # as the kernel does for a process that was killed
+    with pytest.raises(LostError, match=r"^its connection ended without a word$"):
+        head.receive(5)
