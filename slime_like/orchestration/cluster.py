@@ -63,7 +63,7 @@ class Cluster:
             os.getpid(), Path(get_default_ray_temp_dir()), self._logs, self.run_name, self._bucket_directories
         )
         try:
-            with _own_signals(), _few_helpers(), _own_process_groups():
+            with _own_signals(), _few_helpers(), _own_process_groups(), _no_paragraphs():
                 ray.init(**self._arguments())
             raise_if_interrupted()
             self._session = session_directory()
@@ -91,8 +91,8 @@ class Cluster:
             if self._session is not None and self._config.address is None:
                 put_away(self._session, self._logs)
             guard.dismiss(self._guard)
-        elif self._guard.stdin is not None:
-            self._guard.stdin.close()
+        else:
+            guard.hand_over(self._guard)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -105,7 +105,8 @@ class Cluster:
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
             # Every actor here has an environment of its own or starts at once: what idles in advance serves none.
-            "_system_config": {"prestart_worker_first_driver": False},
+            # Without the GCS nothing can go on, and Ray would wait a minute for it to come back.
+            "_system_config": {"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 15},
         }
 
 
@@ -122,6 +123,11 @@ def _few_helpers() -> Iterator[None]:
     parameters = partial(module.RayParams, no_monitor=True, include_log_monitor=False)
     with replaced(module, "RayParams", parameters), without_dashboard():
         yield
+
+
+def _no_paragraphs() -> AbstractContextManager[None]:
+    """Whatever dies, Ray tells the terminal in paragraphs of its own; its logs have them, the run has one sentence."""
+    return _replaced(ray._private.worker, "listen_error_messages", lambda worker, stopped: None)
 
 
 class _InGroupOfItsOwn(services.ConsolePopen):

@@ -5,7 +5,8 @@ along (the kernel sees to that), but Ray's agents wait a minute for them to come
 stay for ever.
 
 Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTORY...`` with a
-pipe as standard input: a line on it means all is well, its end without a line means the driver is gone.
+pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is ending; its
+end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _GRACE_S = 2.0
 _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
+_LAST_WORDS = (
+    "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
+    "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
+    "what it had started was ended, too; a training run goes on from its latest checkpoint when started again"
+)
 
 
 def start(
@@ -60,15 +66,29 @@ def dismiss(guard: subprocess.Popen[bytes]) -> None:
         guard.wait()
 
 
+def hand_over(guard: subprocess.Popen[bytes]) -> None:
+    """Leave to the guard what may be left of a run that failed."""
+    if guard.stdin is None:
+        return
+    try:
+        guard.stdin.write(b"failed\n")
+        guard.stdin.close()
+    except BrokenPipeError:  # it was killed itself
+        return
+
+
 def watch(driver_pid: int, ray_directory: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
     """Until standard input says something, or ends."""
-    if sys.stdin.readline():
+    word = sys.stdin.readline()
+    if word == "done\n":
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
     end_orphans(driver_pid, ray_directory)
     cleanup(run_name, bucket_directories)
     for session in _sessions(driver_pid, ray_directory):
         put_away(session, logs)
+    if not word:  # last, for the terminal may be gone as well
+        print(_LAST_WORDS.format(driver=driver_pid, logs=logs), file=sys.stderr)
 
 
 def _sessions(driver_pid: int, ray_directory: Path) -> list[Path]:

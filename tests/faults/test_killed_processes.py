@@ -49,6 +49,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     sentence = one_sentence(finished)
     assert who in sentence
     assert " while " in sentence or ", " in sentence
+    assert "raylet" not in finished.stdout + finished.stderr  # Ray's own paragraph
 
 
 @pytest.mark.parametrize(

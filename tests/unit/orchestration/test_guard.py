@@ -57,8 +57,9 @@ def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, 
     assert processes["agent"].poll() is None
 
 
-def test_without_a_word_from_the_driver_it_cleans_up(
-    tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
+@pytest.mark.parametrize("driver_told", [False, True])
+def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_said(
+    tmp_path: Path, processes: dict[str, subprocess.Popen[str]], capfd: pytest.CaptureFixture[str], driver_told: bool
 ) -> None:
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
@@ -67,9 +68,15 @@ def test_without_a_word_from_the_driver_it_cleans_up(
     link_logs(session, tmp_path / "worker_logs")
     watching = guard.start(DRIVER, tmp_path, tmp_path / "worker_logs", name)
     assert watching.stdin is not None
-    watching.stdin.close()
+    if driver_told:
+        guard.hand_over(watching)
+    else:
+        watching.stdin.close()  # as the kernel does for a process that is killed
     assert watching.wait(60) == 0
     assert processes["agent"].wait(5) == -9
     assert not left.exists()
     assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 1
     assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()
+    said = capfd.readouterr().err
+    assert said.count("\n") == (0 if driver_told else 1)
+    assert driver_told or said.startswith(f"slime-like: the driver (process {DRIVER}) was ended from outside")
