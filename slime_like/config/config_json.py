@@ -75,7 +75,14 @@ _BIASED_OUTPUT = ("llama", "qwen3", "qwen3_moe")
 
 def rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
+    if readings[0] != readings[-1]:
+        # transformers reads rope_scaling then, and with it loses the rope_theta that stands in rope_parameters
+        raise ValueError("rope_parameters and rope_scaling say different things; keep one, with its rope_theta")
+    return readings[0]
+
+
+def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     given = raw.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{key}={given!r} is no object")

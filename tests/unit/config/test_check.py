@@ -697,6 +697,13 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "key 'original_max_position_embeddings' is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2' is no number above 0"),
+    (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        },
+        "rope_parameters and rope_scaling say different things; keep one, with its rope_theta",
+    ),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
     ({"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list of them"),
     ({"eos_token_id": [2, None]}, "eos_token_id=[2, None] is neither a token id nor a list of them"),
