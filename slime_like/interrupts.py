@@ -41,6 +41,12 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def take_signals_back() -> None:
+    """Whoever put a handler of its own below Python's, as Ray's C++ does to print where it was, loses it again."""
+    for handler in _handlers():
+        handler.install()
+
+
 def take_interrupt() -> None:
     """A ``KeyboardInterrupt`` was caught, and is dealt with: waiting on the way out does not raise it once more."""
     for handler in _handlers():

@@ -19,7 +19,7 @@ from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.interrupts import raise_if_interrupted
+from slime_like.interrupts import raise_if_interrupted, take_signals_back
 from slime_like.orchestration import guard
 from slime_like.orchestration.node import session_directory
 from slime_like.orchestration.ray_helpers import replaced, without_dashboard
@@ -65,6 +65,7 @@ class Cluster:
         try:
             with _own_signals(), _few_helpers(), _own_process_groups(), _no_paragraphs():
                 ray.init(**self._arguments())
+            take_signals_back()
             raise_if_interrupted()
             self._session = session_directory()
             link_logs(self._session, self._logs)

@@ -278,7 +278,7 @@ class TrainerGroup:
     def peak_memory_bytes(self) -> int:
         return max(self._call("peak_memory_bytes", phase="reporting memory"))
 
-    def shutdown(self, timeout_s: float = 30.0) -> None:
+    def shutdown(self, timeout_s: float = 10.0) -> None:
         """Leave the process groups and end the actors; an unresponsive one is killed."""
         references = [rank.shutdown.remote() for rank in self._ranks]
         ray.wait(references, num_returns=len(references), timeout=timeout_s)

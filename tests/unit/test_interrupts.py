@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from slime_like.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt
+from slime_like.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt, take_signals_back
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +37,13 @@ def test_who_deals_with_an_interrupt_waits_in_peace() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     take_interrupt()
     raise_if_interrupted()
+
+
+def test_a_handler_below_pythons_own_is_put_aside(tmp_path: Path) -> None:
+    """``faulthandler`` stands for Ray's C++: Python knows nothing of it, and it writes before it passes a signal on."""
+    with (tmp_path / "said").open("w+") as said:
+        faulthandler.register(signal.SIGTERM, file=said, chain=True)
+        take_signals_back()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert said.read() == ""
