@@ -153,6 +153,8 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):
             if file.is_file():
+                if file.suffix == ".json":
+                    _require_whole(file)
                 shutil.copyfile(file, partial / file.name)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -162,6 +164,13 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     if _DRAFT_LAYERS in config:
         config[_DRAFT_LAYERS] = 0
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _require_whole(file: Path) -> None:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error}); copy or download it again") from error
 
 
 def replace_directory(partial: Path, directory: Path) -> None:

@@ -392,6 +392,15 @@ def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "meg" / "model" / "config.json").read_text())
 
 
+def test_a_tokenizer_that_is_cut_off_is_not_passed_on(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    file = tmp_path / "hf" / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"hf/tokenizer\.json: not valid JSON"):
+        _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    assert not (tmp_path / "meg").exists()
+
+
 def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     file = tmp_path / "hf" / "model.safetensors"
