@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from slime_like.config.dimensions import ModelDimensions
+from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest, SamplingParams
-
-MIN_TEMPERATURE = 0.01
-"""Lowest temperature above greedy that engines sample with as asked."""
 
 _MASK = (1 << 64) - 1
 

@@ -29,6 +29,7 @@ from slime_like.config.model_directories import (
     weight_problems,
 )
 from slime_like.config.offload import offload_problems
+from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.run import RunConfig
 from slime_like.config.sampling import sampling_problems, streaming_problems
 from slime_like.config.schedule import schedule_problems
@@ -136,7 +137,9 @@ def _places(config: RunConfig) -> Iterator[str]:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):
         for file in files:
-            if file.suffix not in SUFFIXES:
+            if file.is_dir():
+                yield f"{field}={file} is a directory; give {' or '.join(SUFFIXES)} files"
+            elif file.suffix not in SUFFIXES:
                 yield f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files"
             elif not file.is_file():
                 yield f"{field}={file} does not exist; give an existing file"
@@ -275,6 +278,11 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation.every > 0 and not evaluation.files:
         yield f"evaluation.every={evaluation.every}, but evaluation.files is empty; give held-out files, or every: 0"
+    if 0 < evaluation.temperature < MIN_TEMPERATURE:
+        yield (
+            f"evaluation.temperature={evaluation.temperature} is lower than engines sample at; use 0 (greedy), or at "
+            f"least {MIN_TEMPERATURE}"
+        )
     if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
         yield (
             f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} at evaluation.temperature=0 samples the "

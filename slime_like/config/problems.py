@@ -90,6 +90,8 @@ def _wrong(name: str, detail: ErrorDetails) -> str:
         return "is one value where a section belongs; write its fields below it"
     if kind == "dict_type":
         return "is no mapping; write `key: value` pairs below it"
+    if kind == "invalid_key":
+        return "is no name of a field; remove it (slime-like train --help lists every field)"
     if kind == "tuple_type":
         return "is no list; write [first, second]"
     field = all_fields().get(name)

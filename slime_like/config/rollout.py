@@ -10,6 +10,9 @@ from pydantic import Field
 from slime_like.config.base import Section
 from slime_like.rewards.registry import ENVIRONMENT
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above greedy that engines sample with as asked."""
+
 
 class EnvironmentConfig(Section):
     """Conversations: an environment answers the model's turns, and what it says carries no loss. A response is then
@@ -57,7 +60,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (the group size).")
     max_new_tokens: int = Field(256, ge=1, description="Length limit of a response, in tokens.")
-    temperature: float = Field(1.0, gt=0.0, description="Sampling temperature of training rollouts.")
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training needs 1.")
     top_k: int = Field(-1, ge=-1, description="Top-k sampling; training needs -1 (off).")
     stop_token_ids: tuple[int, ...] = Field(

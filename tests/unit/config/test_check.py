@@ -178,6 +178,11 @@ FAULTS: list[tuple[list[str], str]] = [
     ),
     (["--data.train", "none"], "data.train=[] is empty; give at least one .jsonl or .parquet file"),
     (["--data.train", "TMP/no.jsonl"], "data.train=TMP/no.jsonl does not exist; give an existing file"),
+    (["--data.train", "TMP"], "data.train=TMP is a directory; give .jsonl or .parquet files"),
+    (
+        ["--evaluation.temperature", "0.001"],
+        "evaluation.temperature=0.001 is lower than engines sample at; use 0 (greedy), or at least 0.01",
+    ),
     (
         ["--evaluation.files", "TMP/a.csv"],
         "evaluation.files=TMP/a.csv is of an unknown type; give .jsonl or .parquet files",

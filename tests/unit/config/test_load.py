@@ -169,6 +169,8 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("steps: 3\nsteps: 4", [], "FILE:4: steps is set a second time (first in line 3); keep one of the two"),
     ("rollout:\n  engin: vllm", [], "FILE:4: rollout.engin is unknown; did you mean rollout.engine?"),
     ("engine: vllm", [], "FILE:3: engine is unknown; did you mean rollout.engine?"),
+    ("1: 2", [], "FILE:3: 1=1 is no name of a field; remove it (slime-like train --help lists every field)"),
+    ("rollout: {temperature: 1e-3}", [], "FILE:3: rollout.temperature=0.001 is out of range; it must be at least 0.01"),
     ("zzz: 1", [], "FILE:3: zzz is unknown; remove it (slime-like train --help lists every field)"),
     ("rollout: {temperature: .inf}", [], "FILE:3: rollout.temperature=inf is not finite; give a finite number"),
     ("data: {shuffle: yes}", [], "FILE:3: data.shuffle=yes is neither true nor false; use one of these two"),
