@@ -128,7 +128,7 @@ def _few_helpers() -> Iterator[None]:
 
 def _no_paragraphs() -> AbstractContextManager[None]:
     """Whatever dies, Ray tells the terminal in paragraphs of its own; its logs have them, the run has one sentence."""
-    return _replaced(ray._private.worker, "listen_error_messages", lambda worker, stopped: None)
+    return replaced(ray._private.worker, "listen_error_messages", lambda worker, stopped: None)
 
 
 class _InGroupOfItsOwn(services.ConsolePopen):
