@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollout.engine_arguments import check_arguments
-from rollout.vllm.worker_names import BACKEND, WORKER_EXTENSION
+from rollout.vllm.worker_names import BACKEND, BURST_SCHEDULER, WORKER_EXTENSION
 from slime_like.errors import EngineError
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     if on_cpu():
         defaults |= {
             "enforce_eager": True,
+            "scheduler_cls": BURST_SCHEDULER,
             "block_size": 32,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),

@@ -1,0 +1,32 @@
+"""What vLLM's scheduler on a CPU does besides vLLM's own: it lets a burst of requests arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from rollout.vllm import scheduler
+from rollout.vllm.scheduler import BurstScheduler
+
+
+def test_only_the_first_request_of_a_burst_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    held: list[Any] = []
+
+    def add(self: Scheduler, request: Any) -> None:
+        held.append(request)
+        events.append(request)
+
+    monkeypatch.setattr(Scheduler, "add_request", add)
+    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(held))
+    monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: events.extend(["gap", seconds]))
+    own = object.__new__(BurstScheduler)
+    own.add_request("a")
+    own.add_request("b")
+    held.clear()
+    own.add_request("c")
+    gap = ["gap", scheduler._BURST_GAP_S]
+    assert events == ["a", *gap, "b", "c", *gap]
+    assert 0 < scheduler._BURST_GAP_S < 0.02
