@@ -1,12 +1,13 @@
 """Whole updates of real engines: what loading and repacking take, and which share of it verification is.
 
-Each engine lives in a process of its own, as in a run, and the sender in this one. Half the layers of the model of the
-other parts: an engine on a CPU holds its weights more than once while it starts.
+Each engine lives in a process of its own, with one thread, as in a run, and the sender in this one. Half the layers of
+the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from slime_like.weights.exposure import Round, exposed_seconds
 from slime_like.weights.transports.base import Sender
 from slime_like.weights.transports.registry import open_sender
 
-_REPEATS = 3
+_REPEATS = 7
 _PROBE_TOKENS = 32
 _NAME = "shared_memory"
 _ENGINES = ("transformers", "vllm", "sglang")
@@ -62,6 +63,7 @@ class Row:
 def measure(scratch: Path) -> list[Row]:
     """One row per engine."""
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # as Ray starts an engine's process
     model = scratch / "model"
     make_tiny_model(
         model,
