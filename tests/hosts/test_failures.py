@@ -59,7 +59,7 @@ class Cases:
         (found,) = (
             process
             for process in self._network.nodes[rank].processes()
-            if "launch" in process.cmdline()[2:3] and port in process.cmdline()
+            if "launch" in (command := _command(process))[2:3] and port in command
         )
         return found
 
@@ -86,7 +86,7 @@ def ended(network: Network, tiny: Tiny) -> Ended:
     cases.launcher("killed", 0).kill()
     codes = {name: [run.finish(90) for run in runs.values()] for name, runs in cases.runs.items()}
     for process in network.nodes[0].processes():  # the holder, as it is called inside
-        if "holder" in " ".join(process.cmdline()):
+        if "holder" in " ".join(_command(process)):
             process.kill()
     holder.finish(10)
     said = {name: [run.last_line for run in runs.values()] for name, runs in cases.runs.items()}
@@ -113,6 +113,14 @@ def _begin_waiting(cases: Cases, network: Network) -> Running:
     if not network.why_loopback:
         cases.both("own", Path("/tmp/own"), TOKEN_FILE=_key(network, "by-hand"))
     return holder
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Empty where it has ended since it was found: cases that fail do so while others begin."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def _hold(host: Host, port: int, log: Path) -> Running:
