@@ -171,9 +171,11 @@ class SyncConfig(Section):
         "the weights in host memory on both sides; auto is for 16-bit models over gloo or a directory.",
     )
     verify: bool = Field(True, description="Compare hashes of every tensor, and a logprob probe, after every sync.")
-    probe_tolerance: float = Field(
-        1e-4,
+    probe_tolerance: float | None = Field(
+        None,
         gt=0,
-        description="Largest engine-to-trainer logprob gap of the probe in float32; 0.1 is used for bfloat16.",
+        description="Bound on the probe's engine-to-trainer gap. In float32 on the largest difference of a logprob "
+        "(default 1e-4); in bfloat16, whose rounding grows with the logits, on the root mean square of the differences "
+        "over the standard deviation of the trainer's logprobs (default 0.15).",
     )
     timeout_s: float = Field(300.0, gt=0, description="Bound on one sync.")

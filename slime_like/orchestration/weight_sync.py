@@ -20,10 +20,9 @@ from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import Turns
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.exposure import Round, exposed_seconds
+from slime_like.weights.probe_gap import ProbeGap
 from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
 from slime_like.weights.transports.registry import join_rendezvous
-
-_BF16_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +231,20 @@ class WeightSync:
 
     def _verify_probe(self, version: int, expected: np.ndarray) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
-        tolerance = self._config.sync.probe_tolerance if self._config.model.dtype == "float32" else _BF16_TOLERANCE
+        dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
         answers = self._engines.ask_each(
             [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
         )
         worst = 0.0
         for engine in range(self._engines.num_engines):
             got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
-            gap = float(np.abs(got - expected).max())
-            if not gap <= tolerance:
+            gap = ProbeGap.between(got, expected, dtype, bound)
+            if not gap.is_sound:
                 raise WeightSyncError(
-                    f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's by up to "
-                    f"{gap:.2e} (bound {tolerance:.0e}): it does not serve the weights it received; report this, with "
-                    "the engine's version and log"
+                    f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's {gap}: "
+                    "it does not serve the weights it received; report this, with the engine's version and log"
                 )
-            worst = max(worst, gap)
+            worst = max(worst, gap.largest)
         return worst
 
 
