@@ -10,7 +10,6 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
-from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.hashed_copy import copy_hashed
 from slime_like.weights.stopwatch import Stopwatch
 
@@ -28,13 +27,6 @@ class Arrivals:
 
     checksums: dict[str, int] = field(default_factory=dict)
     hashing: Stopwatch = field(default_factory=Stopwatch)
-
-    def check(self, entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Hash ``tensors``. If it raises, none of the bucket may be loaded."""
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            with self.hashing.running():
-                found = tensor_checksum(tensor)
-            self.compare(entry, name, found)
 
     def copies(
         self, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]], device: torch.device | str

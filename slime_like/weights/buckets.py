@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketFigures, TensorEntry, WeightBucket
-from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.checksums import as_bytes, tensor_checksum
 from slime_like.weights.hashed_copy import copy_hashed
 from slime_like.weights.stopwatch import Stopwatch
 
@@ -74,11 +74,6 @@ def write_bucket(bucket: WeightBucket, buffer: Tensor, hashing: Stopwatch | None
         checksum = copy_hashed(data, buffer[offset : offset + data.numel()], hashing)
         entries.append(_described(name, tensor, offset, checksum))
     return tuple(entries)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 and 1-D; a view."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -22,12 +22,17 @@ from torch import Tensor
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 and 1-D; a view without gradient."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def tensor_checksum(tensor: Tensor) -> int:
     """Hash of ``tensor``'s bytes in row-major order, in [0, 2**64).
 
     Shape and dtype do not enter: only bytes, their positions, and their number.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor.contiguous())
     return checksum_of_chunks(_on_host(data) if data.device.type == "cpu" else _on_device(data), data.numel())
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
-import torch
 from torch import Tensor
 
-from slime_like.weights.checksums import checksum_of_chunks, host_chunk_hashes, tensor_checksum
+from slime_like.weights.checksums import as_bytes, checksum_of_chunks, host_chunk_hashes, tensor_checksum
 from slime_like.weights.stopwatch import Stopwatch
 from slime_like.weights.xxh3 import CHUNK_BYTES
 
@@ -24,7 +21,7 @@ def copy_hashed(source: Tensor, target: Tensor, hashing: Stopwatch, of_target: b
         of_target: hash what the copy has written, not what it read.
     """
     if _lie_alike(source, target):
-        return _copy_blocks(_as_bytes(source), _as_bytes(target), hashing, of_target)
+        return _copy_blocks(as_bytes(source), as_bytes(target), hashing, of_target)
     target.copy_(source)
     with hashing.running():
         return tensor_checksum(target if of_target else source)
@@ -50,11 +47,6 @@ def _copy_blocks(source: Tensor, target: Tensor, hashing: Stopwatch, of_target: 
         block = slice(start, start + _BLOCK_BYTES)
         # By NumPy: torch would divide each block among its threads, whose caches are not this one's.
         np.copyto(into[block], from_[block])
-        started = time.perf_counter()
-        hashes += host_chunk_hashes(hashed[block])
-        hashing.seconds += time.perf_counter() - started
+        with hashing.running():
+            hashes += host_chunk_hashes(hashed[block])
     return checksum_of_chunks(hashes, len(from_))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

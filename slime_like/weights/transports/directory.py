@@ -22,13 +22,13 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import (
-    as_bytes,
     bucket_nbytes,
     entry_of,
     figures_of,
     place_tensors,
     read_bucket,
 )
+from slime_like.weights.checksums import as_bytes
 from slime_like.weights.stopwatch import Stopwatch
 from slime_like.weights.transports.base import TransportSettings
 from slime_like.weights.transports.leftovers import check_name, check_session

@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 from slime_like.weights import checksums
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
+from tests.unit.weights.formula import reference
 
 CHUNK_WORDS = CHUNK_BYTES // 8
-
-
-def reference(data: bytes) -> int:
-    tree = xxhash.xxh3_64()
-    for start in range(0, len(data), CHUNK_BYTES):
-        tree.update(xxhash.xxh3_64_intdigest(data[start : start + CHUNK_BYTES]).to_bytes(8, "little"))
-    tree.update(len(data).to_bytes(8, "little"))
-    return tree.intdigest()
 
 
 @settings(max_examples=60, deadline=None)

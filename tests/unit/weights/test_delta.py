@@ -52,7 +52,7 @@ def deliver(sender: Sender, receiver: Receiver, tensors: dict[str, Tensor]) -> B
     metadata = sender.send(WeightBucket(list(tensors.items())))
     seen = metadata_from_wire(metadata_to_wire(metadata))
     received = list(receiver.receive(seen))
-    Arrivals().check(seen.entries, received)
+    Arrivals().copies(seen.entries, received, "cpu")
     for (name, tensor), (sent_name, sent), entry in zip(received, tensors.items(), metadata.entries, strict=True):
         assert name == sent_name == entry.name
         assert tensor.dtype == sent.dtype and tensor.shape == sent.shape
@@ -202,7 +202,7 @@ def lose_by_damage(session: str, sender: Sender, receiver: Receiver, weight: Ten
     entry = replace(metadata.entries[0], checksum=metadata.entries[0].checksum ^ 1)
     received = list(receiver.receive(replace(metadata, entries=(entry,))))
     with pytest.raises(WeightSyncError, match="arrived damaged"):
-        Arrivals().check((entry,), received)
+        Arrivals().copies((entry,), received, "cpu")
     sender.release(metadata)
     return receiver
 

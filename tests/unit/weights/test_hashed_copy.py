@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
@@ -14,17 +13,9 @@ from slime_like.weights import hashed_copy
 from slime_like.weights.arrival import Arrivals
 from slime_like.weights.hashed_copy import copy_hashed
 from slime_like.weights.stopwatch import Stopwatch
+from tests.unit.weights.formula import CHUNK, reference
 
-CHUNK = 16384
 BLOCK = 16 * CHUNK
-
-
-def reference(data: bytes) -> int:
-    tree = xxhash.xxh3_64()
-    for start in range(0, len(data), CHUNK):
-        tree.update(xxhash.xxh3_64_intdigest(data[start : start + CHUNK]).to_bytes(8, "little"))
-    tree.update(len(data).to_bytes(8, "little"))
-    return tree.intdigest()
 
 
 def noise(*shape: int) -> Tensor:
