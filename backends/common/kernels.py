@@ -8,7 +8,6 @@ lengths of both segments. Kernels are plain forward and backward functions; auto
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,11 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-
-def plain_torch() -> contextlib.AbstractContextManager[None]:
-    """Inside, torch runs without any function mode around it: in hot loops every call through one costs."""
-    return torch._C.DisableTorchFunction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +79,15 @@ class CpuFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        with plain_torch():
-            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-            precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
-            for same in _alike(q_segments.host, k_segments.host):
-                part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
-                same.q.put(out, part)
-                same.q.put(lse, statistics)
-            return out, lse.t().contiguous()
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
+        for same in _alike(q_segments.host, k_segments.host):
+            part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
+            same.q.put(out, part)
+            same.q.put(lse, statistics)
+        return out, lse.t().contiguous()
 
     def backward(
         self,
@@ -109,20 +102,19 @@ class CpuFlash:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with plain_torch():
-            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            groups, statistics = k.shape[1], lse.t()
-            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            for same in _alike(q_segments.host, k_segments.host):
-                rows, columns = same.q, same.k
-                parts = op(
-                    rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out),
-                    rows.of(statistics).contiguous(), 0.0, causal, scale=scale,
-                )  # fmt: skip
-                for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
-                    place.put(whole, part)
-            return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        groups, statistics = k.shape[1], lse.t()
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for same in _alike(q_segments.host, k_segments.host):
+            rows, columns = same.q, same.k
+            parts = op(
+                rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out),
+                rows.of(statistics).contiguous(), 0.0, causal, scale=scale,
+            )  # fmt: skip
+            for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                place.put(whole, part)
+        return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
 
 
 class CudaFlash:

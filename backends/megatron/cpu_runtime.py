@@ -8,6 +8,7 @@ random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects tho
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
 
 from slime_like.errors import TrainerError
 
@@ -44,10 +46,9 @@ class Patch:
 
 
 class megatron_runtime:  # a context manager, named like a function
-    """Context in which Megatron-core builds, steps and checkpoints on this machine. Re-enterable, per thread.
+    """Context in which Megatron-core builds, steps and checkpoints on this machine. One thread may enter it repeatedly.
 
-    Wrap model construction, every step and every checkpoint in it: the function mode that turns literal CUDA devices
-    into CPU ones is bound to the thread that entered it.
+    Wrap model construction, every step and every checkpoint in it.
 
     Args:
         on_meta: what would be made on a GPU gets a shape only, on every machine, one with CUDA too.
@@ -60,9 +61,8 @@ class megatron_runtime:  # a context manager, named like a function
     def __enter__(self) -> megatron_runtime:
         stack = contextlib.ExitStack()
         if self._on_meta or not torch.cuda.is_available():
-            for patch in _patches() + (_meta_patches() if self._on_meta else []):
+            for patch in _patches(self._on_meta):
                 stack.enter_context(applied(patch))
-            stack.enter_context(CudaToMeta() if self._on_meta else CudaToCpu())
         self._stack.append(stack)
         return self
 
@@ -77,7 +77,7 @@ def applied(patch: Patch) -> Iterator[None]:
     """Inside, the patch is in place."""
     patch.check()
     missing = object()
-    original = getattr(patch.owner, patch.name, missing)
+    original = vars(patch.owner).get(patch.name, missing)  # what a class inherits is not its own to put back
     setattr(patch.owner, patch.name, patch.value)
     try:
         yield
@@ -88,8 +88,12 @@ def applied(patch: Patch) -> Iterator[None]:
             setattr(patch.owner, patch.name, original)
 
 
-def _patches() -> list[Patch]:
-    return [*_device_patches(), *_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
+@functools.cache
+def _patches(on_meta: bool) -> tuple[Patch, ...]:
+    megatron = [*_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
+    if on_meta:
+        return *_device_patches(_meta_device), *_literal_patches("meta"), *megatron
+    return *_device_patches(torch.cpu.current_device), *_literal_patches("cpu"), *megatron
 
 
 # -------------------------------------------------------------------------------------------------- device and streams
@@ -142,10 +146,14 @@ def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _device_patches() -> list[Patch]:
+def _meta_device() -> torch.device:
+    return torch.device("meta")
+
+
+def _device_patches(current_device: Callable[[], Any]) -> list[Patch]:
     cuda = torch.cuda
     return [
-        Patch(cuda, "current_device", torch.cpu.current_device),
+        Patch(cuda, "current_device", current_device),
         Patch(cuda, "synchronize", torch.cpu.synchronize),
         Patch(cuda, "Stream", CpuStream),
         Patch(cuda, "Event", CpuEvent),
@@ -155,51 +163,65 @@ def _device_patches() -> list[Patch]:
     ]
 
 
-def _meta_patches() -> list[Patch]:
-    """Applied after the CPU's: shapes instead of memory where Megatron asks for the current device."""
-    return [Patch(torch.cuda, "current_device", _meta_device)]
+# ------------------------------------------------------------------------------------------- literal CUDA devices
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor"),
+    *("zeros", "zeros_like"),
+)
+_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 
 
-def _meta_device() -> torch.device:
-    return torch.device("meta")
+def _literal_patches(target: str) -> list[Patch]:
+    """``device="cuda"``, ``Tensor.cuda()`` and pinned memory become their equivalents on ``target``.
+
+    Functions are replaced where Megatron looks them up. A ``TorchFunctionMode`` would see every operation, but costs
+    each of them some microseconds: of a small model's forward and backward 3 %.
+    """
+    # Who recognises functions when he is first asked has to know them as they are.
+    _device_constructors()  # what ``with torch.device(...)`` applies to
+    redirected = functools.partial(_redirected, target=torch.device(target))
+    factories = [Patch(torch, name, redirected(getattr(torch, name))) for name in _FACTORIES]
+    methods = [Patch(torch.Tensor, name, redirected(getattr(torch.Tensor, name))) for name in _METHODS]
+    stays = [Patch(torch.Tensor, name, _itself) for name in ("cuda", "pin_memory", "record_stream")]
+    return [*factories, *methods, *stays, Patch(torch.Tensor, "type", _type_on_cuda)]
 
 
-class CudaToCpu(TorchFunctionMode):
-    """Turns literal CUDA devices, ``Tensor.cuda()`` and pinned memory into their CPU equivalents."""
+def _redirected(make: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
+    """``make`` with ``target`` for any CUDA device among its arguments, and without pinned memory."""
 
-    target = torch.device("cpu")
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _IDENTITY_ON_CPU:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(self._redirected(value) for value in args)
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor").
-            return func(*args).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1)
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            if "device" in kwargs:
-                kwargs["device"] = self._redirected(kwargs["device"])
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-            return func(*args, **kwargs)
-        return func(*args)
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = target
+            kwargs.pop("pin_memory", None)
+        return make(*(target if _is_cuda(value) else value for value in args), **kwargs)
 
-    def _redirected(self, value: Any) -> Any:
-        if isinstance(value, str | torch.device) and torch.device(value).type == "cuda":
-            return self.target
-        return value
+    if (operator := _find_builtin(make)) is not None:
+        _register_builtin(call, operator)  # torch.jit.script compiles what is imported meanwhile as it always does
+    return call
 
 
-class CudaToMeta(CudaToCpu):
-    """Turns literal CUDA devices into torch's meta device, where tensors have shapes only."""
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
-    target = torch.device("meta")
+
+def _itself(tensor: torch.Tensor, *unused: Any, **options: Any) -> torch.Tensor:
+    return tensor
 
 
-_IDENTITY_ON_CPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream})
+def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
+    found = _TYPE(tensor, *args, **kwargs)
+    return (
+        found.replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1) if isinstance(found, str) else found
+    )
+
+
+_TYPE = torch.Tensor.type
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
-from slime_like.algorithms.head import fused_logprobs
+from slime_like.algorithms.head import LogitRows, fused_logprobs
 
 
 class LogprobModel(GPTModel):
@@ -25,13 +25,18 @@ class LogprobModel(GPTModel):
     true_vocab_size: int
     chunk_tokens: int | None
     entropy_gradient: bool
+    rows: LogitRows | None
     _gather_weight: Callable[[], None] | None = None
 
-    def set_head(self, true_vocab_size: int, chunk_tokens: int | None, entropy_gradient: bool) -> None:
-        """Fix the vocabulary without padding, how many tokens' logits exist at once, and if the loss has entropy."""
+    def set_head(
+        self, true_vocab_size: int, chunk_tokens: int | None, entropy_gradient: bool, rows: LogitRows | None
+    ) -> None:
+        """Fix the vocabulary without padding, how many tokens' logits exist at once, if the loss has entropy, and what
+        computes logits, if not torch's operators do."""
         self.true_vocab_size = true_vocab_size
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
+        self.rows = rows
 
     def set_weight_gather(self, gather: Callable[[], None]) -> None:
         """Call ``gather`` before the output weight is read: it may still be on its way from other ranks."""
@@ -65,6 +70,7 @@ class LogprobModel(GPTModel):
             all_reduce_max=_GroupReduce(group, dist.ReduceOp.MAX),
             all_reduce_sum=_GroupReduce(group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
+            rows=self.rows if selected.is_cpu else None,  # on the meta device there are shapes only
         )
         # An entropy that only is reported must not cost a gradient of its own.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])

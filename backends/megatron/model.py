@@ -15,7 +15,8 @@ from torch import Tensor
 from backends.megatron.attention_choice import attention_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
-from backends.megatron.specs import block_spec
+from backends.megatron.specs import block_spec, is_fused
+from slime_like.algorithms.head import LogitRows
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.layout import layers_per_stage
@@ -233,6 +234,7 @@ def _build_chunk(
         true_vocab_size=dimensions.vocab_size,
         chunk_tokens=config.trainer.head_chunk_tokens,
         entropy_gradient=config.algorithm.entropy_coef > 0,
+        rows=_logit_rows(transformer),
     )
     model.model_type = ModelType.encoder_or_decoder
     with torch.no_grad():
@@ -240,3 +242,11 @@ def _build_chunk(
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
     return model
+
+
+def _logit_rows(transformer: TransformerConfig) -> LogitRows | None:
+    if not is_fused(transformer.params_dtype):
+        return None
+    from slime_like.fused.operators import FusedLogitRows
+
+    return FusedLogitRows()

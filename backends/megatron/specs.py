@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -29,7 +30,7 @@ def block_spec(
     """
     on_engine = attention == "transformer_engine"
     layer = transformer_engine_layer_spec if on_engine else local_layer_spec
-    norm = _transformer_engine_norm() if on_engine else RMSNorm
+    norm = _transformer_engine_norm() if on_engine else _own_norm(config)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(
@@ -41,6 +42,15 @@ def _experts_of(config: TransformerConfig, layer: int) -> int | None:
     """How many experts the layer has; ``None`` where it is dense."""
     pattern = config.moe_layer_freq
     return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
+
+
+_MOST_THREADS = 2
+"""Of torch up to which the kernels, which have one, are faster than its operators."""
+
+
+def is_fused(dtype: torch.dtype) -> bool:
+    """If layers are computed by the kernels for float32 on a CPU; other runs do not import their compiler."""
+    return dtype == torch.float32 and not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
 
 
 def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
@@ -64,6 +74,10 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
         attention.submodules.core_attention = PackedCoreAttention
         if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if is_fused(config.params_dtype):
+        from backends.megatron.fused_layers import fuse
+
+        fuse(spec)
     return _with_balanced_experts(spec, num_experts)
 
 
@@ -106,6 +120,14 @@ def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleS
         spec.submodules.mlp.module = BalancedMoELayer
         spec.submodules.mlp.submodules.router = BalancedRouter
     return spec
+
+
+def _own_norm(config: TransformerConfig) -> type[RMSNorm]:
+    if not is_fused(config.params_dtype):
+        return RMSNorm
+    from backends.megatron.fused_layers import FusedNorm
+
+    return FusedNorm
 
 
 def _transformer_engine_norm() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from rollout.transformers.kv_cache import KeyValueCache
+from rollout.transformers.plain_decoder import not_plain
 from rollout.transformers.samples import Sample, draw_tokens
+
+if TYPE_CHECKING:
+    from rollout.transformers.fused_decoder import FusedDecoder
 
 _PREFILL_TOKENS = 16384
 """Tokens of one prefill forward, padding included; bounds its memory."""
@@ -24,8 +28,15 @@ class DecodeBatch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._decoder = _fused_decoder(model)
+        self._draw = _drawing(model)
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """If tokens are decoded by kernels of ours instead of transformers' forward."""
+        return self._decoder is not None
 
     def add(self, samples: Sequence[Sample]) -> None:
         self.samples += samples
@@ -37,7 +48,7 @@ class DecodeBatch:
             logits = [self._decode(self._cache)] if self._cache is not None else []
             if rows < len(self.samples):
                 logits += self._prefill_waiting(rows)
-            tokens, logprobs = draw_tokens(torch.cat(logits), self.samples)
+            tokens, logprobs = self._draw(torch.cat(logits), self.samples)
         for sample, token, logprob in zip(self.samples, tokens, logprobs, strict=True):
             sample.append(token, logprob, version)
         self.drop_finished()
@@ -61,9 +72,11 @@ class DecodeBatch:
 
     def _decode(self, cache: KeyValueCache) -> Tensor:
         """(rows, V) logits after the last token of every row of the cache."""
-        last = torch.tensor([[sample.token_ids[-1]] for sample in self.samples[: len(cache.lengths)]])
+        last = torch.tensor([sample.token_ids[-1] for sample in self.samples[: len(cache.lengths)]])
+        if self._decoder is not None:
+            return self._decoder.logits(last, cache)
         mask, positions = cache.begin_token()
-        logits = self._forward(last.to(self._model.device), mask, positions, cache.layers)
+        logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
         return logits[:, -1]
 
@@ -105,10 +118,13 @@ class DecodeBatch:
 
     def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
         """Logits (n, V) after the last column, the cache, and, scored, (n, width - 1) logprobs of each next token."""
-        # Without the model's configuration a layer keeps all columns, of which a sliding window's mask hides the old.
-        cache = DynamicCache()
         columns = range(ids.shape[1]) if score else (-1,)
-        logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
+        if self._decoder is not None:
+            logits, cache = self._decoder.prefill(ids, mask, columns)
+        else:
+            # Without the model's configuration a layer keeps all columns; a sliding window's mask hides the old ones.
+            cache = DynamicCache()
+            logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
         if not score:
             return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)
         logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
@@ -129,6 +145,22 @@ class DecodeBatch:
             logits_to_keep=torch.tensor(columns, device=ids.device),
         )
         return output.logits
+
+
+def _fused_decoder(model: Any) -> FusedDecoder | None:
+    if not_plain(model) is not None:
+        return None
+    from rollout.transformers.fused_decoder import FusedDecoder
+
+    return FusedDecoder(model)
+
+
+def _drawing(model: Any) -> Callable[[Tensor, Sequence[Sample]], tuple[list[int], list[float]]]:
+    if model.device.type != "cpu":
+        return draw_tokens
+    from rollout.transformers.drawing import draw_tokens_fused
+
+    return draw_tokens_fused
 
 
 def _left_padded(contexts: Sequence[tuple[int, ...]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

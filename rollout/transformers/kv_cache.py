@@ -56,12 +56,10 @@ class BufferLayer(CacheLayerMixin):
 
     def write_rows(self, first: int, keys: Tensor, values: Tensor) -> None:
         """(n, kv_heads, w, head_dim) each, into the rows from ``first``, flush right."""
-        place = (
-            slice(first, first + keys.shape[0]),
-            slice(None),
-            slice(self._extent.width - keys.shape[2], self._extent.width),
-        )
-        self.keys[place], self.values[place] = keys, values
+        rows, start, end = slice(first, first + len(keys)), self._extent.width - keys.shape[2], self._extent.width
+        for buffer, states in ((self.keys, keys), (self.values, values)):
+            buffer[rows, :, :start] = 0.0  # what the mask hides is multiplied by 0 all the same, and must not be NaN
+            buffer[rows, :, start:end] = states
 
     def move_rows(self, sources: Tensor, destinations: Tensor) -> None:
         width = self._extent.width
@@ -78,9 +76,9 @@ class BufferLayer(CacheLayerMixin):
         return -1
 
     def _moved(self, states: Tensor, rows: int, columns: int, used: int, width: int) -> Tensor:
-        # Zeros: what the mask hides is multiplied by 0 all the same, and must not be NaN.
-        moved = states.new_zeros((rows, states.shape[1], columns, states.shape[3]))
+        moved = states.new_empty((rows, states.shape[1], columns, states.shape[3]))
         old = self._extent
+        moved[: old.rows, :, : width - used] = 0.0  # as in write_rows
         moved[: old.rows, :, width - used : width] = states[: old.rows, :, old.width - used : old.width]
         return moved
 
@@ -89,7 +87,8 @@ class KeyValueCache:
     """All layers of a batch.
 
     Attributes:
-        layers: the model's ``past_key_values``.
+        buffers: keys and values of every layer.
+        layers: the same as the model's ``past_key_values``.
         lengths: (rows,) int64, how many tokens of each row's context the cache has.
     """
 
@@ -97,8 +96,8 @@ class KeyValueCache:
         """A batch of the rows that ``join`` describes."""
         self._extent = Extent()
         states = ((layer.keys, layer.values) for layer in prefilled[0].layers)
-        self._buffers = [BufferLayer(self._extent, keys, values) for keys, values in states]
-        self.layers = Cache(layers=list(self._buffers))
+        self.buffers = [BufferLayer(self._extent, keys, values) for keys, values in states]
+        self.layers = Cache(layers=list(self.buffers))
         self.lengths = lengths[:0]
         self.join(prefilled, index, lengths)
 
@@ -112,10 +111,10 @@ class KeyValueCache:
         """
         first, rows = self._extent.rows, self._extent.rows + len(index)
         width = max(self._extent.width, prefilled[0].get_seq_length())
-        if rows > self._buffers[0].keys.shape[0] or width > self._extent.width:
+        if rows > self.buffers[0].keys.shape[0] or width > self._extent.width:
             self._resize(rows, self._extent.width, width)
         self._extent.rows = rows
-        for number, buffer in enumerate(self._buffers):
+        for number, buffer in enumerate(self.buffers):
             keys = torch.cat([part.layers[number].keys for part in prefilled])
             values = torch.cat([part.layers[number].values for part in prefilled])
             buffer.write_rows(first, keys[index], values[index])
@@ -127,12 +126,17 @@ class KeyValueCache:
         Returns:
             Mask (rows, width + 1) and positions (rows, 1), int64, of the forward pass that follows.
         """
-        if self._extent.width == self._buffers[0].keys.shape[2]:
+        width = self.make_room()
+        positions = self.lengths[:, None]
+        columns = torch.arange(width + 1, device=positions.device)
+        return (columns >= width - positions).long(), positions
+
+    def make_room(self) -> int:
+        """For one more column in every buffer; gives which one it is."""
+        if self._extent.width == self.buffers[0].keys.shape[2]:
             longest = int(self.lengths.max())  # rows that have left may have been longer
             self._resize(self._extent.rows, longest, longest)
-        positions = self.lengths[:, None]
-        columns = torch.arange(self._extent.width + 1, device=positions.device)
-        return (columns >= self._extent.width - positions).long(), positions
+        return self._extent.width
 
     def end_token(self) -> None:
         """Every layer has written it."""
@@ -148,13 +152,13 @@ class KeyValueCache:
             order[gap] = row
         if gaps:
             device = self.lengths.device
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.move_rows(torch.tensor(late, device=device), torch.tensor(gaps, device=device))
         self._extent.rows = rows
         self.lengths = self.lengths[order]
         return order
 
     def _resize(self, rows: int, used: int, width: int) -> None:
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.resize(rows, width + max(_SPARE_COLUMNS, width // 2), used, width)
         self._extent.width = width

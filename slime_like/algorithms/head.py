@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,30 @@ from slime_like.algorithms.tensor_checks import require_targets, require_tensors
 Reduce = Callable[[Tensor], object]
 
 _WEIGHT_BLOCK = 8192
+_CACHED_ELEMENTS = 2**18
+
+
+class LogitRows(Protocol):
+    """Arithmetic of logits of float32 hidden states on a CPU, in place of torch's operators."""
+
+    def sums(self, products: Tensor, temperatures: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) maxima of ``products / temperatures``, (n, V), and (3, n) sums as those of ``local_sums``."""
+
+    def to_gradient(
+        self,
+        products: Tensor,
+        temperatures: Tensor,
+        columns: Tensor,
+        softmax: tuple[Tensor, Tensor, Tensor],
+        grads: tuple[Tensor, Tensor, Tensor | None],
+    ) -> None:
+        """Make of ``products`` their gradient.
+
+        Args:
+            softmax: (n,) maximum, log-sum-exp above it, and entropy, of the whole vocabulary.
+            grads: (n,) of logprobs, of those whose target is one of these columns (else 0), and of entropies, if they
+                have one.
+        """
 
 
 def no_reduction(tensor: Tensor) -> None:
@@ -33,6 +57,7 @@ def fused_logprobs(
     all_reduce_sum: Reduce = no_reduction,
     chunk_tokens: int | None = None,
     softcap: float | None = None,
+    rows: LogitRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -55,9 +80,11 @@ def fused_logprobs(
         all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``weight``
             does not hold the whole vocabulary.
         chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 64 (for less a
-            matrix product does not pay) and at most 1,024. Head and gradients then need, besides weight, hidden states
-            and their gradients, at most an eighth of what float32 logits of all tokens would take from 1,280 tokens on.
+            matrix product does not pay) or what 1 MiB holds of float32 logits, and at most 1,024. Head and gradients
+            then need, besides weight, hidden states and their gradients, at most an eighth of what float32 logits of
+            all tokens would take from 1,280 tokens on, or a few MiB.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
+        rows: what computes float32 logits on a CPU instead of torch's operators; without a softcap.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
@@ -66,7 +93,7 @@ def fused_logprobs(
     Raises:
         ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
             outside the vocabulary, a temperature that is not positive, a part of the vocabulary without reductions, a
-            chunk below 1.
+            chunk below 1, ``rows`` for what they do not compute.
     """
     require_tensors(hidden=hidden, weight=weight, targets=targets, temperatures=temperatures)
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
@@ -83,13 +110,19 @@ def fused_logprobs(
             f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
         )
     if chunk_tokens is None:
-        chunk_tokens = min(max(64, -(-count // 20)), 1024)
+        chunk_tokens = min(max(64, _CACHED_ELEMENTS // max(1, weight.shape[0]), -(-count // 20)), 1024)
     require_temperatures(temperatures)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is no bound of logits; give a number above 0, or none")
+    if rows is not None and (softcap is not None or hidden.dtype != torch.float32 or hidden.device.type != "cpu"):
+        raise ValueError(
+            f"rows are for float32 on a CPU without a softcap; hidden is {hidden.dtype} on {hidden.device}, "
+            f"softcap={softcap}: leave them out"
+        )
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens)
     shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, all_reduce_max, all_reduce_sum, softcap)
+    reductions = (all_reduce_max, all_reduce_sum)
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, *reductions, softcap, rows)
 
 
 class VocabularyShard:
@@ -169,21 +202,23 @@ class _FusedLogprobs(torch.autograd.Function):
         all_reduce_max: Reduce,
         all_reduce_sum: Reduce,
         softcap: float | None,
+        rows: LogitRows | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         count = hidden.shape[0]
         columns = weight[: shard.columns]
-        maximum, sums = local_sums(
-            shard,
-            targets,
-            dtype,
-            lambda part: _scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap),
-        )
+
+        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Tensor]:
+            if rows is not None:
+                return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
+            return chunk_sums(_scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap), column)
+
+        maximum, sums = local_sums(shard, targets, dtype, sums_of)
         maximum, log_total, entropy, logprobs = (
             combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 4
         )
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
-        ctx.shard, ctx.all_reduce_sum, ctx.softcap = shard, all_reduce_sum, softcap
+        ctx.shard, ctx.all_reduce_sum, ctx.softcap, ctx.rows = shard, all_reduce_sum, softcap, rows
         ctx.set_materialize_grads(False)
         return logprobs.clone(), entropy.clone()
 
@@ -193,22 +228,25 @@ class _FusedLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=log_total.dtype) if need_weight else None
-        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight, ctx.softcap)
+        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight, ctx.softcap, ctx.rows)
         if d_hidden is not None and hidden.shape[0]:
             ctx.all_reduce_sum(d_hidden)
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
 def local_sums(
-    shard: VocabularyShard, targets: Tensor, dtype: torch.dtype, logits_of: Callable[[slice], Tensor]
+    shard: VocabularyShard,
+    targets: Tensor,
+    dtype: torch.dtype,
+    sums_of: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """(N,) maxima of this rank's logits, and (3, N): sum of exp(x - max), of exp(x - max)(x - max), target logit.
 
-    ``logits_of`` gives the temperature-scaled logits of a slice of tokens, (n, shard.columns); they are overwritten.
+    ``sums_of`` gives both for a slice of tokens and the columns of their targets, as ``chunk_sums``.
     """
     count = targets.numel()
     # A shard that is all padding keeps a finite, very low maximum: its sums are 0 and stay 0, never 0 * inf.
@@ -217,12 +255,17 @@ def local_sums(
     if shard.columns == 0:
         return maximum, sums
     for part in shard.parts(count):
-        x = logits_of(part)
         column, held = shard.local(targets[part])
-        sums[2, part] = x.gather(1, column[:, None]).squeeze(1).masked_fill_(~held, 0.0)
-        maximum[part], sums[0, part], sums[1, part] = row_sums(x, overwrite=True)
-        del x  # before the next chunk is made
+        maximum[part], sums[:, part] = sums_of(part, column)
+        sums[2, part].masked_fill_(~held, 0.0)
     return maximum, sums
+
+
+def chunk_sums(x: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) maxima and (3, n) sums of temperature-scaled logits (n, V), which are overwritten."""
+    target = x.gather(1, column[:, None]).squeeze(1)
+    maximum, total, product = row_sums(x, overwrite=True)
+    return maximum, torch.stack((total, product, target))
 
 
 def combine_shards(
@@ -250,6 +293,7 @@ def _accumulate_gradients(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     softcap: float | None,
+    rows: LogitRows | None,
 ) -> None:
     hidden, weight, targets, temperatures, maximum, log_total, entropy = saved
     grad_logprobs, grad_entropy = grads
@@ -258,25 +302,39 @@ def _accumulate_gradients(
     grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
     columns = weight[: shard.columns]
     for part in shard.parts(hidden.shape[0]):
-        x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
-        slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)
-        entropy_part = None if grad_entropy is None else grad_entropy[part]
-        dx = softmax_gradient(
-            x, maximum[part], log_total[part], entropy[part], grad[part], entropy_part, overwrite=True
-        )
-        del x  # its memory is the gradient's now
         column, held = shard.local(targets[part])
-        dx.scatter_add_(1, column[:, None], grad[part].masked_fill(~held, 0.0)[:, None])
-        dx = dx.div_(temperatures[part].to(dx.dtype)[:, None])
-        if slope is not None:
-            dx *= slope
-            del slope
-        dx = dx.to(hidden.dtype)
+        softmax = (maximum[part], log_total[part], entropy[part])
+        entropy_part = None if grad_entropy is None else grad_entropy[part]
+        own = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
+        if rows is None:
+            x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
+            dx = _chunk_gradient(x, temperatures[part], column, softmax, own, softcap).to(hidden.dtype)
+            del x  # its memory is the gradient's now
+        else:
+            dx = hidden[part] @ columns.t()
+            rows.to_gradient(dx, temperatures[part], column, softmax, own)
         if d_hidden is not None:
             d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
         if d_weight is not None:
             _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
         del dx  # before the next chunk is made
+
+
+def _chunk_gradient(
+    x: Tensor,
+    temperatures: Tensor,
+    column: Tensor,
+    softmax: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor | None],
+    softcap: float | None,
+) -> Tensor:
+    """Gradient of the products that (n, V) temperature-scaled logits were made of, in their memory."""
+    slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
+    grad, grad_target, grad_entropy = grads
+    dx = softmax_gradient(x, *softmax, grad, grad_entropy, overwrite=True)
+    dx.scatter_add_(1, column[:, None], grad_target[:, None])
+    dx.div_(temperatures.to(dx.dtype)[:, None])
+    return dx if slope is None else dx.mul_(slope)
 
 
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.head import Reduce, VocabularyShard, combine_shards, local_sums, no_reduction
+from slime_like.algorithms.head import Reduce, VocabularyShard, chunk_sums, combine_shards, local_sums, no_reduction
 from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
 from slime_like.algorithms.masks import require_temperatures
 from slime_like.algorithms.tensor_checks import require_tensors
@@ -74,7 +74,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(logits.dtype)
         maximum, sums = local_sums(
-            shard, targets, dtype, lambda part: _scaled(logits, temperatures, part, shard.columns, dtype)
+            shard,
+            targets,
+            dtype,
+            lambda part, column: chunk_sums(_scaled(logits, temperatures, part, shard.columns, dtype), column),
         )
         maximum, log_total, entropy, logprobs = (
             combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if targets.numel() else (sums[0],) * 4

@@ -85,6 +85,18 @@ def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> Non
         trainer.accumulate(packs[1:], last=True)
 
 
+def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[Tensor]:
+    """Of one step of two equal micro-batches, as they lie on this rank, from a trainer of its own."""
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    trainer.begin_step()
+    trainer.accumulate([pack, pack], last=True)
+    trainer.finalize_gradients(3.0)
+    found = [p.main_grad.clone() for chunk in trainer.chunks for p in chunk.parameters()]
+    trainer.shutdown()
+    return found
+
+
 def by_stage(results: list[RankResult], what: str) -> Shards:
     """Shards of the first data- and context-parallel rank of every stage, with the experts of all its ranks."""
     shards = {

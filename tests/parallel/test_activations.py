@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from backends.megatron import activations
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing import pack_sequences
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
 from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import gradients_of
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 
@@ -36,14 +36,7 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
         return saved
 
     activations.ActivationOffload._to_host = counting  # type: ignore[method-assign]
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    trainer.begin_step()
-    trainer.accumulate([pack, pack], last=True)
-    trainer.finalize_gradients(3.0)
-    found = [p.main_grad.clone() for chunk in trainer.chunks for p in chunk.parameters()]
-    trainer.shutdown()
-    return found, moved
+    return gradients_of(placement, config, pack), moved
 
 
 @pytest.mark.parametrize("layout", [{}, {"recompute": "full"}, {"pipeline": 2}], ids=["plain", "recompute", "pp2"])

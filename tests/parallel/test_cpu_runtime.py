@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
-from backends.common.kernels import plain_torch
 from backends.megatron.cpu_runtime import Patch, megatron_runtime
 from slime_like.errors import TrainerError
 
@@ -40,9 +42,34 @@ def test_an_error_inside_still_puts_everything_back() -> None:
     assert torch.cuda.Stream is stream
 
 
-def test_kernels_run_without_redirection() -> None:
-    with megatron_runtime(), plain_torch(), pytest.raises((RuntimeError, AssertionError)):
-        torch.zeros(2, device="cuda")
+def test_torch_script_compiles_inside_as_it_does_outside() -> None:
+    """ring-flash-attn, which is imported by the first micro-batch, is written in it."""
+
+    def zeros_like_its_shape(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) + torch.empty_like(x).to(torch.float32) * 0
+
+    with megatron_runtime():
+        inside = torch.jit.script(zeros_like_its_shape)
+    assert torch.equal(inside(torch.ones(2)), torch.jit.script(zeros_like_its_shape)(torch.ones(2)))
+
+
+def test_a_device_context_that_is_first_used_inside_works() -> None:
+    """In a process of its own: torch notes once what such a context applies to."""
+    first_use = (
+        "import torch; from backends.megatron.cpu_runtime import megatron_runtime\n"
+        "with megatron_runtime(on_meta=True), torch.device('meta'):\n"
+        "    assert torch.empty(2).is_meta and torch.zeros(2, device='cuda').is_meta\n"
+        "with torch.device('meta'):\n"
+        "    assert torch.ones(2).is_meta"
+    )
+    subprocess.run([sys.executable, "-c", first_use], check=True, timeout=120)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))
+    with megatron_runtime():
+        assert torch.zeros is not before[0]["zeros"]
+    assert (dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))) == before
 
 
 def test_named_random_states_advance_apart_from_the_default_one() -> None:

@@ -1,0 +1,166 @@
+"""Compiling kernels, and keeping what was compiled for the processes that come after.
+
+Numba would keep it, too, but looks at the one file that a kernel stands in: after a change in another one, which the
+kernel calls, it would go on with what it has. And it refuses a kernel where it can write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+from numba import njit, void
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.serialize import dumps
+
+from slime_like.errors import SlimeLikeError
+
+SUMS = frozenset({"contract", "reassoc"})
+"""What LLVM may do to arithmetic: multiply and add at once, and add up in another order. NaN and infinity stay."""
+IN_ORDER = frozenset({"contract"})
+"""The same without another order."""
+_UNUSED_S = 30 * 24 * 3600
+"""After this long without a process that starts with them, kernels are removed."""
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callable[..., None]], Any]:
+    """Compile a function of these types, and no other, that returns nothing: other tensors are a TypeError.
+
+    It runs without the interpreter's lock. Compiled code is read again by whatever process has the same sources,
+    Numba and processor.
+
+    Raises:
+        SlimeLikeError: Numba was told to compile nothing. Started on this machine, a run has found it before.
+    """
+    if numba.config.DISABLE_JIT:
+        raise SlimeLikeError(
+            "NUMBA_DISABLE_JIT keeps Numba from compiling the kernels for a CPU, which do not run uncompiled; unset it "
+            "in the environment, or in .numba_config.yaml"
+        )
+
+    def decorate(function: Callable[..., None]) -> Any:
+        dispatcher: Any = njit(fastmath=set(fastmath), error_model="numpy", nogil=True)(function)
+        if _directory() is not None:
+            dispatcher._cache = _KernelCache(function)  # as its own enable_caching does
+        dispatcher.compile(void(*arguments))
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return decorate
+
+
+def part(fastmath: frozenset[str] = SUMS) -> Callable[[Callable[..., Any]], Any]:
+    """For functions that kernels call: compiled with each, and not by themselves."""
+    decorate: Callable[[Callable[..., Any]], Any] = njit(fastmath=set(fastmath), error_model="numpy")
+    return decorate
+
+
+@cache
+def _stamp() -> str:
+    """Changes with anything that compiled code depends on."""
+    processor = llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
+    digest = hashlib.sha256(f"{numba.__version__} {processor}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _places() -> Iterator[Path]:
+    yield Path(__file__).parent / "__pycache__"
+    with contextlib.suppress(RuntimeError):  # who has no home
+        yield Path.home() / ".cache" / "slime-like"
+
+
+@cache
+def _directory() -> Path | None:
+    """Where compiled code is kept: beside the sources, or in the user's home; ``None`` where neither is writable."""
+    for base in _places():
+        directory = base / f"kernels-{_stamp()}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=directory).close()
+            os.utime(directory)  # its last use
+        except OSError:
+            continue
+        _remove_unused(base)
+        return directory
+    return None
+
+
+def _remove_unused(base: Path) -> None:
+    """Kernels of earlier sources. Who uses them after all, or removes them too, is not hindered: they are compiled anew
+    where they are missing.
+    """
+    for directory in base.glob("kernels-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - directory.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(directory)
+
+
+class _Locator:
+    """What Numba asks where to keep a function. Of its answers only the directory is used; see ``_KernelFile``."""
+
+    @classmethod
+    def from_function(cls, function: Any, source: str) -> _Locator:
+        return cls()
+
+    def ensure_cache_path(self) -> None:
+        """``_directory`` has."""
+
+    def get_cache_path(self) -> str:
+        return str(_directory())
+
+    def get_source_stamp(self) -> str:
+        return _stamp()
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+
+class _KernelFile:
+    """One kernel's compiled code, behind a digest: one that is damaged is compiled anew, not run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, key: object) -> Any:
+        """``None`` if there is none, or not as it was written."""
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        return pickle.loads(code) if hashlib.sha256(code).digest() == digest else None
+
+    def save(self, key: object, data: object) -> None:
+        """At once or not at all. Where it cannot be written the next process compiles, too."""
+        code = dumps(data)
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=self._path.parent) as directory:
+            written = Path(directory) / self._path.name
+            written.write_bytes(hashlib.sha256(code).digest() + code)
+            written.replace(self._path)
+
+
+class _KernelCacheImpl(CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012 - Numba's own attribute
+
+
+class _KernelCache(FunctionCache):
+    _impl_class = _KernelCacheImpl
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}.kernel"
+        self._cache_file = _KernelFile(Path(self.cache_path) / name)

@@ -1,0 +1,74 @@
+"""Draws in one pass against draws by torch: at the same uniform numbers, the same tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.transformers.drawing import draw_tokens_fused
+from rollout.transformers.samples import Sample, draw_tokens
+from slime_like.fused import draw
+from slime_like.interfaces import SamplingParams
+
+_MANNERS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=3),
+    SamplingParams(temperature=0.8, top_p=0.7),
+)
+
+
+def _samples(manners: Sequence[SamplingParams], rows: int) -> list[Sample]:
+    return [Sample([1], manners[row % len(manners)], frozenset(), random.Random(row)) for row in range(rows)]
+
+
+@pytest.mark.parametrize("manners", [_MANNERS, _MANNERS[:4], _MANNERS[4:]], ids=["mixed", "whole", "truncated"])
+@pytest.mark.parametrize("vocabulary", [3, 64, 264, 1000])
+def test_the_same_tokens(vocabulary: int, manners: Sequence[SamplingParams]) -> None:
+    logits = 3 * torch.randn((300, vocabulary), generator=torch.Generator().manual_seed(vocabulary))
+    tokens, logprobs = draw_tokens_fused(logits, _samples(manners, 300))
+    expected, expected_logprobs = draw_tokens(logits, _samples(manners, 300))
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=2e-6, atol=1e-6)
+
+
+def test_half_precision_logits_are_drawn_in_float32() -> None:
+    logits = torch.randn((50, 90), generator=torch.Generator().manual_seed(0)).bfloat16()
+    drawn, expected = draw_tokens_fused(logits, _samples(_MANNERS, 50)), draw_tokens(logits, _samples(_MANNERS, 50))
+    assert drawn[0] == expected[0]
+
+
+def _draw(logits: list[float], uniform: float) -> tuple[int, float]:
+    tokens, logprobs = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+    row = np.array([logits], dtype=np.float32)
+    draw.forward(row, np.ones(1, dtype=np.float32), np.array([uniform]), tokens, logprobs)
+    return int(tokens[0]), float(logprobs[0])
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.49, 1), (0.51, 130), (1 - 2**-53, 130)])
+def test_what_has_no_probability_is_never_drawn(uniform: float, token: int) -> None:
+    logits = [-np.inf] * 200
+    logits[1] = logits[130] = 7.0
+    drawn, logprob = _draw(logits, uniform)
+    assert drawn == token
+    assert logprob == pytest.approx(np.log(0.5))
+
+
+def test_a_nan_stays_one() -> None:
+    assert np.isnan(_draw([1.0, np.nan, 2.0], 0.5)[1])
+    assert np.isnan(_draw([np.nan] * 100, 0.5)[1])
+    assert np.isnan(_draw([1.0, np.inf, 2.0], 0.5)[1])
+
+
+def test_other_types_are_refused() -> None:
+    arguments = np.ones(1, dtype=np.float32), np.zeros(1), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+    with pytest.raises(TypeError, match="No matching definition"):
+        draw.forward(np.zeros((1, 4)), *arguments)
+    with pytest.raises(TypeError, match="No matching definition"):
+        draw.forward(np.zeros((4, 2), dtype=np.float32).T, *arguments)

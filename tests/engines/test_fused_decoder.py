@@ -1,0 +1,226 @@
+"""Tokens decoded by kernels of ours against transformers' own forward of whole contexts, without a cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from rollout.transformers.attention import GROUPED_SDPA, register
+from rollout.transformers.decoding import DecodeBatch
+from rollout.transformers.fused_decoder import FusedDecoder
+from rollout.transformers.kv_cache import KeyValueCache
+from rollout.transformers.plain_decoder import not_plain
+from rollout.transformers.samples import Sample
+from slime_like.data.tiny_model import make_tiny_model
+from slime_like.interfaces import SamplingParams
+
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral with a window": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 of odd sizes": ("qwen3", {"head_dim": 22, "hidden_size": 50, "intermediate_size": 37}),
+    "one head each": ("qwen3", {"num_key_value_heads": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PreTrainedModel]:
+    directories: dict[str, Path] = {}
+
+    def make(family: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrainedModel:
+        """With weights so large that attention matters, and biases and norms that are not what they begin as."""
+        register()
+        if family not in directories:
+            directories[family] = tmp_path_factory.mktemp(family)
+            make_tiny_model(directories[family], family=family)
+        config = AutoConfig.from_pretrained(directories[family])
+        for name, value in changes.items():
+            setattr(config, name, value)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter) if parameter.ndim == 1 else 4 * parameter)
+        return model.eval().requires_grad_(False)
+
+    return make
+
+
+def _whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(rows, n, V) logits by transformers' plainest attention, in one forward."""
+    plain = type(model)._from_config(model.config, attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return plain(input_ids=ids, use_cache=False).logits
+
+
+def _prefilled(model: PreTrainedModel, ids: Tensor) -> KeyValueCache:
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return KeyValueCache([cache], torch.arange(len(ids)), torch.full((len(ids),), ids.shape[1]))
+
+
+def _ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
+    return torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_logits_are_those_of_the_whole_context(kind: str, model_of: Callable[..., PreTrainedModel]) -> None:
+    family, changes = _KINDS[kind]
+    model = model_of(family, **changes)
+    assert not_plain(model) is None
+    ids = _ids(model, rows=5, tokens=90)
+    cache, decoder = _prefilled(model, ids[:, :3]), FusedDecoder(model)
+    with torch.inference_mode():
+        logits = torch.stack([decoder.logits(ids[:, n], cache) for n in range(3, 90)], dim=1)
+    expected = _whole(model, ids)[:, 3:]
+    assert expected.std() > 0.5  # of which 1e-5 is something
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [(9, 2, 40, 1), (12, 12)], ids=str)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_prefill_is_that_of_every_context_alone(
+    kind: str, lengths: tuple[int, ...], model_of: Callable[..., PreTrainedModel]
+) -> None:
+    family, changes = _KINDS[kind]
+    model, width = model_of(family, **changes), max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
+    contexts = [_ids(model, 1, length) for length in lengths]
+    for row, context in enumerate(contexts):
+        ids[row, width - context.shape[1] :], mask[row, width - context.shape[1] :] = context[0], 1
+    decoder = FusedDecoder(model)
+    with torch.inference_mode():
+        every, cache = decoder.prefill(ids, mask, range(width))
+        last, _ = decoder.prefill(ids, mask, (-1,))
+    torch.testing.assert_close(last, every[:, -1:], rtol=1e-5, atol=1e-4)
+    assert not every.isnan().any()
+    for row, context in enumerate(contexts):
+        own = slice(width - context.shape[1], width)
+        expected = _whole(model, context)[0]
+        assert (every[row, own] - expected).abs().max() <= 1e-5 * expected.abs().max()
+        theirs = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=context, past_key_values=theirs, use_cache=True)
+        for ours, layer in zip(cache.layers, theirs.layers, strict=True):
+            torch.testing.assert_close(ours.keys[row, :, own], layer.keys[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(ours.values[row, :, own], layer.values[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral with a window", "qwen2", "qwen3"])
+def test_rows_that_join_and_leave(kind: str, model_of: Callable[..., PreTrainedModel]) -> None:
+    family, changes = _KINDS[kind]
+    model = model_of(family, **changes)
+    batch, choose = DecodeBatch(model), random.Random(3)
+    assert batch.is_fused
+    samples = [
+        Sample(
+            [choose.randrange(264) for _ in range(choose.choice((1, 4, 40)))],
+            SamplingParams(max_new_tokens=choose.choice((1, 2, 30, 100))),
+            frozenset(),
+            random.Random(number),
+        )
+        for number in range(24)
+    ]
+    for step in range(200):
+        batch.add(samples[step // 5 * 2 : step // 5 * 2 + 2] if step % 5 == 0 else [])
+        if batch.samples:
+            batch.step(version=0)
+    for sample in samples:
+        assert len(sample.token_ids) == sample.sampling.max_new_tokens
+        ids = torch.tensor([sample.context])
+        logprobs = _whole(model, ids)[0, :-1].double().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(sample.logprobs, logprobs[len(sample.prompt) - 1 :], rtol=1e-5, atol=2e-5)
+
+
+def test_changed_weights_are_used_at_once(model_of: Callable[..., PreTrainedModel]) -> None:
+    """In place, as a weight update writes them, and as other storage."""
+    model = model_of("qwen3")
+    ids = _ids(model, rows=3, tokens=8)
+    decoder = FusedDecoder(model)
+    for name, parameter in model.named_parameters():
+        if "1" in name:
+            parameter.mul_(1.5)
+        elif "2" in name:
+            parameter.data = parameter.data * 0.7
+    cache = _prefilled(model, ids[:, :7])
+    with torch.inference_mode():
+        logits = decoder.logits(ids[:, 7], cache)
+    expected = _whole(model, ids)[:, 7]
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_nan_in_any_weight_is_a_nan_in_the_logits(model_of: Callable[..., PreTrainedModel]) -> None:
+    model = model_of("qwen2")
+    ids = _ids(model, rows=3, tokens=4)
+    ids[:, 3] = 17
+    decoder = FusedDecoder(model)
+    for name, parameter in model.named_parameters():
+        cache = _prefilled(model, ids[:, :3])
+        place = (17, 5) if name == "model.embed_tokens.weight" else (0,) * parameter.ndim
+        kept = parameter[place].item()
+        parameter[place] = torch.nan
+        with torch.inference_mode():
+            assert decoder.logits(ids[:, 3], cache).isnan().any(dim=-1).all(), name
+        parameter[place] = kept
+    with torch.inference_mode():
+        assert not decoder.logits(ids[:, 3], _prefilled(model, ids[:, :3])).isnan().any()
+
+
+class _OtherLinear(nn.Linear):
+    pass
+
+
+def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTrainedModel]) -> None:
+    replaced = model_of("qwen3")
+    replaced.model.layers[1].mlp.up_proj = _OtherLinear(128, 256, bias=False)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    cases = {
+        "Qwen3Moe": model_of("qwen3_moe"),
+        "DeepseekV3": model_of("deepseek_v3", attention="sdpa"),
+        "attn_implementation=eager": model_of("qwen3", attention="eager"),
+        "activation is gelu": model_of("llama", hidden_act="gelu"),
+        "type dynamic": model_of("llama", rope_parameters=dynamic),
+        "projection is a _OtherLinear": replaced,
+        "float32": model_of("qwen3").bfloat16(),
+    }
+    for reason, model in cases.items():
+        assert reason in (not_plain(model) or "")
+        batch = DecodeBatch(model)
+        assert not batch.is_fused
+        batch.add([Sample([1, 2], SamplingParams(max_new_tokens=3), frozenset(), random.Random(0))])
+        for _ in range(3):
+            batch.step(version=0)
+        assert not batch.samples
+
+
+@pytest.mark.parametrize(("threads", "hidden_size", "is_fused"), [(1, 512, True), (2, 512, False), (2, 128, True)])
+def test_threads_are_not_left_idle_by_what_is_large(
+    threads: int, hidden_size: int, is_fused: bool, model_of: Callable[..., PreTrainedModel]
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert DecodeBatch(model_of("llama", hidden_size=hidden_size)).is_fused is is_fused
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,77 @@
+"""Layers of float32 on a CPU by kernels, and the same layers by torch's operators: one step, one result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.megatron import fused_layers
+from slime_like.algorithms.packing import pack_sequences
+from slime_like.config import RunConfig
+from slime_like.fused.operators import are_served
+from slime_like.interfaces import RankPlacement
+from slime_like.trajectory import PackedTrajectory
+from tests.parallel.parity import Settings, parity_config
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import gradients_of
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+LENGTHS = [(5, 9), (3, 1), (17, 20), (2, 31)]
+
+
+def _step(
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, served: bool, longest: int
+) -> tuple[list[Tensor], int]:
+    """Gradients of a step, and how often attention was fused in it."""
+    fused = 0
+    forward = fused_layers.FusedAttention.forward
+
+    def counting(*arguments: object) -> Tensor:
+        nonlocal fused
+        fused += 1
+        return forward(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers.FusedAttention, "forward", staticmethod(counting))
+        patch.setattr(fused_layers, "are_served", are_served if served else lambda *tensors: False)
+        patch.setattr(fused_layers, "LONGEST", longest)
+        found = gradients_of(placement, config, pack)
+    return found, fused
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=["single", "tp2-sp"])
+def test_gradients_are_those_of_torch(family: str, layout: Settings, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(family, tmp_path / "model")
+    pack = pack_sequences(scored_sequences(LENGTHS))
+    config = parity_config(checkpoint, tmp_path, layout)
+    world = config.trainer.parallel.world_size
+    cases = {"fused": (True, 48), "long": (True, 30), "torch": (False, 48)}
+    found = {
+        name: run_ranks(_step, world, tmp_path / name, config, pack, served, longest)
+        for name, (served, longest) in cases.items()
+    }
+    for (ours, times), (long, none), (wanted, never) in zip(*found.values(), strict=True):
+        assert times > 0 and none == never == 0  # one sequence of the pack is longer than 30 tokens
+        for one, other, reference in zip(ours, long, wanted, strict=True):
+            bound = 2e-5 * float(reference.abs().max()) + 1e-7
+            torch.testing.assert_close(one, reference, rtol=0, atol=bound)
+            torch.testing.assert_close(other, reference, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [({"context": 2}, "float32"), ({"recompute": "selective"}, "float32"), ({}, "bfloat16")],
+    ids=["cp2", "selective", "bfloat16"],
+)
+def test_attention_is_not_fused_where_the_kernel_knows_no_way(layout: Settings, dtype: str, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
+    config = parity_config(checkpoint, tmp_path, layout, dtype)
+    ranks = run_ranks(
+        _step, config.trainer.parallel.world_size, tmp_path / "ranks", config,
+        pack_sequences(scored_sequences(LENGTHS)), True, 48,
+    )  # fmt: skip
+    assert [fused for _, fused in ranks] == [0] * len(ranks)

@@ -1,0 +1,249 @@
+"""The kernels against torch's own operators in float64, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numba import float32, njit, void
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from slime_like.algorithms.head import fused_logprobs
+from slime_like.fused.elementary import exp
+from slime_like.fused.operators import (
+    FusedAttention,
+    FusedLogitRows,
+    FusedRMSNorm,
+    FusedSwiGLU,
+    are_served,
+    is_served_width,
+)
+
+EPS = 1e-6
+
+
+@njit([void(float32[::1], float32[::1])])
+def _exponentials(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(x.shape[0]):
+        out[i] = exp(x[i])
+
+
+def _exp(*values: float) -> np.ndarray:
+    given = np.array(values, np.float32)
+    out = np.empty_like(given)
+    _exponentials(given, out)
+    return out
+
+
+def test_exponentials_are_right_to_two_units_in_the_last_place() -> None:
+    given = np.linspace(-86.0, 87.0, 200_001, dtype=np.float32)
+    wanted = np.exp(given.astype(np.float64))
+    assert np.abs(_exp(*given) / wanted - 1).max() < 2 * 2**-23
+
+
+def test_exponentials_at_the_ends() -> None:
+    ends = _exp(-math.inf, -1e30, 0.0, 1e30, math.nan)
+    assert (ends[:2] < 2e-38).all() and ends[2] == 1.0 and ends[3] > 1e38 and np.isnan(ends[4])
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def _require_close(ours: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float = 3e-6) -> None:
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.dtype == torch.float32 and one.shape == other.shape
+        gap, size = (float(x.detach().abs().max()) for x in (one - other, other))
+        assert gap <= bound * size + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (3, 1, 16), (200, 1, 128), (5, 2, 2, 33)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(shape), torch.rand(shape[-1]) + 0.5, torch.randn(shape)
+    x.requires_grad_(), weight.requires_grad_()
+    out = FusedRMSNorm.apply(x, weight, EPS)
+    wide = (_double(x), _double(weight))
+    wanted = _normed(*wide)
+    _require_close((out,), (wanted,))
+    _require_close(torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(wanted, wide, grad.double()))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1, 32), (100, 1, 514)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    gate_up, grad = 4 * torch.randn(shape), torch.randn(*shape[:-1], shape[-1] // 2)
+    gate_up.requires_grad_()
+    out = FusedSwiGLU.apply(gate_up)
+    wide = _double(gate_up)
+    gate, up = wide.chunk(2, dim=-1)
+    wanted = silu(gate) * up
+    _require_close((out,), (wanted,))
+    _require_close(torch.autograd.grad(out, gate_up, grad), torch.autograd.grad(wanted, wide, grad.double()))
+
+
+def _attention(
+    mixed: Tensor, weights: tuple[Tensor, ...], cos: Tensor, sin: Tensor, boundaries: list[int], scale: float
+) -> Tensor:
+    """What ``FusedAttention`` computes, sequence by sequence, in torch."""
+    dim = 2 * cos.shape[1]
+    heads = mixed.unflatten(2, (-1, dim))
+    queries, keys, values = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
+    if weights:
+        queries, keys = _normed(queries, weights[0]), _normed(keys, weights[1])
+
+    def turned(x: Tensor) -> Tensor:
+        one, other = x.chunk(2, dim=-1)
+        c, s = cos[:, None, None], sin[:, None, None]
+        return torch.cat((one * c - other * s, other * c + one * s), dim=-1)
+
+    queries = turned(queries)
+    keys, values = turned(keys).expand_as(queries), values.expand_as(queries)
+    parts = [
+        scaled_dot_product_attention(
+            *(x[start:end].flatten(1, 2).transpose(0, 1)[None] for x in (queries, keys, values)),
+            is_causal=True,
+            scale=scale,
+        )[0].transpose(0, 1)
+        for start, end in pairwise(boundaries)
+    ]
+    return torch.cat(parts).flatten(1)
+
+
+class Case:
+    """Inputs of an attention, with angles that are nobody's positions."""
+
+    def __init__(self, lengths: list[int], groups: int, heads: int, dim: int, normed: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.boundaries = np.cumsum([0, *lengths]).tolist()
+        tokens = self.boundaries[-1]
+        self.mixed = torch.randn(tokens, groups, (heads + 2) * dim, generator=generator).requires_grad_()
+        norms = [(torch.rand(dim, generator=generator) + 0.5).requires_grad_() for _ in range(2)]
+        self.weights = tuple(norms) if normed else ()
+        angles = 6 * torch.rand(tokens, dim // 2, generator=generator)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.scale = 1.3 * dim**-0.5
+
+    def fused(self, mixed: Tensor | None = None, boundaries: list[int] | None = None) -> Tensor:
+        mixed = self.mixed if mixed is None else mixed
+        edges = np.asarray(self.boundaries if boundaries is None else boundaries, dtype=np.int64)
+        weights = self.weights or (None, None)
+        return FusedAttention.apply(mixed, *weights, EPS, self.cos, self.sin, edges, self.scale)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "groups", "heads", "dim"),
+    [
+        ([1], 1, 1, 16),
+        ([5, 1, 16, 17, 2, 33], 2, 2, 32),
+        ([15, 48, 31], 1, 3, 16),
+        ([64, 3], 2, 1, 48),
+        ([130, 7, 100], 1, 4, 128),
+    ],
+)
+def test_attention(lengths: list[int], groups: int, heads: int, dim: int, normed: bool) -> None:
+    case = Case(lengths, groups, heads, dim, normed)
+    out = case.fused()
+    wide = tuple(map(_double, (case.mixed, *case.weights)))
+    wanted = _attention(wide[0], wide[1:], case.cos.double(), case.sin.double(), case.boundaries, case.scale)
+    _require_close((out,), (wanted,))
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad(out, (case.mixed, *case.weights), grad)
+    _require_close(ours, torch.autograd.grad(wanted, wide, grad.double()), 1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = Case([40, 9], 1, 2, 16, normed=False)
+    large = (30 * case.mixed).detach().requires_grad_()
+    out = case.fused(large)
+    wide = _double(large)
+    wanted = _attention(wide, (), case.cos.double(), case.sin.double(), case.boundaries, case.scale)
+    _require_close((out,), (wanted,), 1e-3)  # of scores of thousands, in float32
+    grads = torch.autograd.grad(out.square().sum(), large), torch.autograd.grad(wanted.square().sum(), wide)
+    _require_close(*grads, 2e-2)
+
+
+def test_what_is_no_number_shows_in_its_sequence_behind_it_and_nowhere_else() -> None:
+    case = Case([20, 23, 40], 2, 2, 16, normed=True)
+    broken = case.mixed.detach().clone()
+    broken[27, 1, 2 * 16 + 3] = math.nan  # a key of the second sequence's eighth token
+    broken.requires_grad_()
+    out = case.fused(broken)
+    affected = torch.zeros(out.shape, dtype=torch.bool)
+    affected[27:43, 2 * 16 :] = True
+    assert torch.equal(out.isnan(), affected)
+    (grad,) = torch.autograd.grad(out.nan_to_num().sum(), broken)
+    (sound,) = torch.autograd.grad(case.fused().sum(), case.mixed)
+    assert grad[20:43, 1].isnan().any() and not grad[:, 0].isnan().any()
+    for part in (slice(0, 20), slice(43, None)):
+        assert torch.equal(grad[part], sound[part])
+
+
+def test_tokens_outside_of_the_boundaries_are_zeros() -> None:
+    case = Case([10, 20, 6], 1, 2, 16, normed=True)
+    out, whole = case.fused(boundaries=[10, 30]), case.fused()
+    assert torch.equal(out[10:30], whole[10:30])
+    assert not out[:10].any() and not out[30:].any()
+    grad = torch.autograd.grad(out.square().sum(), case.mixed)[0]
+    assert grad[10:30].any() and not grad[:10].any() and not grad[30:].any()
+
+
+def test_what_is_served() -> None:
+    assert are_served(torch.zeros(2, 3), torch.zeros(3))
+    assert not are_served(torch.zeros(2, 3), torch.zeros(3, dtype=torch.bfloat16))
+    assert not are_served(torch.zeros(2, 3).t())
+    assert not are_served(torch.zeros(3, device="meta"))
+    assert [dim for dim in (8, 16, 24, 64, 80) if is_served_width(dim)] == [16, 64, 80]
+
+
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.7])
+@pytest.mark.parametrize(("tokens", "vocabulary", "padding"), [(1, 1, 0), (70, 33, 5), (200, 264, 120), (3, 16, 0)])
+def test_logprobs_and_entropies(tokens: int, vocabulary: int, padding: int, entropy_weight: float) -> None:
+    torch.manual_seed(tokens)
+    hidden, weight = 3 * torch.randn(tokens, 24), torch.randn(vocabulary + padding, 24)
+    targets = torch.randint(vocabulary, (tokens,))
+    temperatures, grad = torch.rand(tokens) + 0.5, torch.randn(tokens)
+    hidden.requires_grad_(), weight.requires_grad_()
+    wanted = [_double(hidden), _double(weight)]
+    ours = fused_logprobs(
+        hidden, weight, targets, temperatures, vocab_size=vocabulary, chunk_tokens=64, rows=FusedLogitRows()
+    )
+    logits = wanted[0] @ wanted[1][:vocabulary].T / temperatures[:, None]
+    logprobs = logits.log_softmax(-1)
+    theirs = (logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
+    _require_close(ours, theirs, bound=2e-6)
+    (grad * ours[0] + (entropy_weight * ours[1] if entropy_weight else 0)).sum().backward()
+    (grad * theirs[0] + entropy_weight * theirs[1]).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    _require_close((hidden.grad, weight.grad), tuple(w.grad for w in wanted), bound=5e-6)  # type: ignore[misc]
+
+
+def test_a_logit_that_is_no_number_is_not_hidden() -> None:
+    hidden, weight = torch.randn(4, 8), torch.randn(20, 8)
+    hidden[2, 3] = torch.nan
+    logprobs, entropy = fused_logprobs(
+        hidden, weight, torch.arange(4), torch.ones(4), vocab_size=20, rows=FusedLogitRows()
+    )
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False]
+
+
+def test_rows_of_other_kinds_are_refused() -> None:
+    hidden, weight, targets, ones = (
+        torch.randn(4, 8).double(),
+        torch.randn(20, 8).double(),
+        torch.arange(4),
+        torch.ones(4),
+    )
+    with pytest.raises(ValueError, match=r"float32 on a CPU without a softcap; hidden is torch\.float64"):
+        fused_logprobs(hidden, weight, targets, ones, vocab_size=20, rows=FusedLogitRows())
+    with pytest.raises(ValueError, match=r"softcap=2\.0: leave them out"):
+        fused_logprobs(hidden.float(), weight.float(), targets, ones, vocab_size=20, softcap=2.0, rows=FusedLogitRows())
