@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Module
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout.base import one_line
@@ -113,6 +115,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         if self._reloading:
             self._reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
+            _pack_tied_heads(self.model)
 
 
 class WorkerExtension(_Worker):
@@ -141,6 +144,19 @@ class WorkerExtension(_Worker):
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
         arrivals = self.weight_transfer_engine.arrivals
         return arrivals.checksums, arrivals.hashing.seconds
+
+
+def _pack_tied_heads(model: Module) -> None:
+    """Have every head whose weight is the embedding's packed anew for a CPU's products.
+
+    vLLM packs a layer's weight when it has been loaded. This one is loaded as the embedding's, so that after a reload
+    the head would go on with what it packed before.
+    """
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for head in heads:
+        if hasattr(head, "cpu_linear") and any(head.weight is embedding.weight for embedding in embeddings):
+            head.quant_method.process_weights_after_loading(head)
 
 
 def _end_with_parent() -> None:

@@ -57,11 +57,12 @@ class LocalTrainers:
         self.senders = [open_sender(name, session, settings) for _ in range(self._num_senders)]
         return [sender.rendezvous() for sender in self.senders]
 
-    def begin_export(self) -> None:
+    def start_export(self) -> Callable[[], list[BucketMetadata | None]]:
         self._release()
         tensors = list(self.exported().items())
         share = -(-len(tensors) // self._num_senders)
         self._streams = [self._buckets(tensors[rank * share : (rank + 1) * share]) for rank in range(self._num_senders)]
+        return lambda: self.next_buckets()
 
     def next_buckets(self) -> list[BucketMetadata | None]:
         self._release()
@@ -142,8 +143,9 @@ class LocalEngines:
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return [self.run(self.engine.finish_update(version))]
 
-    def ask_each(self, requests: list[GenerationRequest]) -> list[list[Generation]]:
-        return [[self.run(self.engine.generate(request))[0]] for request in requests]
+    def ask_each(self, requests: list[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
+        answers = [[self.run(self.engine.generate(request))[0]] for request in requests]
+        return lambda: answers
 
 
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:

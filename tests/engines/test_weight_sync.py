@@ -82,7 +82,7 @@ EVERY_WAY = [
 def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before, when engines would wait for it, and never when their devices may be the engines' already."""
+    """Not before, when engines would wait for it; engines are asked before its answer is waited for."""
     events: list[str] = []
     trainers, engines = setting.trainers, setting.engines
 
@@ -108,8 +108,8 @@ def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
     ):
         noted(owner, name)
     setting.sync.run(1)
-    end = ["start_update", "next_buckets", "start_probe", "wait_update", "finish_update", "answer", "end_sync"]
-    assert events[-8:] == [*end, "ask_each"] and events.count("start_probe") == 1
+    end = ["start_update", "next_buckets", "start_probe", "wait_update", "finish_update", "end_sync", "ask_each"]
+    assert events[-8:] == [*end, "answer"] and events.count("start_probe") == 1
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
