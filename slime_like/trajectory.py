@@ -7,14 +7,35 @@ is an ordinary token).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from slime_like.interfaces import Conversation
+
+
+class TensorsAsArrays:
+    """A dataclass whose tensors, on the CPU, are pickled as NumPy's arrays.
+
+    The bytes of an array travel beside the pickle, by shared memory between Ray's processes of one host. Of a tensor
+    torch makes an archive: 0.2 ms on either side, whatever its size.
+    """
+
+    __slots__ = ()
+
+    def __getstate__(self) -> list[Any]:
+        values = (getattr(self, own.name) for own in fields(cast(Any, self)))
+        return [value.numpy() if isinstance(value, Tensor) else value for value in values]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        import numpy as np  # here, for importing the package takes torch alone
+
+        for own, value in zip(fields(cast(Any, self)), state, strict=True):
+            # A copy, for what came through Ray is shared memory that nobody may write to.
+            setattr(self, own.name, torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
 
 
 @dataclass(slots=True)
@@ -159,7 +180,7 @@ class ScoredTrajectory:
 
 
 @dataclass(slots=True)
-class PackedTrajectory:
+class PackedTrajectory(TensorsAsArrays):
     """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a segment of its own.
 
     T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
@@ -241,7 +262,7 @@ class PackedTrajectory:
 
 
 @dataclass(slots=True)
-class GRPOStats:
+class GRPOStats(TensorsAsArrays):
     """Figures of one optimizer step, summed over every rank and divided by the step's own denominators.
 
     Attributes:

@@ -41,6 +41,7 @@ class Command:
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._memory_before = _shared_memory()
+        self._sessions_before = _ray_sessions()
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.cli", *arguments],
@@ -126,11 +127,16 @@ class Command:
 
     def _sessions(self) -> list[Path]:
         """Ray's files, and the temporary ones of engines, where the command started a cluster of its own."""
-        return list(Path(get_default_ray_temp_dir()).glob(f"session_*_{self.process.pid}"))
+        mine = [path for path in _ray_sessions() if path.name.endswith(f"_{self.process.pid}")]
+        return [path for path in mine if path not in self._sessions_before]  # an earlier process had the same id
 
     def _memory_left(self) -> list[Path]:
         """Of this command, or of one beside it whose guard is just about to remove it."""
         return [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
+
+
+def _ray_sessions() -> set[Path]:
+    return set(Path(get_default_ray_temp_dir()).glob("session_*"))
 
 
 def _shared_memory() -> set[Path]:

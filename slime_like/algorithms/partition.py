@@ -35,9 +35,10 @@ def partition_by_tokens(
     """Choose a rank and a micro-batch for every sequence.
 
     Ranks are balanced by Karmarkar-Karp differencing, then each rank's sequences are laid into as few micro-batches as
-    first-fit-decreasing finds. For equal counts the ranks with fewer micro-batches split theirs; one with too few
-    sequences for that is given the cheapest of the others. Where there are too few sequences altogether, all are laid
-    into micro-batches first, and those are shared out evenly.
+    first-fit-decreasing finds, and spread evenly over so many: the largest decides how much memory a step takes, and
+    the smallest still costs what every micro-batch does. For equal counts the ranks with fewer micro-batches split
+    theirs; one with too few sequences for that is given the cheapest of the others. Where there are too few sequences
+    altogether, all are laid into micro-batches first, and those are shared out evenly.
 
     Args:
         lengths: (N,) tokens each sequence occupies, layout padding counted (``padded_length``).
@@ -74,7 +75,7 @@ def partition_by_tokens(
                 "fill up with zero_weight_pack"
             )
         partition = evened or partition
-    return [sorted(sorted(members) for members in own) for own in partition]
+    return [sorted(sorted(members) for members in _levelled(own, lengths)) for own in partition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,13 @@ def _flatten(members: object) -> list[int]:
         elif isinstance(item, int):
             found.append(item)
     return found
+
+
+def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The same sequences in as many bins, the fullest of which holds less; as they are where none such is found."""
+    members = [i for own in bins for i in own]
+    even = [[members[k] for k in part] for part in balance([lengths[i] for i in members], len(bins))]
+    return min((bins, even), key=lambda each: max(sum(lengths[i] for i in own) for own in each))
 
 
 # -------------------------------------------------------------------------------------------------------- equal counts

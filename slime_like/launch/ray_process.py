@@ -18,9 +18,11 @@ import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
+from slime_like.errors import LaunchError
 from slime_like.launch.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.bundles import RANK_LABEL
 from slime_like.orchestration.guard import end_writers
+from slime_like.orchestration.object_store import object_store_problem
 from slime_like.orchestration.ray_helpers import without_dashboard
 from slime_like.orchestration.ray_session import keep_logs_only
 
@@ -33,12 +35,14 @@ def main(spec: RayNodeSpec) -> int:
     directory = Path(spec.directory)
     node: Node | None = None
     try:
+        if problem := object_store_problem(spec.object_store_mb):
+            raise LaunchError(problem)
         with without_dashboard():
             node = Node(_parameters(spec), head=spec.gcs is None, shutdown_at_exit=False, spawn_reaper=True)
         gpus = node.get_resource_and_label_spec().num_gpus or 0
         _say(Ready(node.gcs_address, int(gpus), node.get_logs_dir_path()))
         died = _stay(node)
-    except Exception as error:  # of Ray's own making, of any class
+    except Exception as error:  # ours, or of Ray's own making, of any class
         died = " ".join(str(error).split())[:300] or type(error).__name__
     finally:
         if node is not None:

@@ -22,8 +22,9 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted, take_signals_back
 from slime_like.orchestration import guard
 from slime_like.orchestration.node import session_directory
+from slime_like.orchestration.object_store import object_store_problem
 from slime_like.orchestration.ray_helpers import replaced, without_dashboard
-from slime_like.orchestration.ray_session import link_logs, make_room, put_away
+from slime_like.orchestration.ray_session import Sessions, link_logs, make_room, put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
@@ -54,14 +55,16 @@ class Cluster:
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
             raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
+        problem = object_store_problem(self._config.object_store_mb) if self._config.address is None else None
+        if problem is not None:
+            raise SlimeLikeError(problem)
         make_room(self._logs)
         if self._config.address is None:
             _stay_on_loopback()
         else:
             _require_reachable(self._config.address)
-        self._guard = guard.start(
-            os.getpid(), Path(get_default_ray_temp_dir()), self._logs, self.run_name, self._bucket_directories
-        )
+        sessions = Sessions.from_now_on(Path(get_default_ray_temp_dir()), os.getpid())
+        self._guard = guard.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
             with _own_signals(), _few_helpers(), _own_process_groups(), _no_paragraphs():
                 ray.init(**self._arguments())
@@ -150,7 +153,7 @@ def _own_process_groups() -> AbstractContextManager[None]:
 
 def _require_reachable(address: str) -> None:
     """Ray itself tries for minutes, and names an address nobody gave."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    host, separator, port = address.rpartition(":")
     if not separator:
         return  # "auto"
     try:

@@ -4,9 +4,9 @@ A driver that ends in any other way cleans up itself. One that is killed outrigh
 along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
 stay for ever.
 
-Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTORY...`` with a
-pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is ending; its
-end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
+Run as ``python -m slime_like.orchestration.guard DRIVER_PID RAY_DIRECTORY SINCE LOGS RUN_NAME BUCKET_DIRECTORY...``
+with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is
+ending; its end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from slime_like.orchestration.ray_session import put_away
+from slime_like.orchestration.ray_session import Sessions, put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _GRACE_S = 2.0
@@ -35,11 +35,7 @@ _LAST_WORDS = (
 
 
 def start(
-    driver_pid: int,
-    ray_directory: Path,
-    logs: Path,
-    run_name: str,
-    bucket_directories: Sequence[Path] = (SHARED_MEMORY,),
+    sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
     module = "slime_like.orchestration.guard"
@@ -47,8 +43,9 @@ def start(
         sys.executable,
         "-m",
         module,
-        str(driver_pid),
-        str(ray_directory),
+        str(sessions.driver),
+        str(sessions.ray_directory),
+        sessions.since,
         str(logs.absolute()),
         run_name,
         *map(str, bucket_directories),
@@ -77,31 +74,27 @@ def hand_over(guard: subprocess.Popen[bytes]) -> None:
         return
 
 
-def watch(driver_pid: int, ray_directory: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
+def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
     """Until standard input says something, or ends."""
     word = sys.stdin.readline()
     if word == "done\n":
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
-    end_orphans(driver_pid, ray_directory)
+    end_orphans(sessions)
     cleanup(run_name, bucket_directories)
-    for session in _sessions(driver_pid, ray_directory):
+    for session in sessions.directories():
         put_away(session, logs)
     if not word:  # last, for the terminal may be gone as well
-        print(_LAST_WORDS.format(driver=driver_pid, logs=logs), file=sys.stderr)
+        print(_LAST_WORDS.format(driver=sessions.driver, logs=logs), file=sys.stderr)
 
 
-def _sessions(driver_pid: int, ray_directory: Path) -> list[Path]:
-    return list(ray_directory.glob(f"session_*_{driver_pid}"))
-
-
-def end_orphans(driver_pid: int, ray_directory: Path) -> None:
+def end_orphans(sessions: Sessions) -> None:
     """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
 
-    Ray names a session's directory after the process that started it, and every process of the session writes its log
-    there, whenever it was started and whatever it calls itself. Who only reads there is left alone.
+    Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
+    itself. Who only reads there is left alone.
     """
-    _end(lambda: session_processes(driver_pid, ray_directory), _QUIET_S)
+    _end(lambda: session_processes(sessions), _QUIET_S)
 
 
 def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
@@ -122,9 +115,9 @@ def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def session_processes(driver_pid: int, ray_directory: Path) -> list[psutil.Process]:
-    """Living processes of the Ray session that ``driver_pid`` started."""
-    return writers_below(_sessions(driver_pid, ray_directory), but=driver_pid)
+def session_processes(sessions: Sessions) -> list[psutil.Process]:
+    """Living processes of the Ray session that the driver started."""
+    return writers_below(sessions.directories(), but=sessions.driver)
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
@@ -143,5 +136,5 @@ def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]
 
 
 if __name__ == "__main__":
-    directories = [Path(directory) for directory in sys.argv[5:]]
-    watch(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], directories)
+    directories = [Path(directory) for directory in sys.argv[6:]]
+    watch(Sessions(Path(sys.argv[2]), int(sys.argv[1]), sys.argv[3]), Path(sys.argv[4]), sys.argv[5], directories)

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 _LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The directories of the clusters that one driver starts from now on.
+
+    Ray names them after the time and the process (``session_2026-11-22_07-30-19_823484_2853``). The process id alone
+    would not do: an earlier driver may have had the same, or one in another container that shares the directory.
+
+    Attributes:
+        ray_directory: where Ray puts them.
+        driver: process id.
+        since: local time, as it stands in the name.
+    """
+
+    ray_directory: Path
+    driver: int
+    since: str
+
+    @classmethod
+    def from_now_on(cls, ray_directory: Path, driver: int) -> Sessions:
+        return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
+
+    def directories(self) -> list[Path]:
+        """Those that exist."""
+        earliest = f"session_{self.since}"
+        return [path for path in self.ray_directory.glob(f"session_*_{self.driver}") if path.name >= earliest]
 
 
 def make_room(logs: Path) -> None:

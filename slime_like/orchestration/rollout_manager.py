@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -217,12 +217,20 @@ class RolloutManager:
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return self._call("finish_update", version, phase="finishing a weight update")
 
-    def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """The same one-sample requests to every engine, past the registry: for each request, every engine's answer."""
+    def ask_each(self, requests: Sequence[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
+        """The same one-sample requests to every engine, past the registry.
+
+        Returns:
+            At once, what waits for the answers: for each request, every engine's.
+        """
         phase, timeout = "answering the weight-sync probe", self._config.sync.timeout_s
         asked = [[engine.generate.remote(request) for engine in self._engines] for request in requests]
-        answers = [self._gather(references, phase=phase, timeout_s=timeout) for references in asked]
-        return [[generations[0] for generations in each] for each in answers]
+
+        def answered() -> list[list[Generation]]:
+            answers = [self._gather(references, phase=phase, timeout_s=timeout) for references in asked]
+            return [[generations[0] for generations in each] for each in answers]
+
+        return answered
 
     # -------------------------------------------------------------------------------------------------------- turns
     def sleep(self) -> None:

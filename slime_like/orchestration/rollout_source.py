@@ -204,13 +204,16 @@ class RolloutSource:
             self._ledger.reissued(moved, self._version, "engine died")
 
     def _score(self, groups: Sequence[GroupedUnscoredTrajectories], timeout_s: float = 0.0) -> None:
-        """Have ``groups`` rewarded, and take in what is ready then.
+        """Have ``groups`` rewarded, and take in what is ready then; see ``_take_in``."""
+        self._take_in(self._scorer.rewards(groups) if groups else [], timeout_s)
+
+    def _take_in(self, rewarded: Sequence[RewardedGroup], timeout_s: float = 0.0) -> None:
+        """What is ready for training goes to the buffer.
 
         Args:
-            groups: new ones; none is taken in that nothing can be learnt from.
+            rewarded: new groups; none is taken in that nothing can be learnt from.
             timeout_s: longest wait for the reference's opinion, of these or of earlier ones.
         """
-        rewarded = self._scorer.rewards(groups) if groups else []
         teaching = [own for own in rewarded if self._teaches(own)]
         self._leave_out([own.group.group_id for own in rewarded if not self._teaches(own)])
         if self._references is not None:
@@ -295,10 +298,13 @@ class RolloutSource:
         while self._available(step) < size:
             with clock.phase("wait"):
                 self._issue()
-            with clock.phase("generate"):
-                groups = self._collect_enough() if self._references is None else self._collect_some()
-            with clock.phase("reward"):
-                self._score(groups, 0.0 if len(self._flight) else _POLL_S)
+            if self._references is None:
+                self._collect_enough(clock)
+            else:
+                with clock.phase("generate"):
+                    groups = self._collect_some()
+                with clock.phase("reward"):
+                    self._score(groups, 0.0 if len(self._flight) else _POLL_S)
         return self._last_of_step(self._take(step, size))
 
     def _parts_in_turn(self, step: int, clock: PhaseClock) -> Iterator[list[Held[_Ready]]]:
@@ -319,14 +325,22 @@ class RolloutSource:
             self._abort_rest()
         return groups
 
-    def _collect_enough(self) -> list[GroupedUnscoredTrajectories]:
-        """Everything that is on its way; of what was oversampled, as much as is missing."""
+    def _collect_enough(self, clock: PhaseClock) -> None:
+        """Everything that is on its way; of what was oversampled, as much as is missing.
+
+        Groups are rewarded while others are still being sampled, and taken in together: when dropped ones are replaced
+        does not depend on who was faster.
+        """
         rollout = self._config.rollout
         enough = rollout.prompts_per_step - len(self._buffer) if rollout.oversample > 1 else math.inf
-        groups: list[GroupedUnscoredTrajectories] = []
-        while len(self._flight) and len(groups) < enough:
-            groups += self._collect_some()
-        return groups
+        rewarded: list[RewardedGroup] = []
+        while len(self._flight) and len(rewarded) < enough:
+            with clock.phase("generate"):
+                groups = self._collect_some()
+            with clock.phase("reward"):
+                rewarded += self._scorer.rewards(groups) if groups else []
+        with clock.phase("reward"):
+            self._take_in(rewarded)
 
     def _collect_some(self) -> list[GroupedUnscoredTrajectories]:
         """Whatever comes first; nothing if that takes long, or other groups may be ready meanwhile."""

@@ -88,13 +88,13 @@ def _to_trajectory(
             f"sequence {sequence_id}: the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
             f"{len(generation.weight_versions)} versions; a response has at least one token and one of each per token"
         )
-    versions = torch.tensor(generation.weight_versions, dtype=torch.int64)  # a copy: Ray's arrays are read-only
+    versions = _own(generation.weight_versions, np.int64)
     return UnscoredTrajectory(
         prompt_tokens=prompt_tokens,
-        response_tokens=torch.tensor(generation.token_ids, dtype=torch.int64),
+        response_tokens=_own(generation.token_ids, np.int64),
         prompt_len=len(prompt_tokens),
         response_len=length,
-        logprobs=torch.tensor(generation.logprobs, dtype=torch.float32),
+        logprobs=_own(generation.logprobs, np.float32),
         answer=prompt.answer,
         sequence_id=sequence_id,
         policy_version=int(versions[0]),
@@ -105,6 +105,11 @@ def _to_trajectory(
         finish_reason=generation.finish_reason,
         conversation=generation.conversation,
     )
+
+
+def _own(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+    """A copy: Ray's arrays are read-only."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
 
 
 def _loss_mask(length: int, conversation: Conversation | None) -> torch.Tensor:

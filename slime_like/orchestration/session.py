@@ -21,7 +21,7 @@ from slime_like.orchestration.bundles import bundle_sizes
 from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.credit import require_group_scope
-from slime_like.orchestration.evaluation import Evaluator
+from slime_like.orchestration.evaluation import Evaluator, held_out
 from slime_like.orchestration.moving_reference import REFERENCE, MovingReference
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.reference_pool import ReferencePool
@@ -121,6 +121,7 @@ class Session:
             if dump
             else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
+        self._held_out = held_out(config, tokenizer) if prompts is not None and not config.supervised else {}
         self._position_prompts()
         make_run_dir(config, self.resumed, lock)
         self.metrics = MetricLogger(config.logging, config.run_dir)
@@ -204,7 +205,7 @@ class Session:
             self.turns = SharedDevices(self.trainers, engines)
         sync = WeightSync(config, self.trainers, engines, placement, self.turns, run_name)
         sync.connect()
-        evaluator = Evaluator(config, engines, scorer, self.tokenizer) if config.evaluation.files else None
+        evaluator = Evaluator(config, engines, scorer, self._held_out) if self._held_out else None
         ledger = Ledger.begin(config.run_dir)
         stack.callback(ledger.close)
         source = RolloutSource(

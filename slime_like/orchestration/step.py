@@ -20,7 +20,7 @@ from slime_like.observability.records import ReferenceRecord, RewardRecord, Roll
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
-from slime_like.orchestration.run_directory import write_summary
+from slime_like.orchestration.run_directory import EXPORT, write_summary
 from slime_like.orchestration.session import Session
 from slime_like.orchestration.trainer_rank import StreamedStep
 from slime_like.orchestration.weight_sync import SyncReport
@@ -286,7 +286,7 @@ class StepRecorder:
         if self._config.logging.tensorboard:
             files["tensorboard"] = run_dir / "tensorboard"
         if self._config.checkpoint.export_hf:
-            files["hugging face model"] = run_dir / "hf"
+            files["hugging face model"] = run_dir / EXPORT
             self._session.turns.training()
             self._session.trainers.export_hf(files["hugging face model"])
         if not self._config.supervised:

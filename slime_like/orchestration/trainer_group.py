@@ -44,6 +44,7 @@ class TrainerGroup:
         self._reference = reference
         self._ranks: list[Any] = []
         self._coordinates: list[RankCoordinates] = []
+        self._loading: list[Any] = []  # answers to load_batch that nobody has waited for
         self._under_way: list[list[Any]] = []  # calls of a streamed step, in order, each rank's answer in one list
 
     # -------------------------------------------------------------------------------------------------------- start
@@ -118,10 +119,12 @@ class TrainerGroup:
         return self._coordinates[0].data_size
 
     def load_batch(self, replicas: Sequence[ReplicaBatch]) -> None:
-        """Hand every data-parallel replica its packs: one object-store copy per replica, shared by its ranks."""
+        """Hand every data-parallel replica its packs: one object-store copy per replica, shared by its ranks.
+
+        Returns at once; what goes wrong is told by the next call that waits.
+        """
         stored = [ray.put(replica) for replica in replicas]
-        arguments = [(stored[place.data],) for place in self._coordinates]
-        self._call_each("load_batch", arguments, phase="receiving a batch")
+        self._loading = self._start("load_batch", [(stored[place.data],) for place in self._coordinates])
 
     def score_batch(self, weights: Literal["policy", "reference"]) -> None:
         self._call("score_batch", weights, phase=f"scoring with the {weights} weights")
@@ -214,8 +217,16 @@ class TrainerGroup:
         answers = self._call("open_transport", name, session, delta, phase="opening the weight transport")
         return [rendezvous for rendezvous in answers if rendezvous is not None]
 
-    def begin_export(self) -> None:
-        self._call("begin_export", phase="exporting weights")
+    def start_export(self) -> Callable[[], list[BucketMetadata | None]]:
+        """Returns at once what waits for the first buckets; ``next_buckets`` gives those after them."""
+        everyone = [()] * len(self._ranks)
+        begun, first = self._start("begin_export", everyone), self._start("next_bucket", everyone)
+
+        def buckets() -> list[BucketMetadata | None]:
+            self._gather(begun, phase="exporting weights")
+            return self._gather(first, phase="exporting weights")
+
+        return buckets
 
     def next_buckets(self) -> list[BucketMetadata | None]:
         """The next bucket of every rank that sends one; all ``None`` when the export is over."""
@@ -223,7 +234,7 @@ class TrainerGroup:
 
     def exported_tensors(self) -> Iterator[dict[str, Tensor]]:
         """The model under Hugging Face's names, in buckets of at most ``sync.bucket_mb``, to this process."""
-        self.begin_export()
+        self._call("begin_export", phase="exporting weights")
         yield from self._tensors("exporting weights")
 
     def gradient_tensors(self, index: int, denominator: float) -> Iterator[dict[str, Tensor]]:
@@ -300,6 +311,9 @@ class TrainerGroup:
         return [getattr(rank, method).remote(*own) for rank, own in zip(self._ranks, arguments, strict=True)]
 
     def _gather(self, references: Sequence[Any], *, phase: str, timeout_s: float | None = None) -> list[Any]:
+        loading, self._loading = self._loading, []
+        if loading:
+            self._gather(loading, phase="receiving a batch")
         names = [self._name(rank) for rank in range(len(references))]
         bound = timeout_s or self._config.trainer.step_timeout_s
         return gather(references, names, phase=phase, timeout_s=bound, error=TrainerError)

@@ -159,12 +159,9 @@ class WeightSync:
     def _send(self, version: int, restarted: list[str]) -> SyncReport:
         started = time.perf_counter()
         sent, receipts = self._transfer_or_resend(version)
-        loaded = time.perf_counter()
-        expected = None if sent.expected is None else sent.expected()
-        probe_s = time.perf_counter() - loaded
-        self._turns.end_sync()
+        self._turns.end_sync()  # trainers that leave the device score the probe before: they work in order
         verifying = time.perf_counter()
-        gap = None if expected is None else self._verify(version, sent, receipts, expected)
+        gap = None if sent.expected is None else self._verify(version, sent, receipts, sent.expected)
         finished = time.perf_counter()
         hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
         return SyncReport(
@@ -176,7 +173,7 @@ class WeightSync:
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
             seconds=finished - started,
             gather_s=sent.gather_s,
-            verify_s=hashing_s + (0.0 if expected is None else probe_s + finished - verifying),
+            verify_s=hashing_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
             restarted=restarted,
         )
@@ -194,22 +191,27 @@ class WeightSync:
         if not self._connected:
             self.connect()
         self._connected = False  # until this has gone well
+        first = self._trainers.start_export()
         self._engines.begin_update(version)
-        sent = self._stream()
+        sent = self._stream(first)
         receipts = self._engines.finish_update(version)
         self._connected = True
         return sent, receipts
 
-    def _stream(self) -> _Sent:
-        """Gather bucket k+1 on the trainers while the engines load bucket k."""
-        self._trainers.begin_export()
+    def _stream(self, gathered_next: Callable[[], list[BucketMetadata | None]]) -> _Sent:
+        """Gather bucket k+1 on the trainers while the engines load bucket k.
+
+        Args:
+            gathered_next: waits for the first buckets.
+        """
         sent = _Sent()
         loading: list[Any] = []
         loaded_nbytes = 0
         while True:
             started = time.perf_counter()
-            buckets = [bucket for bucket in self._trainers.next_buckets() if bucket is not None]
+            buckets = [bucket for bucket in gathered_next() if bucket is not None]
             gathered = time.perf_counter()
+            gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:
                 # Trainers are done, while engines still load the last buckets and make the version current.
                 sent.expected = self._trainers.start_probe(self._probe)
@@ -224,21 +226,24 @@ class WeightSync:
             loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
             loading = self._engines.start_update(buckets)
 
-    def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: np.ndarray) -> float:
+    def _verify(
+        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Callable[[], np.ndarray]
+    ) -> float:
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
         return self._verify_probe(version, expected)
 
-    def _verify_probe(self, version: int, expected: np.ndarray) -> float:
+    def _verify_probe(self, version: int, expected: Callable[[], np.ndarray]) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
-        answers = self._engines.ask_each(
+        answered = self._engines.ask_each(
             [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
         )
+        wanted, answers = expected(), answered()
         worst = 0.0
         for engine in range(self._engines.num_engines):
             got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
-            gap = ProbeGap.between(got, expected, dtype, bound)
+            gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(
                     f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's {gap}: "

@@ -175,6 +175,19 @@ def test_pickling_a_tensor_of_a_pack_takes_no_other_along() -> None:
     assert_same(packed, again)
 
 
+def test_the_bytes_of_a_pack_travel_beside_its_pickle() -> None:
+    """As through Ray, whose memory is shared and read-only: what arrives is the receiver's own."""
+    packed = pack_sequences([scored(i, 200, 300) for i in range(20)])
+    beside: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(packed, protocol=5, buffer_callback=beside.append)
+    tensors = [value for field in fields(packed) if isinstance(value := getattr(packed, field.name), Tensor)]
+    assert len(beside) == len(tensors) and len(pickled) < 10_000
+    again = pickle.loads(pickled, buffers=[bytes(buffer) for buffer in beside])
+    assert_same(packed, again)
+    again.tokens.zero_()
+    assert packed.tokens.any()
+
+
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 ERRORS = [

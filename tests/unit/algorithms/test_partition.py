@@ -178,3 +178,19 @@ def test_errors_name_the_index() -> None:
     for refused in (lambda: partition_full_batches([3], 10, 0), lambda: partition_by_tokens([3], 10, 0)):
         with pytest.raises(ValueError, match="num_ranks=0 leaves no rank"):
             refused()
+
+
+def test_micro_batches_are_as_few_and_even() -> None:
+    """First-fit-decreasing alone fills the first one to the brim and leaves the second one all but empty."""
+    lengths = [70, 62] * 64 + [58, 13] * 3 + [19]
+    (own,) = partition_by_tokens(lengths, 8192, 1)
+    loads = sorted(sum(lengths[i] for i in batch) for batch in own)
+    assert len(own) == len(first_fit_decreasing(lengths, 8192)) == 2
+    assert loads[1] - loads[0] <= 1 and sum(loads) == sum(lengths)
+
+
+def test_micro_batches_that_differencing_would_overfill_stay_as_they_are() -> None:
+    """Its best of [8, 7, 6, 5, 4] is 14 and 16 where 15 and 15 is all that fits."""
+    assert max(sum((8, 7, 6, 5, 4)[i] for i in part) for part in balance([8, 7, 6, 5, 4], 2)) == 16
+    (own,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
+    assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in own) == [15, 15]

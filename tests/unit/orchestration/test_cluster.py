@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import ray
 
@@ -38,10 +39,28 @@ def test_ray_that_does_not_start(
         raise Exception("The current node timed out during startup")  # the class that Ray raises then
 
     monkeypatch.setattr(ray, "init", init)
-    kind, message = (
+    kind, words = (
         (KeyboardInterrupt, "")
         if interrupted
-        else (SlimeLikeError, r"cluster: Ray did not start \(on this machine\): The current node timed out")
+        else (
+            SlimeLikeError,
+            "cluster: Ray did not start (on this machine): The current node timed out during startup",
+        )
     )
-    with pytest.raises(kind, match=message), Cluster(ClusterConfig(), tmp_path / "logs", 1):
+    with pytest.raises(kind) as caught, Cluster(ClusterConfig(), tmp_path / "logs", 1):
         pass
+    assert str(caught.value) == words
+
+
+def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler
+) -> None:
+    """What an earlier start left stays where it is."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **arguments: started.append(arguments))
+    (tmp_path / "logs").mkdir()
+    more = 2 * psutil.virtual_memory().total // 2**20
+    words = rf"^cluster\.object_store_mb={more}: of this machine's memory \d+ MiB are free"
+    with pytest.raises(SlimeLikeError, match=words), Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1):
+        pass
+    assert started == [] and [path.name for path in tmp_path.iterdir()] == ["logs"]

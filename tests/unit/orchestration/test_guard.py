@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from slime_like.orchestration import guard
-from slime_like.orchestration.ray_session import link_logs
+from slime_like.orchestration.ray_session import Sessions, link_logs
 
 DRIVER = 4_000_000  # no process has this id
+SINCE = "2026-01-01_00-00-00_000000"
 HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
 
 
@@ -27,13 +28,16 @@ def holder(path: Path, mode: str) -> subprocess.Popen[str]:
 def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
     logs = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER}" / "logs"
     other = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER + 1}"
+    earlier = tmp_path / f"session_2025-12-31_23-59-59_999999_{DRIVER}"
     logs.mkdir(parents=True)
     other.mkdir()
+    earlier.mkdir()
     (logs / "read").write_text("")
     started = {
         "agent": holder(logs / "agent.log", "a"),
         "reader": holder(logs / "read", "r"),
         "another session": holder(other / "agent.log", "a"),
+        "an earlier session": holder(earlier / "agent.log", "a"),  # of a process that had the same id
     }
     yield started
     for process in started.values():
@@ -44,14 +48,15 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 def test_only_those_who_write_the_sessions_logs_are_ended(
     tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
 ) -> None:
-    assert [p.pid for p in guard.session_processes(DRIVER, tmp_path)] == [processes["agent"].pid]
-    guard.end_orphans(DRIVER, tmp_path)
+    sessions = Sessions(tmp_path, DRIVER, SINCE)
+    assert [p.pid for p in guard.session_processes(sessions)] == [processes["agent"].pid]
+    guard.end_orphans(sessions)
     assert processes["agent"].wait(5) == -9
-    assert processes["reader"].poll() is None and processes["another session"].poll() is None
+    assert all(process.poll() is None for name, process in processes.items() if name != "agent")
 
 
 def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
-    watching = guard.start(DRIVER, tmp_path, tmp_path / "logs", "slime-test-guard")
+    watching = guard.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "logs", "slime-test-guard")
     guard.dismiss(watching)
     assert watching.returncode == 0
     assert processes["agent"].poll() is None
@@ -64,9 +69,9 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
-    (session,) = tmp_path.glob(f"session_*_{DRIVER}")
+    (session,) = Sessions(tmp_path, DRIVER, SINCE).directories()
     link_logs(session, tmp_path / "worker_logs")
-    watching = guard.start(DRIVER, tmp_path, tmp_path / "worker_logs", name)
+    watching = guard.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
     assert watching.stdin is not None
     if driver_told:
         guard.hand_over(watching)
@@ -75,7 +80,7 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     assert watching.wait(60) == 0
     assert processes["agent"].wait(5) == -9
     assert not left.exists()
-    assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 1
+    assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
     assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()
     said = capfd.readouterr().err
     assert said.count("\n") == (0 if driver_told else 1)
