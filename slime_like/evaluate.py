@@ -8,7 +8,7 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import load_tokenizer
 from slime_like.orchestration.bundles import bundle_sizes
 from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.evaluation import EvaluationResult, Evaluator
+from slime_like.orchestration.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.session import launch_engines
@@ -22,6 +22,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.model.path)
+    datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, config.run_dir / "evaluation_worker_logs", slots))
@@ -29,4 +30,4 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         engines, pool = launch_engines(config, stack, placement)
         pool.start()
         engines.start()
-        return Evaluator(config, engines, Scorer(config, pool, tokenizer), tokenizer).run(step=0)
+        return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(step=0)

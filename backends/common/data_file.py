@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.integrity import ChecksumStream, Piece
+from slime_like.disk import refusal
 from slime_like.errors import CheckpointError
 
 
@@ -36,7 +37,7 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
         stream = ChecksumStream(file)
         for item, data in entries:
             if isinstance(data, Tensor):
-                _save_tensor(data, stream)
+                save_to_stream(data.to("cpu"), stream)
             else:
                 stream.write(data.getbuffer())
             piece = stream.piece(_name(item.index))
@@ -50,18 +51,38 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
 
 @contextlib.contextmanager
 def refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses."""
+    """One sentence about a disk that refuses, in the system's words, whatever torch made of them."""
     try:
         yield
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{path}: could not be written ({error}); free space there") from error
+        cause = _of_system(error)
+        reason = str(error) if cause is None else cause.strerror or str(cause)
+        raise CheckpointError(refusal(path, reason)) from error
 
 
-def _save_tensor(tensor: Tensor, stream: ChecksumStream) -> None:
+def save_to_stream(value: Any, stream: Any) -> None:
+    """torch's own format, through anything with ``write`` and ``flush``.
+
+    Raises:
+        OSError: the disk refused. (Given a path instead, torch does not tell what the system said.)
+    """
     try:
-        torch_save(tensor.to("cpu"), stream)  # type: ignore[arg-type]  # it calls write and flush alone
-    except RuntimeError as error:  # torch's own words for a disk that refused
-        raise OSError(str(error)) from error
+        torch_save(value, stream)
+    except RuntimeError as error:  # torch's own words, raised over those of the system
+        cause = _of_system(error)
+        if cause is None:
+            raise
+        raise cause from error
+
+
+def _of_system(error: BaseException) -> OSError | None:
+    """What the system refused: the error itself, or one that torch raised its own over."""
+    if isinstance(error, OSError):
+        return error
+    behind = [own for own, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    if error.__context__ is not None:
+        behind.append(error.__context__)
+    return next((cause for own in behind if (cause := _of_system(own)) is not None), None)
 
 
 def _name(index: MetadataIndex) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -20,7 +22,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.agreement import together
-from backends.common.data_file import refused_by_disk, write_data_file
+from backends.common.data_file import refused_by_disk, save_to_stream, write_data_file
 from backends.common.integrity import Checksums, Piece
 from backends.common.rank_writing import RankWriting
 from backends.megatron.verified_reading import PLAIN_FILES
@@ -43,7 +45,7 @@ class CheckpointWriter(RankWriting):
         super().__init__(directory)
         self._device = device
         self._strategy = _InProcessSave()
-        with _no_manager_process(), _refused_by_disk(directory):
+        with _no_manager_process(), _common_by_stream(), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True
             )
@@ -127,11 +129,31 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
             return
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets):
-            with _refused_by_disk(path):
+            with _refused_by_disk(Path(path)):
                 pieces, results[index] = write_data_file(Path(path), key, [*objects, *tensors])
                 self.pieces.setdefault(key, []).extend(pieces)
         assert self.writer.results_queue is not None
         self.writer.results_queue.put(results)
+
+
+class _CommonSave(TorchCommonSaveStrategy):
+    """``common.pt`` as Megatron writes it, through a stream that tells what the system refused."""
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if dist.get_rank() == 0:
+            with (Path(checkpoint_dir) / COMMON_STATE_FNAME).open("wb") as file:
+                save_to_stream(common_state_dict, file)
+
+
+@contextlib.contextmanager
+def _common_by_stream() -> Iterator[None]:
+    """Inside, Megatron writes plain values by ``_CommonSave``; ``save`` takes no strategy for them as an argument."""
+    original: Callable[..., Any] = serialization.get_default_save_common_strategy
+    serialization.get_default_save_common_strategy = lambda: _CommonSave("torch", 1)
+    try:
+        yield
+    finally:
+        serialization.get_default_save_common_strategy = original
 
 
 @contextlib.contextmanager

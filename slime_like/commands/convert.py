@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
-from slime_like.commands.weights_source import DESCRIPTION, find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.check import check_trainer
+from slime_like.config.converted import DESCRIPTION
 from slime_like.config.directories import directory_problem
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
@@ -152,6 +153,12 @@ def size_in_bytes(text: str) -> int:
     return size
 
 
+def size_text(nbytes: int) -> str:
+    """In the largest unit that it is at least one of; in KB where it is less."""
+    unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "KB")
+    return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
@@ -272,5 +279,5 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
 
 def _print(output: Path, summary: ConversionSummary) -> None:
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
-    print(f"converted: {summary.tensors} tensors, {summary.nbytes / 1e9:.2f} GB, {summary.files} files{kept}")
+    print(f"converted: {summary.tensors} tensors, {size_text(summary.nbytes)}, {summary.files} files{kept}")
     print(f"output: {output}")

@@ -39,8 +39,10 @@ def run(argv: list[str]) -> int:
     if argv[:1] in (["train"], ["eval"]) and not {"-h", "--help"} & set(argv):
         # The flags take any number of values, so only the first argument can be the file.
         has_file = len(argv) > 1 and not argv[1].startswith("--")
-        config = _checked_config(Path(argv[1]) if has_file else None, argv[2:] if has_file else argv[1:])
-        return _train(config) if argv[0] == "train" else _evaluate(config)
+        path, flags = (Path(argv[1]), argv[2:]) if has_file else (None, argv[1:])
+        trains = argv[0] == "train"
+        config = _checked_config(path, flags, trains)
+        return _train(config) if trains else _evaluate(config)
     if argv[:1] == ["launch"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return launch_command.run(argv[1:])
@@ -111,9 +113,9 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
 
 
-def _checked_config(path: Path | None, flags: list[str]) -> RunConfig:
+def _checked_config(path: Path | None, flags: list[str], trains: bool) -> RunConfig:
     config = load_config(path, flags)
-    require_valid(config)
+    require_valid(config, trains)
     InterruptHandler().install()
     return config
 

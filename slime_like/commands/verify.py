@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.config import RunConfig
-from slime_like.config.check import check_run_dir, check_trainer
+from slime_like.config.check import check_compiler, check_run_dir, check_trainer
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
@@ -110,7 +110,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
     config = load_config(None, [*_named(model), *settings, *flags])
-    problems = check_trainer(config, loads_model=True) + check_run_dir(config)
+    problems = check_trainer(config, loads_model=True) + check_run_dir(config) + check_compiler()
     if problems:
         raise ConfigError(problems)
     return config

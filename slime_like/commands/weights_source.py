@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.commands.arguments import has_flag
+from slime_like.config.converted import MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
-
-WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
-"""Of a converted checkpoint: where its weights and its model's configuration are, and the file by which it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +24,18 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
     """What kind of checkpoint this is, and where its model's dimensions are.
 
     Raises:
-        ConfigError: it is of no kind, or a training checkpoint whose model cannot be told.
+        ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model cannot
+            be told.
     """
     if (checkpoint / "config.json").is_file():
         if has_flag(flags, "model.path"):
             raise ConfigError([f"--model.path: CHECKPOINT={checkpoint} is the model already; leave it out"])
         return WeightsSource(("--model.path", str(checkpoint)), None)
     weights = checkpoint / WEIGHTS
-    if (checkpoint / DESCRIPTION).is_file() and weights.is_dir():
+    if is_converted(checkpoint) and weights.is_dir():
+        problem = converted_problem(checkpoint)
+        if problem is not None:
+            raise ConfigError([f"CHECKPOINT={checkpoint} {problem}"])
         own = () if has_flag(flags, "model.path") else ("--model.path", str(checkpoint / MODEL))
         return WeightsSource(own, weights.resolve())
     if not (checkpoint / "state.json").is_file() or not weights.is_dir():

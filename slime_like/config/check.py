@@ -5,6 +5,7 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
 from slime_like.config.attention import attention_problems
 from slime_like.config.checkpoint_backend import backend_problem
+from slime_like.config.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.directories import directory_problem
+from slime_like.config.directories import directory_problem, shared_directory_problem
 from slime_like.config.engine_arguments import engine_problems
 from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
@@ -39,28 +41,33 @@ from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
 
 
-def check(config: RunConfig) -> list[str]:
-    """Every problem, each one sentence with field, value and remedy; empty where the run may start."""
+def check(config: RunConfig, trains: bool = True) -> list[str]:
+    """Every problem, each one sentence with field, value and remedy; empty where the run may start.
+
+    Args:
+        trains: trainers are started, which must be able to compute the model.
+    """
     dimensions, problems = find_dimensions(config.model.path, "model.path")
     problems += [] if dimensions is None else list(reference_problems(config, dimensions))
-    return problems + check_machine(config, dimensions) + check_settings(config, dimensions)
+    return problems + check_machine(config, dimensions) + check_settings(config, dimensions, trains)
 
 
-def require_valid(config: RunConfig) -> None:
+def require_valid(config: RunConfig, trains: bool = True) -> None:
     """
     Raises:
         ConfigError: with every problem that ``check`` finds.
     """
-    problems = check(config)
+    problems = check(config, trains)
     if problems:
         raise ConfigError(problems)
 
 
-def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
+def check_settings(config: RunConfig, dimensions: ModelDimensions | None, trains: bool = True) -> list[str]:
     """Problems that are the same on every machine. Reads no file.
 
     Args:
         dimensions: the model's; ``None`` where they are not known, and what depends on them is left out.
+        trains: as in ``check``.
     """
     problems = [*_names(config), *fsdp_problems(config), *_steps(config), *streaming_problems(config)]
     if config.trainer.backend == "megatron":
@@ -70,16 +77,17 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None) -> lis
         problems += [*_devices(config), *_sync(config), *sampling_problems(config)]
         problems += [*_evaluation(config), *reward_problems(config), *environment_problems(config)]
     if dimensions is not None:
-        problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
+        problems += _trained_model(config, dimensions) if trains else []
         problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
-        problems += [*_experts(config, dimensions), *_lengths(config, dimensions)]
+        problems += _lengths(config, dimensions)
     return problems
 
 
 def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
     """What this machine lacks: files, directories that can be written, packages."""
     problems = [*_places(config), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
-    problems += attention_problems(config)
+    problems += _converted(config)
+    problems += [*attention_problems(config), *check_compiler()]
     if not config.supervised:
         problems += _sync_directory(config)
     if dimensions is not None:
@@ -97,34 +105,58 @@ def check_trainer(config: RunConfig, loads_model: bool = False) -> list[str]:
     """
     dimensions, problems = find_dimensions(config.model.path, "model.path")
     problems += _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
-    problems += _start_weights(config)
+    problems += [*_start_weights(config), *_converted(config)]
     problems += [*attention_problems(config), *fsdp_problems(config)]
     if dimensions is not None:
-        problems += [*family_problems(config, dimensions), *layout_problems(config.trainer.parallel, dimensions)]
+        problems += _trained_model(config, dimensions)
         problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
-        problems += _experts(config, dimensions)
         if loads_model and config.model.weights is None:
             problems += weight_problems(config.model.path, "model.path", dimensions)
     return problems
 
 
 def check_run_dir(config: RunConfig) -> list[str]:
-    """Can it be made, and written into?"""
-    problem = directory_problem(config.run_dir)
+    """Can it be made, and written into, and moved aside by a later run?"""
+    problem = shared_directory_problem(config.run_dir) or directory_problem(config.run_dir)
     return [] if problem is None else [f"run_dir={config.run_dir} {problem}"]
+
+
+def check_compiler() -> list[str]:
+    """May Numba compile? It has a variable of its own against it, for debugging."""
+    value = os.environ.get("NUMBA_DISABLE_JIT", "")
+    if not value.strip("0"):
+        return []
+    return [
+        f"NUMBA_DISABLE_JIT={value} in the environment keeps Numba from compiling the kernels for a CPU, which do not "
+        "run uncompiled; unset it"
+    ]
 
 
 def _start_weights(config: RunConfig) -> list[str]:
     weights = config.model.weights
     if weights is None:
         return []
-    if (weights / "trainer").is_dir():
+    if (weights / WEIGHTS).is_dir():
         problem = backend_problem(weights, config.trainer.backend, "model.weights")
         return [] if problem is None else [problem]
     return [
         f"model.weights={weights} is no checkpoint (no trainer/ in it); give what `slime-like convert to-megatron` "
         "wrote, or a run's checkpoints/step-N"
     ]
+
+
+def _converted(config: RunConfig) -> Iterator[str]:
+    """Damage to the small files of what `slime-like convert to-megatron` wrote, whether its weights are used or not."""
+    path, weights = config.model.path, config.model.weights
+    named: dict[Path, str] = {}
+    if weights is not None and is_converted(weights):
+        named[weights.resolve()] = f"model.weights={weights}"
+    if path.name == MODEL and (path.resolve().parent / DESCRIPTION).is_file():
+        named.setdefault(path.resolve().parent, f"model.path={path} belongs to a checkpoint that")
+    for checkpoint, name in named.items():
+        problem = converted_problem(checkpoint)
+        if problem is not None:
+            yield f"{name} {problem}"
 
 
 def _places(config: RunConfig) -> Iterator[str]:
@@ -288,6 +320,13 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} at evaluation.temperature=0 samples the "
             "same response again and again; use 1, or a temperature above 0"
         )
+
+
+def _trained_model(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Why the trainer cannot compute this model."""
+    yield from family_problems(config, dimensions)
+    yield from layout_problems(config.trainer.parallel, dimensions)
+    yield from _experts(config, dimensions)
 
 
 def _experts(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from slime_like.config.converted import DESCRIPTION
+
 BACKEND = "backend"
 """In a checkpoint's ``state.json``: whose files it holds."""
-
-_CONVERTED = "conversion.json"  # beside weights that `slime-like convert to-megatron` wrote
 
 
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
@@ -31,7 +31,7 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
 
 
 def _written_by(checkpoint: Path) -> str | None:
-    if (checkpoint / _CONVERTED).is_file():
+    if (checkpoint / DESCRIPTION).is_file():
         return "megatron"
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))

@@ -224,17 +224,28 @@ def _attention_reach(raw: dict[str, Any]) -> int | None:
     return min(reaches, default=None)
 
 
-def eos_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
+def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a response; ``generation_config.json`` decides where it names any."""
-    generation, where = directory / "generation_config.json", ""
-    eos = raw.get("eos_token_id")
+    ids = _eos_ids(raw, "", vocab_size)
+    generation = directory / "generation_config.json"
     if generation.is_file():
         written = read_object(generation)
         if "eos_token_id" in written:
-            eos, where = written["eos_token_id"], f" in {generation.name} beside it"
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            ids = _eos_ids(written, f" in {generation.name} beside it", vocab_size)
+    return ids
+
+
+def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id, a list of them, or none. Raises ``ValueError`` for anything else."""
+    given = raw.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
-        raise ValueError(f"eos_token_id={eos!r}{where} is neither a token id nor a list of them")
+        raise ValueError(f"eos_token_id={given!r}{where} is neither a token id nor a list of them")
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(
+            f"eos_token_id={given!r}{where}: {unknown[0]} is no token of the model, whose ids are 0 to {vocab_size - 1}"
+        )
     return tuple(ids)
 
 

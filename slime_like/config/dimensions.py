@@ -215,7 +215,8 @@ class ModelDimensions:
                     "positions (if the key was lost, re-export the checkpoint with transformers)"
                 ]
             ) from error
-        return cls(family=OTHER, foreign=foreign, eos_token_ids=config_json.eos_ids(raw, path.parent), **sizes)
+        eos = config_json.eos_ids(raw, path.parent, sizes["vocab_size"])
+        return cls(family=OTHER, foreign=foreign, eos_token_ids=eos, **sizes)
 
     @classmethod
     def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
@@ -233,7 +234,8 @@ class ModelDimensions:
             raise config_json.UnsupportedError("layers without experts lie between layers with them")
         own = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
         fields = {**config_json.sizes(raw), **config_json.rope(raw), **own}
-        return cls(family=family, eos_token_ids=config_json.eos_ids(raw, path.parent), **fields)
+        eos = config_json.eos_ids(raw, path.parent, fields["vocab_size"])
+        return cls(family=family, eos_token_ids=eos, **fields)
 
 
 def keeps_type(name: str) -> bool:

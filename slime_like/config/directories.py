@@ -29,6 +29,24 @@ def directory_problem(path: Path) -> str | None:
     return None
 
 
+def shared_directory_problem(path: Path) -> str | None:
+    """Why ``path`` cannot belong to one run alone, as the end of a sentence with its remedy; ``None`` where it can."""
+    place = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes a link that leads to itself
+    kinds = {_home(): "your home directory", Path("/"): "the root of the file system"}
+    if place not in kinds:
+        return None
+    return (
+        f"is {kinds[place]}, which holds more than one run; give a directory in it, such as {place / 'runs' / 'first'}"
+    )
+
+
+def _home() -> Path | None:
+    try:
+        return Path(os.path.realpath(Path.home()))
+    except RuntimeError:  # a user whom the system does not know, as in some containers
+        return None
+
+
 def _nearest(path: Path) -> Path | None:
     """``path`` or the first parent of it that exists; ``None`` where ``path`` itself is no directory."""
     if path.exists():

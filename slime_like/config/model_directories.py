@@ -16,12 +16,17 @@ from slime_like.errors import ConfigError
 
 def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
     """Of the checkpoint at ``path``, which ``field`` names; or ``None`` and what is wrong with it."""
-    if not path.is_dir():
-        return None, [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
+    missing = _missing(path, field)
+    if missing:
+        return None, missing
     try:
         return ModelDimensions.from_checkpoint(path), []
     except ConfigError as error:
         return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
+
+
+def _missing(path: Path, field: str) -> list[str]:
+    return [] if path.is_dir() else [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
 
 
 def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
@@ -33,6 +38,8 @@ def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[s
     """Problems with the reference that its ``config.json`` alone tells."""
     path = config.reference.path
     if not config.algorithm.needs_reference:
+        # What is not read may be any directory, but one that is not there was meant to be another.
+        yield from [] if path is None else _missing(path, "reference.path")
         return
     reference: ModelDimensions | None = policy
     if path is not None:

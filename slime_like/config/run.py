@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
@@ -95,6 +95,17 @@ class ClusterConfig(Section):
     network_gb_per_s: float = Field(
         50.0, gt=0, description="GB/s that a GPU sends to other nodes, for `slime-like plan`; 50 is 400 Gb/s per GPU."
     )
+
+    @field_validator("address")
+    @classmethod
+    def _of_a_cluster(cls, address: str | None) -> str | None:
+        """A Ray client is no node: it has no session directory, and the run's process needs the one of its node."""
+        if address is not None and address.startswith("ray://"):
+            raise ValueError(
+                "is a Ray client's address, which is not supported; start the run on a node of the cluster, and give "
+                "auto or the HOST:PORT that `ray start --head` printed"
+            )
+        return address
 
 
 class RunConfig(Section):

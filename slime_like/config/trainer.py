@@ -114,7 +114,7 @@ class TrainerConfig(Section):
         None,
         ge=1,
         description="Tokens per chunk of the logprob head; none is a twentieth of a micro-batch's, 64 to 1024, so that "
-        "its memory is an eighth of what the logits would take.",
+        "its memory is an eighth of what the logits would take, or as many as 1 MiB holds of them.",
     )
     rendezvous_port: int | None = Field(
         None, ge=1024, le=65535, description="Port on rank 0's host at which ranks meet; none chooses a free one."

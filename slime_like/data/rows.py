@@ -55,9 +55,11 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+                values = _parse(line.decode("utf-8"))
                 if b"\\ud" in line.lower():
                     _refuse_lone_surrogates(values)
+            except _RepeatedKeyError as error:
+                raise DataError(f"{path}:{number}: the key {error} stands twice in one object; keep one") from error
             except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}:{number}: no valid JSON ({error}); one object per line belongs here"
@@ -70,6 +72,29 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _refuse_constant(name: str) -> None:
     """Python reads ``NaN`` and ``Infinity``, which are no JSON and no answer either."""
     raise ValueError(f"{name} is no JSON number")
+
+
+class _RepeatedKeyError(ValueError):
+    """Its text is the key."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python keeps the last of equal keys, and other readers the first: whoever wrote both meant neither."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(repr(next(key for key in keys if keys.count(key) > 1)))
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+"""One for all lines: ``json.loads`` makes a new one with every call that has such arguments."""
+
+
+def _parse(text: str) -> Any:
+    if text.startswith("\ufeff"):
+        raise ValueError("it begins with a byte order mark, U+FEFF, which is no JSON")
+    return _DECODER.decode(text)
 
 
 def _refuse_lone_surrogates(values: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.disk import refusal
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.orchestration.trainer_group import TrainerGroup
 
@@ -230,9 +231,11 @@ class CheckpointStore:
             yield
         except BaseException as error:
             self._started = None
+            # Before the removal, which makes room.
+            refused = refusal(_partial(final), error.strerror or str(error)) if isinstance(error, OSError) else None
             shutil.rmtree(_partial(final), ignore_errors=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{final.name}: could not write to {self._root}: {error}") from error
+            if refused is not None:
+                raise CheckpointError(refused) from error
             raise
 
     def _point_latest(self, final: Path) -> None:

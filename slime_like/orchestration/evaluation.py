@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,16 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates on fixed lists of held-out prompts, one per file."""
+    """Evaluates on fixed lists of held-out prompts, one per file: what ``held_out`` read."""
 
-    def __init__(self, config: RunConfig, engines: RolloutManager, scorer: Scorer, tokenizer: Any) -> None:
+    def __init__(
+        self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+    ) -> None:
         self._config = config
         self._engines = engines
         self._scorer = scorer
         self._sampling = evaluation_sampling(config)
-        self._datasets = _held_out(config, tokenizer)
+        self._datasets = datasets
 
     def run(self, step: int) -> EvaluationResult:
         """Sample and score every prompt under the weights that the engines serve."""
@@ -73,8 +75,12 @@ def dataset_names(files: Sequence[Path]) -> list[str]:
     return [f"{file.stem}-{index}" for index, file in enumerate(files)]
 
 
-def _held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
-    """Each file's prompts in their order; group ids are unique over all files."""
+def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Each file's prompts in their order; group ids are unique over all files.
+
+    Raises:
+        DataError: a file without a usable row, or with a bad one (``file:line: reason``).
+    """
     data = config.data.model_copy(update={"shuffle": False})
     datasets: dict[str, list[Prompt]] = {}
     count = 0

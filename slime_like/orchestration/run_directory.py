@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from slime_like.orchestration.checkpoints import Checkpoint, latest_checkpoint
 from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+EXPORT = "hf"
+"""The trained model as a Hugging Face directory."""
+
+_READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluation.files", "debug.load_rollouts")
 _TOLD = 8  # changed settings named; more make no sentence
 
 
@@ -47,11 +52,17 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
     An earlier run of the directory that is not the one resumed is moved aside.
 
     Raises:
+        ConfigError: what this run reads would be moved with it, or something else is where its model belongs.
         SlimeLikeError: it cannot be moved.
     """
-    if _is_own(config, checkpoint):
+    own = _is_own(config, checkpoint)
+    moved = not own and (config.run_dir / METRICS_FILE).exists()
+    if config.checkpoint.export_hf and not moved:
+        _require_room_for_export(config, own)
+    if own:
         return
-    if (config.run_dir / METRICS_FILE).exists():
+    if moved:
+        _require_nothing_read_there(config)
         aside = _move_aside(config.run_dir)
         lock.take()
         (aside / LOCK_FILE).unlink(missing_ok=True)
@@ -94,6 +105,45 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
                 "choose another run_dir, or set resume: never to start anew"
             ]
         )
+
+
+def _require_nothing_read_there(config: RunConfig) -> None:
+    place = config.run_dir.resolve()
+    inside = [
+        f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
+        "another run_dir"
+        for name in _READ
+        for path in _paths(_value(config, name))
+        if path.resolve().is_relative_to(place)
+    ]
+    if inside:
+        raise ConfigError(inside)
+
+
+def _require_room_for_export(config: RunConfig, own: bool) -> None:
+    """The model is written after the last step: what it must not replace is told before the first.
+
+    Args:
+        own: the directory is this run's already, so that a model there is an earlier start's.
+    """
+    export = config.run_dir / EXPORT
+    read = export.resolve() == config.model.path.resolve()
+    earlier = own and not read and (export / "config.json").is_file()
+    if not os.path.lexists(export) or earlier or (export.is_dir() and not any(export.iterdir())):
+        return
+    what = "model.path" if read else "no model that this run wrote"
+    raise ConfigError(
+        [
+            f"run_dir={config.run_dir}: {export} is {what}, and the trained one belongs there; move it away, give "
+            "another run_dir, or set checkpoint.export_hf: false"
+        ]
+    )
+
+
+def _paths(value: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, Path) else value
 
 
 def _move_aside(run_dir: Path) -> Path:

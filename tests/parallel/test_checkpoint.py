@@ -411,6 +411,24 @@ def test_a_full_disk_is_told_on_every_rank(behind: bool, tmp_path: Path) -> None
     assert "not a whole training checkpoint" in message
 
 
+def _save_without_room_for_plain_values(placement: RankPlacement, config: RunConfig, directory: Path) -> str:
+    trainer = MegatronTrainer(config, placement)
+    trainer.setup()
+    directory.mkdir()
+    (directory / "common.pt").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError) as caught:
+        trainer.save(directory)
+    trainer.shutdown()
+    return str(caught.value)
+
+
+def test_megatron_s_own_small_file_on_a_full_disk_is_told_alike(tmp_path: Path) -> None:
+    """A disk may become full at any of a checkpoint's files, and that one is written by path, by torch itself."""
+    config, checkpoint = _config(_model(tmp_path / "model", "single"), tmp_path, LAYOUTS["single"]), tmp_path / "full"
+    (message,) = run_ranks(_save_without_room_for_plain_values, 1, tmp_path / "ranks", config, checkpoint)
+    assert message.startswith(f"{checkpoint}: could not be written (No space left on device; ")
+
+
 def _save_weights_and_refer(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
     """What the policy was becomes the reference, exactly, and stays so while the policy goes on."""
     trainer = MegatronTrainer(config, placement)

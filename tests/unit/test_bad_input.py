@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,21 @@ CASES = [
     Case("--tensor is unknown; did you mean --", _REFUSED, ["--tensor", "2"]),
     Case("resume: TMP is no checkpoint (state.json is missing)", _FAILED, ["--resume", "TMP"], rows=""),
 ]
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
+    command: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**arguments: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", start)
+    file = tmp_path / "eval.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
+    assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _FAILED
+    printed = capsys.readouterr()
+    assert printed.err == f"slime-like: {file}:1: the key 'answer' stands twice in one object; keep one\n"
 
 
 def test_there_are_many_of_them() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_like.cli import main
-from slime_like.commands.convert import size_in_bytes
+from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.weights_source import find_weights
 from slime_like.config.check import check_trainer
 from slime_like.config.load import load_config
@@ -85,6 +85,14 @@ def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
     with pytest.raises(ArgumentTypeError, match="is no size; give one such as 500MB"):
         size_in_bytes(f"{text}x")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(500, "0.50 KB"), (1_999_000, "2.00 MB"), (999_000_000, "999.00 MB"), (1_000_000_000, "1.00 GB")],
+)
+def test_sizes_are_told_in_the_unit_that_fits(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
 
 
 def test_help_of_every_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,11 @@ FAULTS: list[tuple[list[str], str]] = [
         ["--run_dir", "TMP/train.jsonl/run"],
         "run_dir=TMP/train.jsonl/run is below TMP/train.jsonl, which is a file; give a path below a directory",
     ),
+    (
+        ["--run_dir", "/"],
+        "run_dir=/ is the root of the file system, which holds more than one run; give a directory in",
+    ),
+    (["--run_dir", "/usr/.."], "run_dir=/usr/.. is the root of the file system"),
     (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written to ("),
     (["--sync.transport", "directory"], "sync.transport=directory needs sync.directory, one that trainers and engines"),
     (
@@ -373,6 +378,7 @@ FAULTS: list[tuple[list[str], str]] = [
         "reward.functions.0.options={'limit': 4, 'max': 5} do not fit",
     ),
     (["--algorithm.kl_coef", "0.1", "--reference.path", "TMP/none"], "reference.path=TMP/none is no directory"),
+    (["--algorithm.kl_coef", "0", "--reference.path", "TMP/none"], "reference.path=TMP/none is no directory"),
     (["--algorithm.kl_coef", "0.1", "--reference.path", "TMP"], "reference.path=TMP: no config.json there"),
     (
         ["--algorithm.kl_coef", "0.1", "--reference.placement", "workers", "--reference.parallel.tensor", "3"],
@@ -425,6 +431,18 @@ def test_kept_rollouts_cannot_be_evaluated(tmp_path: Path, flags: list[str]) -> 
     flags += ["--evaluation.files", str(tmp_path / "train.jsonl"), "--evaluation.every", "1"]
     [problem] = check(load_config(None, flags))
     assert "starts no engine, so that evaluation.files cannot be sampled from; set evaluation.files: none" in problem
+
+
+@pytest.mark.parametrize("spelled", ["home", "home/", "link", "home/run/.."])
+def test_a_run_does_not_take_the_home_directory(
+    tmp_path: Path, flags: list[str], spelled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "link").symlink_to("home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    [problem] = check(load_config(None, [*flags, "--run_dir", f"{tmp_path}/{spelled}"]))
+    assert "is your home directory, which holds more than one run; give a directory in it, such as" in problem
+    assert check(load_config(None, [*flags, "--run_dir", f"{tmp_path}/home/run"])) == []
 
 
 def test_a_check_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
@@ -682,6 +700,26 @@ def test_of_another_family_what_is_not_known_is_refused(flags: list[str], tmp_pa
     assert balance.startswith("algorithm.moe_aux_loss_coef=0.1: how routers of")
 
 
+@pytest.mark.parametrize(("value", "problems"), [("1", 1), ("0", 0), ("", 0)])
+def test_numba_must_be_allowed_to_compile(
+    value: str, problems: int, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
+    found = check(load_config(None, flags))
+    assert len(found) == problems
+    assert all(problem.startswith("NUMBA_DISABLE_JIT=1 in the environment") for problem in found)
+
+
+def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
+    given = [[], FSDP, ["--trainer.parallel.tensor", "3"], ["--algorithm.moe_aux_loss_coef", "0.1"]]
+    for more in given:
+        assert check(load_config(None, [*flags, *more])) != []
+        assert check(load_config(None, [*flags, *more]), trains=False) == []
+    lengths = ["--data.max_prompt_tokens", "9999"]
+    assert "data.max_prompt_tokens=9999" in check(load_config(None, [*flags, *lengths]), trains=False)[0]
+
+
 def test_a_family_without_what_every_decoder_has_is_refused_by_name(flags: list[str], tmp_path: Path) -> None:
     sizes = {"max_position_embeddings": None}
     write_checkpoint(tmp_path / "model", architectures=["BloomForCausalLM"], model_type="bloom", **sizes)
@@ -712,6 +750,9 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
     ({"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list of them"),
     ({"eos_token_id": [2, None]}, "eos_token_id=[2, None] is neither a token id nor a list of them"),
+    ({"eos_token_id": 300}, "eos_token_id=300: 300 is no token of the model, whose ids are 0 to 299; re-export"),
+    ({"eos_token_id": [2, -1]}, "eos_token_id=[2, -1]: -1 is no token of the model, whose ids are 0 to 299"),
+    ({"architectures": ["NoneForCausalLM"], "eos_token_id": 300}, "eos_token_id=300: 300 is no token of the model"),
     ({"head_dim": None, "num_attention_heads": 7}, "num_attention_heads=7 does not divide hidden_size=64, and there"),
     ({"layer_types": ["full_attention"] * 3}, "num_hidden_layers=12, but layer_types has 3 entries"),
     ({**EXPERTS, "num_experts_per_tok": "2"}, "num_experts_per_tok='2' is no whole number of at least 1"),
@@ -730,6 +771,20 @@ def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"/generation_config\.json: not valid JSON"):
         ModelDimensions.from_checkpoint(tmp_path)
+
+
+def test_ends_of_a_generation_config_are_tokens_of_the_model(tmp_path: Path) -> None:
+    """Also where ``config.json`` names others: engines read both."""
+    write_checkpoint(tmp_path)
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [299, 0]}')
+    assert ModelDimensions.from_checkpoint(tmp_path).eos_token_ids == (299, 0)
+    generation.write_text('{"eos_token_id": [2, 300]}')
+    with pytest.raises(ConfigError, match=r"=\[2, 300\] in generation_config.json beside it: 300 is no token of the"):
+        ModelDimensions.from_checkpoint(tmp_path)
+    generation.write_text('{"eos_token_id": 2}')
+    with pytest.raises(ConfigError, match=r"config.json: eos_token_id=300: 300 is no token of the model"):
+        ModelDimensions.from_checkpoint(write_checkpoint(tmp_path, eos_token_id=300))
 
 
 def test_dimensions_are_those_of_the_file(tmp_path: Path) -> None:

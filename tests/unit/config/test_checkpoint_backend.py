@@ -13,7 +13,7 @@ from tests.unit.config.checkpoint import write_checkpoint
 def test_weights_of_another_backend_are_refused_by_name(tmp_path: Path) -> None:
     weights = tmp_path / "converted"
     (weights / "trainer").mkdir(parents=True)
-    (weights / "conversion.json").write_text("{}")
+    (weights / "conversion.json").write_text('{"format": 1}')
     model = {"path": write_checkpoint(tmp_path / "model"), "weights": weights}
     for backend, expected in (("megatron", 0), ("fsdp", 1)):
         problems = check_trainer(RunConfig(run_dir=tmp_path, model=model, trainer={"backend": backend}))

@@ -217,6 +217,12 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("", ["--rollout.engine_args", "&a [*a]"], "--rollout.engine_args: '&a [*a]' is not valid YAML (an alias stands"),
     ("steps: 1000000", [], "FILE:3: steps=1000000 is out of range; it must be at most 999999"),
     ("", ["--seed", "9" * 23], f"--seed={'9' * 23} is out of range; it must be at most 4294967295"),
+    (
+        "cluster: {address: 'ray://10.0.0.1:10001'}",
+        [],
+        "FILE:3: cluster.address=ray://10.0.0.1:10001 is a Ray client's address, which is not supported; start the run "
+        "on a node of the cluster, and give auto or the HOST:PORT that `ray start --head` printed",
+    ),
     ("reference: {path: ''}", [], "FILE:3: reference.path='' is empty; give a path"),
     ('data: {train: [a.jsonl, ""]}', [], "FILE:3: data.train="),
     ("", ["--run_dir", ""], "--run_dir='' is empty; give a path"),

@@ -176,6 +176,13 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ('{"prompt": "a", "answer": "b", "x": -Infinity}', {}, "FILE:1: no valid JSON (-Infinity is no JSON number)"),
     ('{"prompt": "a", "answer": 1e999}', {}, "FILE:1: the answer 'answer' is inf, which no response can be; correct"),
     ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", {}, "FILE:1: no valid JSON (Exceeds the limit"),
+    (
+        '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "prompt": "b"}',
+        {},
+        "FILE:2: the key 'prompt' stands twice in one",
+    ),
+    ('{"prompt": "a", "answer": "b", "x": [{"y": 1, "z": 2, "y": 1}]}', {}, "FILE:1: the key 'y' stands twice in one"),
+    ('\ufeff{"prompt": "a", "answer": "b"}', {}, "FILE:1: no valid JSON (it begins with a byte order mark, U+FEFF, "),
     ("[" * 100_000, {}, "FILE:1: no valid JSON"),
     ('{"answer": "b"}', {}, "FILE:1: has neither 'prompt' nor 'input_token_ids'; set data.prompt_key to its key"),
     ('{"prompt": "", "answer": "b"}', {}, "FILE:1: 'prompt' is empty; remove the row"),

@@ -112,6 +112,19 @@ def test_a_failure_behind_leaves_the_last_good_one_alone(tmp_path: Path, noticed
     assert _found(tmp_path) == (["step-000001"], "step-000001")
 
 
+def test_a_disk_that_refuses_the_run_s_own_files_is_told_with_its_room(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    store = _store(tmp_path, Trainers())
+    store.also_write(full, "ledger.sqlite")
+    partial = tmp_path / "checkpoints" / ".partial-step-000003"
+    sentence = rf"^{partial}: could not be written \(No space left on device; \d+ of \d+ bytes are free\); free space"
+    with pytest.raises(CheckpointError, match=sentence):
+        store.save(3, {})
+    assert not partial.exists()
+
+
 @pytest.mark.parametrize(("written", "failure"), [(True, None), (False, None), (True, CheckpointError("disk"))])
 def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
     tmp_path: Path, written: bool, failure: CheckpointError | None

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from slime_like.config import RunConfig
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.orchestration.evaluation import Evaluator, dataset_names
+from slime_like.orchestration.evaluation import Evaluator, dataset_names, held_out
 from slime_like.rewards.pool import RewardOutcome
 from slime_like.trajectory import UnscoredTrajectory
 
@@ -59,7 +59,8 @@ def evaluator(model: Path, files: list[Path]) -> Evaluator:
         run_dir=model / "run", model={"path": model}, data={"train": files},
         evaluation={"files": files, "samples_per_prompt": SAMPLES, "temperature": 1.0, "max_prompts": 6},
     )  # fmt: skip
-    return Evaluator(config, Engines(), Scorer(), AutoTokenizer.from_pretrained(model))  # type: ignore[arg-type]
+    datasets = held_out(config, AutoTokenizer.from_pretrained(model))
+    return Evaluator(config, Engines(), Scorer(), datasets)  # type: ignore[arg-type]
 
 
 def test_each_file_and_all_of_them(model: Path, tmp_path: Path) -> None:

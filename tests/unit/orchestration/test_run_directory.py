@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,56 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(SlimeLikeError, match=r"run: the earlier run there could not be moved aside .*busy"):
         prepare_run_dir(config(tmp_path, resume="never"))
+
+
+def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path) -> None:
+    """An earlier run's own export, trained on in the same directory: it would be gone before it is loaded."""
+    run_dir = tmp_path / "run"
+    write_checkpoint(run_dir, 3)
+    link = tmp_path / "link"
+    link.symlink_to(run_dir)
+    given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
+    with pytest.raises(ConfigError) as refused:
+        prepare_run_dir(config(tmp_path, resume="never", **given))
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
+        f"model.path={link / 'hf'}",
+        f"data.train={run_dir / 'b.jsonl'}",
+    ]
+    assert all(f"lies in run_dir={run_dir}, whose earlier run" in problem for problem in refused.value.problems)
+    assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
+    assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
+
+
+@pytest.mark.parametrize("there", ["file", "notes", "model", "lost link"])
+def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp_path: Path, there: str) -> None:
+    export = tmp_path / "run" / "hf"
+    export.parent.mkdir()
+    if there in ("notes", "model"):
+        export.mkdir()
+        (export / {"notes": "mine.txt", "model": "config.json"}[there]).write_text("{}")
+    elif there == "file":
+        export.write_text("mine")
+    else:
+        export.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"run/hf is no model that this run wrote, .*; move it away, give another"):
+        prepare_run_dir(config(tmp_path))
+    assert [path.name for path in export.parent.iterdir()] == ["hf"]
+    prepare_run_dir(config(tmp_path, checkpoint={"export_hf": False}))
+    write_checkpoint(export.parent, 3)
+    if there == "model":  # an earlier start's, as far as can be told
+        assert prepare_run_dir(config(tmp_path))[0] is not None
+    else:
+        with pytest.raises(ConfigError, match="is no model that this run wrote"):
+            prepare_run_dir(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"run/hf is model.path, and"):
+        prepare_run_dir(config(tmp_path, model={"path": export}))
+    prepare_run_dir(config(tmp_path, resume="never"))  # moved aside with the rest
+    assert not os.path.lexists(export) and os.path.lexists(tmp_path / "run.1" / "hf")
+
+
+def test_an_empty_directory_does_not_hinder_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    assert prepare_run_dir(config(tmp_path)) == (None, [])
 
 
 def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -239,8 +240,11 @@ def test_nobody_serves_there() -> None:
     gone.close()
     with pytest.raises(WeightSyncError, match=r"this sender is closed"):
         gone.send(bucket(0))
-    with pytest.raises(WeightSyncError, match=r"nobody serves 127.0.0.1:"):
-        open_receiver("gloo", rendezvous)
+    with socket.socket() as held:  # else another server may get the port, or the kernel connect it to itself
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((rendezvous["host"], rendezvous["port"]))
+        with pytest.raises(WeightSyncError, match=r"nobody serves 127.0.0.1:"):
+            open_receiver("gloo", rendezvous)
 
 
 def test_a_stranger_s_bucket_is_refused() -> None:

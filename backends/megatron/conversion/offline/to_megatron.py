@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,13 +31,11 @@ from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
+from slime_like.config.converted import MODEL, WEIGHTS, write_description
 from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.errors import CheckpointError
 from slime_like.jobs import Tracker
-
-WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
-"""Of a converted checkpoint: Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +190,10 @@ def _finish(config: RunConfig, work: _Work, jobs: Sequence[_Job], files: dict[st
         write_index(partial.path / WEIGHTS, index)
         (partial.path / MODEL).mkdir(exist_ok=True)
         copy_companions(work.source, partial.path / MODEL, dtype)
-        description = {
-            "format": 1,
+        facts = {
             "source": str(work.source.resolve()),
             "dtype": str(dtype).removeprefix("torch."),
             "parallel": config.trainer.parallel.model_dump(),
         }
-        (partial.path / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        write_description(partial.path, facts)
         partial.commit()

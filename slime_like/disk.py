@@ -1,0 +1,22 @@
+"""What is said about a disk that refuses what a run has to write."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def refusal(path: Path, reason: str) -> str:
+    """One sentence: what could not be written, why, how much is free there, and what to do."""
+    return (
+        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and start again: the run goes on "
+        "from its last checkpoint"
+    )
+
+
+def _room(path: Path) -> str:
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+    except OSError as error:  # the disk is gone
+        return f"how much is free cannot be told: {error.strerror or error}"
+    return f"{usage.free} of {usage.total} bytes are free"

@@ -1,0 +1,53 @@
+"""A data file on a disk that refuses: told in the system's words, not in those that torch makes of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from backends.common.data_file import refused_by_disk, write_data_file
+from slime_like.errors import CheckpointError
+
+FULL = Path("/dev/full")
+"""Linux: every write to it fails as on a full disk."""
+
+TENSOR = (WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR), torch.zeros(100_000))
+OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(bytes(100_000)))
+
+
+@pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
+def test_a_full_disk_is_told_in_the_system_s_words(entries: list[tuple[Any, Any]]) -> None:
+    usage = os.statvfs(FULL)
+    with pytest.raises(CheckpointError) as caught, refused_by_disk(FULL):
+        write_data_file(FULL, "__0_0.distcp", entries)
+    sizes = re.fullmatch(
+        r"/dev/full: could not be written \(No space left on device; (\d+) of (\d+) bytes are free\); free space "
+        "there, and start again: the run goes on from its last checkpoint",
+        str(caught.value),
+    )
+    assert sizes is not None
+    assert int(sizes[2]) == usage.f_blocks * usage.f_frsize
+    assert 0 <= int(sizes[1]) <= int(sizes[2])
+
+
+def test_what_torch_gathered_from_a_rank_is_told_without_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "__1_0.distcp"
+    failure = CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
+    sentence = rf"^{path}: could not be written \(Input/output error; \d+ of \d+ bytes"
+    with pytest.raises(CheckpointError, match=sentence), refused_by_disk(path):
+        raise failure
+
+
+def test_what_is_no_matter_of_the_disk_is_not_called_one(tmp_path: Path) -> None:
+    unwritable = (TENSOR[0], torch.empty(3, device="meta"))
+    with pytest.raises(NotImplementedError), refused_by_disk(tmp_path):
+        write_data_file(tmp_path / "file", "file", [unwritable])
