@@ -54,14 +54,15 @@ class Cases:
             self.begin(name, rank, run_dir, **environment)
 
     def launcher(self, name: str, rank: int) -> psutil.Process:
-        """Python's process behind the script."""
+        """Python's process behind the script; not a child of it, which has its command line until it runs its own."""
         port = str(self.port(name))
-        (found,) = (
-            process
+        found = {
+            process.pid: process
             for process in self._network.nodes[rank].processes()
             if "launch" in (command := _command(process))[2:3] and port in command
-        )
-        return found
+        }
+        (launcher,) = (process for process in found.values() if _parent(process) not in found)
+        return launcher
 
 
 @dataclass
@@ -121,6 +122,14 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return []
+
+
+def _parent(process: psutil.Process) -> int | None:
+    """``None`` where it has ended since it was found."""
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _hold(host: Host, port: int, log: Path) -> Running:
