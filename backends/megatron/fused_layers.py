@@ -9,18 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from slime_like.fused.operators import (
     FusedAttention,
+    FusedBranch,
     FusedRMSNorm,
+    FusedSum,
     FusedSwiGLU,
     are_served,
     is_served_width,
@@ -31,11 +35,50 @@ LONGEST = 512
 
 
 class FusedNorm(RMSNorm):
-    """Forward and backward in one pass each."""
+    """Forward and backward in one pass each, together with what is done to the residual beside it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape."""
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, rows: Tensor | None = None, branches: bool = False
+    ) -> Any:
+        """(..., hidden_size) to the same shape.
+
+        Args:
+            residual: ``rows`` of its sum with x, both (T, hidden_size), are returned and normalised.
+            branches: x, (T, hidden_size), is returned, too: for what goes past the norm.
+        """
+        if residual is not None:
+            return FusedSum.apply(x, residual, rows, self.weight, self.eps)
+        if branches:
+            return FusedBranch.apply(x, self.weight, self.eps)
         return FusedRMSNorm.apply(x, self.weight, self.eps) if are_served(x, self.weight) else super().forward(x)
+
+
+class FusedLayer(TransformerLayer):
+    """Norms in one pass with the sums beside them; and in the model's last layer, behind its attention, only the rows
+    that the head scores: nobody asks what follows a prompt's tokens.
+
+    Attributes:
+        scores: if it is that layer. Of sequence-parallel tokens a rank does not have the head's rows: there all stay.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.scores = self.layer_number == config.num_layers and not config.sequence_parallel
+
+    def forward(self, hidden_states: Tensor, *given: Any, **options: Any) -> Any:
+        """(T, 1, H), or as many as are scored in the last layer, and no context."""
+        layout = PackedLayout.given(options["packed_seq_params"])
+        rows = layout.responses.index if self.scores and layout.responses is not None else None
+        if not are_served(hidden_states):
+            hidden, context = super().forward(hidden_states, *given, **options)
+            return (hidden if rows is None else hidden.index_select(0, rows)), context
+        tokens = torch.arange(len(hidden_states)) if rows is None else rows
+        # Norms are called as modules: hooks may have to wait for their weights, which other ranks send.
+        residual, normed = self.input_layernorm(hidden_states.squeeze(1), branches=True)
+        attended, _ = self.self_attention(normed.unsqueeze(1), attention_mask=None, packed_seq_params=layout)
+        hidden, normed = self.pre_mlp_layernorm(attended.squeeze(1), residual=residual, rows=tokens)
+        out, _ = self.mlp(normed.unsqueeze(1))
+        return hidden.unsqueeze(1) + out, None
 
 
 class FusedMLP(MLP):
@@ -100,6 +143,7 @@ def fuse(spec: ModuleSpec) -> None:
     layer.input_layernorm = layer.pre_mlp_layernorm = FusedNorm
     if layer.mlp.module is MLP:
         layer.mlp = FusedMLP
+        spec.module = FusedLayer
     attention = layer.self_attention
     if attention.module is SelfAttention:
         attention.module = FusedSelfAttention

@@ -55,7 +55,9 @@ class LogprobModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        selected = hidden_states.squeeze(1).index_select(0, responses.index)
+        selected = hidden_states.squeeze(1)
+        if not self._is_selected:
+            selected = selected.index_select(0, responses.index)
         if self._gather_weight is not None:
             self._gather_weight()
         weight = self.output_weight()
@@ -74,6 +76,11 @@ class LogprobModel(GPTModel):
         )
         # An entropy that only is reported must not cost a gradient of its own.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
+
+    @property
+    def _is_selected(self) -> bool:
+        """If the last layer has left the scored rows alone."""
+        return bool(getattr(self.decoder.layers[-1], "scores", False))
 
     def output_weight(self) -> Tensor:
         """(V_local, H), the head's own or the embedding's."""

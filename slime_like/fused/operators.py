@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.fused import logit_rows, packed_attention, rms_norm, swiglu
+from slime_like.fused import logit_rows, packed_attention, residual_norm, rms_norm, swiglu
 from slime_like.fused.tile import LANES
 
 
@@ -44,24 +44,92 @@ class FusedRMSNorm(torch.autograd.Function):
         return x_grad.view(x.shape), weight_grad, None
 
 
+class FusedBranch(torch.autograd.Function):
+    """(T, H) by (H,) weights to itself and its norm: a residual and what is computed beside it.
+
+    Backward both gradients are one, in one pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, rstd = torch.empty_like(x), x.new_empty(len(x))
+        rms_norm.forward(_array(x), _array(weight), eps, out.numpy(), rstd.numpy())
+        ctx.save_for_backward(x, weight, rstd)
+        return x, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        x_grad, weight_grad = _residual_gradients(grads, x, torch.arange(len(x)), weight, rstd, len(x))
+        return x_grad, weight_grad, None
+
+
+class FusedSum(torch.autograd.Function):
+    """Two (T, H), ``rows`` (n,) of T that are wanted, none twice, and (H,) weights, to (n, H): the sum, and its norm.
+
+    See ``residual_norm.forward``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, added: Tensor, residual: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = added.new_empty(len(rows), added.shape[1])
+        out, rstd = torch.empty_like(total), total.new_empty(len(rows))
+        residual_norm.forward(
+            *(_array(given) for given in (added, residual, rows, weight)), eps,
+            total.numpy(), out.numpy(), rstd.numpy(),
+        )  # fmt: skip
+        ctx.tokens = len(added)
+        ctx.save_for_backward(total, rows, weight, rstd)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, rows, weight, rstd = ctx.saved_tensors
+        x_grad, weight_grad = _residual_gradients(grads, total, rows, weight, rstd, ctx.tokens)
+        return x_grad, x_grad, None, weight_grad, None
+
+
+def _residual_gradients(
+    grads: Sequence[Tensor], total: Tensor, rows: Tensor, weight: Tensor, rstd: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Of (``tokens``, H) whose ``rows`` are ``total``, and of the norm's weight.
+
+    Args:
+        grads: of ``total`` past its norm, and of what is normalised.
+    """
+    carried, grad = (each.contiguous() for each in grads)
+    shape = (tokens, total.shape[1])
+    total_grad = total.new_empty(shape) if len(rows) == tokens else total.new_zeros(shape)
+    weight_grad = torch.empty_like(weight)
+    residual_norm.backward(
+        *(_array(given) for given in (grad, carried, total, rows, weight, rstd)),
+        total_grad.numpy(),
+        _array(weight_grad),
+    )
+    return total_grad, weight_grad
+
+
 class FusedSwiGLU(torch.autograd.Function):
-    """(..., 2 F), gates before ups, to (..., F); see ``swiglu.forward``."""
+    """(..., 2 F), gates before ups, to (..., F); see ``swiglu.forward``. Backward overwrites what it was given."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        rows = gate_up.detach().view(-1, gate_up.shape[-1])
-        out = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-        swiglu.forward(rows.numpy(), out.numpy())
-        return out.view(*gate_up.shape[:-1], -1)
+        width = gate_up.shape[-1]
+        out = gate_up.new_empty(*gate_up.shape[:-1], width // 2)
+        swiglu.forward(gate_up.detach().view(-1, width).numpy(), out.view(-1, width // 2).numpy())
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        rows = gate_up.detach().view(-1, gate_up.shape[-1])
-        grad, gate_up_grad = grads[0].contiguous().view(rows.shape[0], -1), torch.empty_like(rows)
-        swiglu.backward(grad.numpy(), rows.numpy(), gate_up_grad.numpy())
-        return gate_up_grad.view(gate_up.shape)
+        gate_up_grad = _reused(gate_up)
+        width = gate_up.shape[-1]
+        grad = grads[0].contiguous().view(-1, width // 2)
+        swiglu.backward(grad.numpy(), gate_up_grad.view(-1, width).numpy())
+        return gate_up_grad
 
 
 class FusedAttention(torch.autograd.Function):
@@ -70,7 +138,7 @@ class FusedAttention(torch.autograd.Function):
     Arguments: mixed (T, G, (R + 2) * D); the weights (D,) of the norms of queries and keys, or None for both; their
     eps; cos and sin (T, D / 2); (S + 1,) int64 boundaries; the scale of products.
 
-    Returns (T, G * R * D), zeros outside of the boundaries.
+    Returns (T, G * R * D), zeros outside of the boundaries. Backward overwrites ``mixed``.
     """
 
     @staticmethod
@@ -100,12 +168,11 @@ class FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin, out, lse = ctx.saved_tensors
         eps, boundaries, scale = ctx.setting
-        grad, mixed_grad = grads[0].contiguous().view(out.shape), _empty_or_zeros(mixed, boundaries, mixed.shape)
-        given = _given(mixed, query_weight, key_weight, eps, cos, sin, boundaries, scale)
+        grad, mixed_grad = grads[0].contiguous().view(out.shape), _reused(mixed)
+        given = _given(mixed_grad, query_weight, key_weight, eps, cos, sin, boundaries, scale)
         query_grad, key_grad = np.empty_like(given[2]), np.empty_like(given[3])
-        packed_attention.backward(
-            grad.numpy(), *given, out.numpy(), lse.numpy(), mixed_grad.numpy(), query_grad, key_grad
-        )
+        packed_attention.backward(grad.numpy(), *given, out.numpy(), lse.numpy(), query_grad, key_grad)
+        mixed_grad[: boundaries[0]] = mixed_grad[boundaries[-1] :] = 0.0
         of_norms = (None, None) if query_weight is None else (torch.from_numpy(query_grad), torch.from_numpy(key_grad))
         return mixed_grad, *of_norms, None, None, None, None, None
 
@@ -149,6 +216,16 @@ def _given(
     """The kernels' first arguments."""
     weights = (np.empty(0, np.float32) if w is None else _array(w) for w in (query_weight, key_weight))
     return _array(mixed), boundaries, *weights, eps, _array(cos), _array(sin), scale
+
+
+def _reused(saved: Tensor) -> Tensor:
+    """What backward needs for the last time, as the place of its gradient, which is as large.
+
+    It lies in the processor's cache then, where new memory would have to be fetched only to be overwritten. Whoever
+    reads it afterwards through autograd, a second backward for one, is told of that by torch.
+    """
+    torch.autograd.graph.increment_version(saved)
+    return saved.detach()
 
 
 def _empty_or_zeros(like: Tensor, boundaries: np.ndarray, shape: Sequence[int]) -> Tensor:

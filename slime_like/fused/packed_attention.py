@@ -15,6 +15,7 @@ from numba import float32, int64
 
 from slime_like.fused.compiling import kernel, part
 from slime_like.fused.elementary import exp
+from slime_like.fused.heads import copy, norm_back, product, turn, turn_back
 from slime_like.fused.prefetch import LINE, prefetch
 from slime_like.fused.tile import LANES, ROWS, add_product, exponentials
 
@@ -39,62 +40,48 @@ def _pitch(boundaries: np.ndarray) -> int:
 
 
 @part()
-def _turns(cos: np.ndarray, sin: np.ndarray, first: int, length: int, straight: np.ndarray, across: np.ndarray) -> None:
-    """What every element of a head (L, D), and the one half a head away, is multiplied by."""
-    half = cos.shape[1]
-    for t in range(length):
-        for d in range(half):
-            straight[t, d] = straight[t, half + d] = cos[first + t, d]
-            across[t, d], across[t, half + d] = -sin[first + t, d], sin[first + t, d]
+def _at(heads: np.ndarray, t: int, g: int, place: int) -> int:
+    """Where a head begins in ``heads``."""
+    return (t * heads.shape[1] + g) * heads.shape[2] + place
 
 
 @part()
-def _rstd(mixed: np.ndarray, t: int, g: int, place: int, weight: np.ndarray, eps: np.float32) -> np.float32:
-    """What a head is multiplied by before its norm's weight; without a norm (no weight), 1."""
-    width, total = weight.shape[0], _ZERO
-    if width == 0:
-        return _ONE
-    for d in range(width):
-        total += mixed[t, g, place + d] * mixed[t, g, place + d]
-    return _ONE / np.sqrt(total / np.float32(width) + eps)
+def _ones_if_none(weight: np.ndarray, width: int) -> np.ndarray:
+    """A norm's weight; without a norm (no weight) what changes nothing."""
+    return weight if weight.shape[0] else np.ones(width, np.float32)
+
+
+@part()
+def _rstd(mixed: np.ndarray, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
+    """What a head is multiplied by before its norm's weight; without a norm, 1."""
+    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
 
 
 @part()
 def _turned(
     mixed: np.ndarray,
-    t: int,
-    g: int,
-    place: int,
+    at: int,
     weight: np.ndarray,
+    normed: bool,
     eps: np.float32,
-    straight: np.ndarray,
-    across: np.ndarray,
-    turn: int,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    t: int,
     scale: np.float32,
-    twice: np.ndarray,
     out: np.ndarray,
     row: int,
 ) -> None:
-    """``out[row] = scale * rotated(norm(head))``; halves of a head are turned against each other.
+    """``out[row] = scale * rotated(norm(head))``.
 
     Args:
-        weight: (D,), or empty: no norm.
-        straight, across: rows of ``_turns``, of which ``turn`` is this head's.
-        twice: (2 * D,), a buffer: the head two times, so that half a head away is no jump.
+        at: where the head lies in ``mixed``.
+        weight: (D,), ones if it is not ``normed``.
+        t: its token, whose cosines and sines turn it.
         out: (n, D).
     """
     width = out.shape[1]
-    half, factor = width // 2, _rstd(mixed, t, g, place, weight, eps) * scale
-    if weight.shape[0] == 0:
-        for d in range(width):
-            twice[d] = mixed[t, g, place + d] * factor
-    else:
-        for d in range(width):
-            twice[d] = mixed[t, g, place + d] * factor * weight[d]
-    for d in range(width):
-        twice[width + d] = twice[d]
-    for d in range(width):
-        out[row, d] = twice[d] * straight[turn, d] + twice[half + d] * across[turn, d]
+    factor = _rstd(mixed, at, width, normed, eps) * scale
+    turn(mixed, at, weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
 
 
 @part()
@@ -102,40 +89,25 @@ def _turned_back(
     grad: np.ndarray,
     row: int,
     mixed: np.ndarray,
-    t: int,
-    g: int,
-    place: int,
+    at: int,
     weight: np.ndarray,
+    normed: bool,
     eps: np.float32,
-    straight: np.ndarray,
-    across: np.ndarray,
-    turn: int,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    t: int,
     scale: np.float32,
-    twice: np.ndarray,
     weight_grad: np.ndarray,
-    mixed_grad: np.ndarray,
 ) -> None:
-    """A head's gradient from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is added."""
+    """A head's gradient, in its place, from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is
+    added."""
     width = grad.shape[1]
-    half = width // 2
-    for d in range(width):
-        twice[d] = grad[row, d] * scale
-    for d in range(width):
-        twice[width + d] = twice[d]
-    if weight.shape[0] == 0:
-        for d in range(width):
-            mixed_grad[t, g, place + d] = twice[d] * straight[turn, d] - twice[half + d] * across[turn, d]
+    if not normed:
+        turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], mixed, at, width)
         return
-    for d in range(width):
-        grad[row, d] = twice[d] * straight[turn, d] - twice[half + d] * across[turn, d]
-    rstd, projection = _rstd(mixed, t, g, place, weight, eps), _ZERO
-    for d in range(width):
-        weight_grad[d] += grad[row, d] * mixed[t, g, place + d] * rstd
-    for d in range(width):
-        projection += grad[row, d] * mixed[t, g, place + d] * weight[d]
-    projection *= rstd * rstd / np.float32(width)
-    for d in range(width):
-        mixed_grad[t, g, place + d] = rstd * (grad[row, d] * weight[d] - mixed[t, g, place + d] * projection)
+    turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], grad, row * width, width)
+    rstd = _rstd(mixed, at, width, normed, eps)
+    norm_back(grad, row * width, mixed, at, weight, rstd, weight_grad, width)
 
 
 @part()
@@ -211,7 +183,7 @@ def _add_outer(weights: np.ndarray, seen: int, rows: np.ndarray, count: int, out
 @part()
 def _bring(heads: np.ndarray, t: int, g: int, place: int, count: int) -> None:
     """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees."""
-    at = np.uint64((t * heads.shape[1] + g) * heads.shape[2] + place)
+    at = np.uint64(_at(heads, t, g, place))
     for i in range(np.uint64(0), np.uint64(count), LINE):
         prefetch(heads, at + i)
 
@@ -223,10 +195,10 @@ def _gather(
     length: int,
     g: int,
     weight: np.ndarray,
+    normed: bool,
     eps: np.float32,
-    straight: np.ndarray,
-    across: np.ndarray,
-    twice: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
@@ -238,10 +210,10 @@ def _gather(
     width = keys.shape[1]
     place = mixed.shape[2] - 2 * width
     for t in range(length):
-        _turned(mixed, first + t, g, place, weight, eps, straight, across, t, _ONE, twice, keys, t)
+        at = _at(mixed, first + t, g, place)
+        _turned(mixed, at, weight, normed, eps, cos, sin, first + t, _ONE, keys, t)
         _bring(mixed, first + length + t, g, place, 2 * width)
-        for d in range(width):
-            values[t, d] = mixed[first + t, g, place + width + d]
+        copy(mixed, at + width, values, t * width, width)
 
 
 @kernel(*_QKV, _HEADS, _MATRIX)
@@ -271,16 +243,15 @@ def forward(
     """
     width, groups, pitch = 2 * cos.shape[1], mixed.shape[1], _pitch(boundaries)
     heads = mixed.shape[2] // width - 2
-    straight, across = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     columns, scores = np.empty((width, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, context = np.zeros((LANES, width), np.float32), np.empty((LANES, width), np.float32)
-    twice = np.empty(2 * width, np.float32)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
-        _turns(cos, sin, first, length, straight, across)
         for g in range(groups):
-            _gather(mixed, first, length, g, key_weight, eps, straight, across, twice, keys, values)
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
             _transpose(keys, length, columns)
             for h in range(heads):
                 for start in range(0, length, LANES):
@@ -288,21 +259,19 @@ def forward(
                     seen, padded = start + count, _padded(start + count)
                     for r in range(count):
                         _bring(mixed, first + length + start + r, g, h * width, width)
-                        _turned(
-                            mixed, first + start + r, g, h * width, query_weight, eps,
-                            straight, across, start + r, scale, twice, rows, r,
-                        )  # fmt: skip
+                        t = first + start + r
+                        at = _at(mixed, t, g, h * width)
+                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
                     _scores(rows, count, columns, padded, scores)
                     for r in range(count):
                         lse[g * heads + h, first + start + r] = _softmax(scores, r, start + r + 1, padded)
                     _weighted(scores, count, values, seen, context)
                     for r in range(count):
                         _bring(out, first + length + start + r, g, h * width, width)
-                        for d in range(width):
-                            out[first + start + r, g, h * width + d] = context[r, d]
+                        copy(context, r * width, out, _at(out, first + start + r, g, h * width), width)
 
 
-@kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _HEADS, _VECTOR, _VECTOR)
+@kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
 def backward(
     grad: np.ndarray,
     mixed: np.ndarray,
@@ -315,27 +284,27 @@ def backward(
     scale: np.float32,
     out: np.ndarray,
     lse: np.ndarray,
-    mixed_grad: np.ndarray,
     query_weight_grad: np.ndarray,
     key_weight_grad: np.ndarray,
 ) -> None:
-    """Gradients of ``mixed`` and of the norms' weights from that of ``out`` (arXiv:2205.14135, algorithm 4).
+    """Gradients of ``mixed``, in its place, and of the norms' weights from that of ``out`` (arXiv:2205.14135,
+    algorithm 4). Tokens outside of the boundaries are left alone.
 
     Args:
         grad: (T, G, R * D).
-        mixed_grad: like ``mixed``, written; tokens outside of the boundaries are left alone.
         query_weight_grad, key_weight_grad: (D,), written; empty without.
         The others: as ``forward`` was given them, and as it wrote them.
     """
     width, groups, pitch = 2 * cos.shape[1], mixed.shape[1], _pitch(boundaries)
     heads = mixed.shape[2] // width - 2
-    straight, across = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     columns, value_columns = np.empty((width, pitch), np.float32), np.empty((width, pitch), np.float32)
     key_grads, value_grads = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     weights, slopes = np.empty((LANES, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, grads = np.zeros((LANES, width), np.float32), np.zeros((LANES, width), np.float32)
-    row_grads, twice = np.empty((LANES, width), np.float32), np.empty(2 * width, np.float32)
+    row_grads = np.empty((LANES, width), np.float32)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
     query_sum, key_sum = np.empty_like(query_weight), np.empty_like(key_weight)
     query_weight_grad[:] = _ZERO
     key_weight_grad[:] = _ZERO
@@ -343,9 +312,8 @@ def backward(
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         query_sum[:] = _ZERO
         key_sum[:] = _ZERO
-        _turns(cos, sin, first, length, straight, across)
         for g in range(groups):
-            _gather(mixed, first, length, g, key_weight, eps, straight, across, twice, keys, values)
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
             _transpose(keys, length, columns)
             _transpose(values, length, value_columns)
             key_grads[: _padded(length)] = _ZERO
@@ -355,38 +323,32 @@ def backward(
                     count = min(LANES, length - start)
                     seen, padded = start + count, _padded(start + count)
                     for r in range(count):
-                        _turned(
-                            mixed, first + start + r, g, h * width, query_weight, eps,
-                            straight, across, start + r, scale, twice, rows, r,
-                        )  # fmt: skip
+                        t = first + start + r
+                        at = _at(mixed, t, g, h * width)
+                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
                         _bring(mixed, first + length + start + r, g, h * width, width)
                         _bring(grad, first + length + start + r, g, h * width, width)
-                        for d in range(width):
-                            grads[r, d] = grad[first + start + r, g, h * width + d]
+                        copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
                     _scores(rows, count, columns, padded, weights)
                     _scores(grads, count, value_columns, padded, slopes)
                     for r in range(count):
-                        t, delta = first + start + r, _ZERO
+                        t = first + start + r
                         _bring(out, t + length, g, h * width, width)
-                        for d in range(width):
-                            delta += grads[r, d] * out[t, g, h * width + d]
+                        delta = product(grads, r * width, out, _at(out, t, g, h * width), width)
                         _softmax_back(weights, slopes, r, start + r + 1, padded, lse[g * heads + h, t], delta)
                     _add_outer(weights, seen, grads, count, value_grads)
                     _add_outer(slopes, seen, rows, count, key_grads)
                     _weighted(slopes, count, keys, seen, row_grads)
                     for r in range(count):
-                        _bring(mixed_grad, first + length + start + r, g, h * width, width)
+                        t = first + start + r
                         _turned_back(
-                            row_grads, r, mixed, first + start + r, g, h * width, query_weight, eps,
-                            straight, across, start + r, scale, twice, query_sum, mixed_grad,
+                            row_grads, r, mixed, _at(mixed, t, g, h * width), query_scale, normed, eps,
+                            cos, sin, t, scale, query_sum,
                         )  # fmt: skip
             for t in range(length):
-                _turned_back(
-                    key_grads, t, mixed, first + t, g, heads * width, key_weight, eps,
-                    straight, across, t, _ONE, twice, key_sum, mixed_grad,
-                )  # fmt: skip
-                for d in range(width):
-                    mixed_grad[first + t, g, (heads + 1) * width + d] = value_grads[t, d]
+                at = _at(mixed, first + t, g, heads * width)
+                _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)
+                copy(value_grads, t * width, mixed, at + width, width)
         for d in range(query_weight.shape[0]):
             query_weight_grad[d] += query_sum[d]
             key_weight_grad[d] += key_sum[d]

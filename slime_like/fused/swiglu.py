@@ -26,22 +26,26 @@ def forward(gate_up: np.ndarray, out: np.ndarray) -> None:
             out[t, f] = gate / (_ONE + exp(-gate)) * gate_up[t, width + f]
 
 
-@kernel(float32[:, ::1], float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
-def backward(grad: np.ndarray, gate_up: np.ndarray, gate_up_grad: np.ndarray) -> None:
-    """Gradient of ``gate_up`` from that of ``out``.
+@kernel(float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
+def backward(grad: np.ndarray, gate_up: np.ndarray) -> None:
+    """Gradient of ``gate_up`` from that of ``out``, in its place.
 
     Args:
         grad: (T, F).
-        gate_up, gate_up_grad: (T, 2 F).
+        gate_up: (T, 2 F).
     """
     tokens, width = grad.shape
-    silu = np.empty(width, np.float32)
+    sigmoid, of_gate, of_up = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(tokens):
         # One array is written in each loop: of two halves of a row the compiler does not know that they are apart.
         for f in range(width):
-            gate = gate_up[t, f]
-            sigmoid = _ONE / (_ONE + exp(-gate))
-            silu[f] = gate * sigmoid
-            gate_up_grad[t, f] = grad[t, f] * gate_up[t, width + f] * (sigmoid + silu[f] * (_ONE - sigmoid))
+            sigmoid[f] = _ONE / (_ONE + exp(-gate_up[t, f]))
         for f in range(width):
-            gate_up_grad[t, width + f] = grad[t, f] * silu[f]
+            slope = sigmoid[f] * (_ONE + gate_up[t, f] * (_ONE - sigmoid[f]))
+            of_gate[f] = grad[t, f] * gate_up[t, width + f] * slope
+        for f in range(width):
+            of_up[f] = grad[t, f] * gate_up[t, f] * sigmoid[f]
+        for f in range(width):
+            gate_up[t, f] = of_gate[f]
+        for f in range(width):
+            gate_up[t, width + f] = of_up[f]

@@ -62,6 +62,33 @@ def test_gradients_are_those_of_torch(family: str, layout: Settings, tmp_path: P
             torch.testing.assert_close(other, reference, rtol=0, atol=bound)
 
 
+def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[int]:
+    """Of how many tokens each layer's MLP computes, in the first of two micro-batches."""
+    rows = []
+    forward = fused_layers.FusedMLP.forward
+
+    def counting(self: fused_layers.FusedMLP, hidden_states: Tensor, **options: object) -> object:
+        rows.append(len(hidden_states))
+        return forward(self, hidden_states, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers.FusedMLP, "forward", counting)
+        gradients_of(placement, config, pack)
+    return rows[:4]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_nobody_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -> None:
+    """In the last layer; of sequence-parallel tokens a rank has others than it scores."""
+    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
+    config = parity_config(checkpoint, tmp_path, {"tensor": 2, "sequence": sequence})
+    pack = pack_sequences(scored_sequences(LENGTHS))
+    responses, every = sum(response for _, response in LENGTHS), sum(map(sum, LENGTHS))
+    found = run_ranks(_mlp_rows, 2, tmp_path / "ranks", config, pack)
+    wanted = [every // 2] * 4 if sequence else [every] * 3 + [responses]
+    assert found == [wanted, wanted]
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [({"context": 2}, "float32"), ({"recompute": "selective"}, "float32"), ({}, "bfloat16")],

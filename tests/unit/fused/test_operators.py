@@ -16,8 +16,10 @@ from slime_like.algorithms.head import fused_logprobs
 from slime_like.fused.elementary import exp
 from slime_like.fused.operators import (
     FusedAttention,
+    FusedBranch,
     FusedLogitRows,
     FusedRMSNorm,
+    FusedSum,
     FusedSwiGLU,
     are_served,
     is_served_width,
@@ -61,6 +63,8 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
 def _require_close(ours: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float = 3e-6) -> None:
     for one, other in zip(ours, wanted, strict=True):
         assert one.dtype == torch.float32 and one.shape == other.shape
+        if not one.numel():
+            continue
         gap, size = (float(x.detach().abs().max()) for x in (one - other, other))
         assert gap <= bound * size + 1e-6
 
@@ -77,7 +81,42 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     _require_close(torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(wanted, wide, grad.double()))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 1, 32), (100, 1, 514)])
+@pytest.mark.parametrize("shape", [(0, 16), (1, 8), (200, 128), (70, 33)])
+def test_what_goes_past_a_norm(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).requires_grad_(), (torch.rand(shape[-1]) + 0.5).requires_grad_()
+    grads = torch.randn(shape), torch.randn(shape)
+    ours, wide = FusedBranch.apply(x, weight, EPS), (_double(x), _double(weight))
+    wanted = wide[0] * 1, _normed(*wide)
+    _require_close(ours, wanted)
+    wide_grads = tuple(map(_double, grads))
+    _require_close(torch.autograd.grad(ours, (x, weight), grads), torch.autograd.grad(wanted, wide, wide_grads))
+
+
+@pytest.mark.parametrize("rows", [[], [3], [0, 2, 5, 99, 150], list(range(200))], ids=["none", "one", "some", "all"])
+def test_a_sum_and_its_norm(rows: list[int]) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(200, 40).requires_grad_(), torch.randn(200, 40).requires_grad_(), torch.rand(40) + 0.5]
+    given[2].requires_grad_()
+    wide = [_double(each) for each in given]
+    grads = torch.randn(len(rows), 40), torch.randn(len(rows), 40)
+    ours = FusedSum.apply(*given[:2], torch.tensor(rows, dtype=torch.int64), given[2], EPS)
+    total = (wide[0] + wide[1])[rows]
+    wanted = total, _normed(total, wide[2])
+    _require_close(ours, wanted)
+    wide_grads = tuple(map(_double, grads))
+    _require_close(torch.autograd.grad(ours, given, grads), torch.autograd.grad(wanted, wide, wide_grads))
+
+
+def test_a_second_backward_over_what_the_first_has_overwritten_is_refused() -> None:
+    case = Case([5, 9], 1, 2, 16, normed=True)
+    for out in (FusedSwiGLU.apply(torch.randn(4, 6, requires_grad=True)), case.fused()):
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1, 32), (100, 1, 514), (0, 1, 8)])
 def test_swiglu(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     gate_up, grad = 4 * torch.randn(shape), torch.randn(*shape[:-1], shape[-1] // 2)
