@@ -17,7 +17,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,18 @@ def run_ranks(
     """
     directory.mkdir(parents=True, exist_ok=True)
     torch.save((function, arguments), _task_file(directory))
-    port = free_port()
     context = clean_forks()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, directory), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        _wait(processes, time.monotonic() + timeout_s)
-    finally:
-        _end(processes)
+    with held_ports(1) as (port,):
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, port, directory), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _wait(processes, time.monotonic() + timeout_s)
+        finally:
+            _end(processes)
     _report_failures(directory, world_size, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
 
@@ -152,8 +153,17 @@ def _stack_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.stacks"
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports of loopback that the kernel gives to nobody else inside, while ranks, which name them, may listen there.
+
+    A port that was merely free a moment ago can be somebody's when rank 0 gets to it: tests beside this one have groups
+    that listen on hundreds of ports which the kernel chose. Linux lets two sockets share a port as long as only one of
+    them listens and both say ``SO_REUSEADDR``, as every rendezvous does.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for held in sockets:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+        yield [int(held.getsockname()[1]) for held in sockets]

@@ -24,7 +24,7 @@ from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.planning.plan import counted_dimensions
 from tests.parallel.parity import PACKS, make_case
-from tests.parallel.ranks import free_port, run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
 
@@ -54,8 +54,9 @@ def test_what_packs_do_not_admit_is_refused_by_name(tmp_path: Path) -> None:
     """In bfloat16, where rounding could hide it."""
     models = [_checkpoint(name, tmp_path / str(index)) for index, name in enumerate(REFUSED)]
     wide = make_case("llama", tmp_path / "case", steps=0).packs()[1]
-    runs = [(free_port(), _config(model, name)) for name, model in zip(REFUSED, models, strict=True)]
-    (messages,) = run_ranks(_refusals, 1, tmp_path / "ranks", runs, wide)
+    configs = [_config(model, name) for name, model in zip(REFUSED, models, strict=True)]
+    with held_ports(len(configs)) as ports:
+        (messages,) = run_ranks(_refusals, 1, tmp_path / "ranks", list(zip(ports, configs, strict=True)), wide)
     for (name, sentence), message in zip(REFUSED.items(), messages, strict=True):
         assert sentence in message, f"{name}: {message}"
 

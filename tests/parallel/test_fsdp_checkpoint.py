@@ -31,7 +31,7 @@ from slime_like.conversion import ConversionOptions
 from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError, TrainerError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import free_port, run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import scored_sequences
 
@@ -236,15 +236,16 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, lis
 def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> tuple[list[str], Record]:
     """What trainers of other runs say of it; then one that only scores takes its weights."""
     messages = []
-    for config in configs:
-        trainer = FsdpTrainer(config, replace(placement, master_port=free_port()))
-        trainer.setup()
-        messages.append(_refusal(trainer, checkpoint))
-        trainer.shutdown()
-    with pytest.raises(TrainerError, match="no save was started"):
-        trainer.finish_save()
-    scorer = FsdpTrainer(configs[-1], replace(placement, master_port=free_port()))
-    scorer.setup_for_scoring(checkpoint)
+    with held_ports(len(configs) + 1) as (last, *ports):
+        for config, port in zip(configs, ports, strict=True):
+            trainer = FsdpTrainer(config, replace(placement, master_port=port))
+            trainer.setup()
+            messages.append(_refusal(trainer, checkpoint))
+            trainer.shutdown()
+        with pytest.raises(TrainerError, match="no save was started"):
+            trainer.finish_save()
+        scorer = FsdpTrainer(configs[-1], replace(placement, master_port=last))
+        scorer.setup_for_scoring(checkpoint)
     scored = scorer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
     assert scored is not None
     record = Record(_exported(scorer), {}, scored[0].logprobs, [])

@@ -32,7 +32,7 @@ from tests.parallel.parity import (
     make_case,
     run_case,
 )
-from tests.parallel.ranks import free_port, run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.steps import RankResult, by_stage, scored_packs
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
@@ -72,11 +72,9 @@ def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int =
     """Results of every rank, by case."""
     configs = [fsdp_config(case, directory, layout) for case in cases]
     world = configs[0].trainer.parallel.world_size
-    runs = [
-        (free_port(), (config, case.packs(), case.denominator, steps))
-        for config, case in zip(configs, cases, strict=True)
-    ]
-    by_rank = run_ranks(_train_all, world, directory / "ranks", runs)
+    tasks = [(config, case.packs(), case.denominator, steps) for config, case in zip(configs, cases, strict=True)]
+    with held_ports(len(tasks)) as ports:
+        by_rank = run_ranks(_train_all, world, directory / "ranks", list(zip(ports, tasks, strict=True)))
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 

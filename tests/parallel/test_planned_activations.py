@@ -22,7 +22,7 @@ from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import free_port, run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.tiny import save_checkpoint
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -97,8 +97,8 @@ def test_activations_are_those_of_a_real_window(
     monkeypatch.setattr(attention, "kernel_for", lambda device: CpuFlash())
     configs = {name: planned_config(model, tmp_path, **layout) for name, layout in LAYOUTS.items()}
     own = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
-    ports = [free_port() for _ in own]
-    peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(own.values()), ports)
+    with held_ports(len(own)) as ports:
+        peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(own.values()), ports)
     for index, (name, config) in enumerate(own.items()):
         for rank in range(world_size):
             memory = estimate(config, rank).memory
