@@ -6,6 +6,7 @@ What Ray would call on actors is called directly; nothing else is replaced.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from slime_like.weights.transports.base import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 T = TypeVar("T")
-SESSION = "local-sync-test"
+SESSION = f"local-sync-test-{uuid.uuid4().hex}"
+"""Of this test process alone: another one beside it would find, and remove, its buckets."""
 
 
 class LocalTrainers:
