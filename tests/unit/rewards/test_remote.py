@@ -88,20 +88,21 @@ def test_a_service_that_fails(url: str) -> None:
 
 
 def test_a_service_that_is_restarted_costs_no_reward() -> None:
-    with socket.socket() as place:  # bound, not listening: connections are refused
+    results: list[RewardResult] = []
+    with socket.socket() as place:  # bound, not listening: connections are refused, and nobody else gets the port
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
-    results: list[RewardResult] = []
-    asking = threading.Thread(target=lambda: results.append(remote("p", "plain", "a", url=f"http://127.0.0.1:{port}")))
-    asking.start()
-    time.sleep(0.3)
-    with ThreadingHTTPServer(("127.0.0.1", port), Service) as server:
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
-        asking.join(10)
-        server.shutdown()
-        serving.join(10)
+        url = f"http://127.0.0.1:{port}"
+        asking = threading.Thread(target=lambda: results.append(remote("p", "plain", "a", url=url, timeout_s=30)))
+        asking.start()
+        time.sleep(0.3)
+        with ThreadingHTTPServer(("127.0.0.1", port), Service) as server:
+            serving = threading.Thread(target=server.serve_forever, daemon=True)
+            serving.start()
+            asking.join(30)
+            server.shutdown()
+            serving.join(30)
     assert results == [RewardResult(0.5, True)]
 
 
