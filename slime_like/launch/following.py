@@ -35,9 +35,9 @@ def follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: Pa
     except NodeEndedError as ended:
         return ended.verdict
     with member as head:
-        head.say(Hello(place.rank, place.host, place.address, installed_versions()))
-        say(place, f"reported to node 0 at {place.head}:{options.port} from {place.address} ({place.interface})")
-        try:
+        try:  # around the first word, too: from then on node 0 knows this node, and must hear what ends it
+            head.say(Hello(place.rank, place.host, place.address, installed_versions()))
+            say(place, f"reported to node 0 at {place.head}:{options.port} from {place.address} ({place.interface})")
             return _take_part(options, config, place, key_file, head)
         except SlimeLikeError as error:
             head.say(Problem(sentence(error)))

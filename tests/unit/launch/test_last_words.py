@@ -8,16 +8,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_like.config import RunConfig
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError, LaunchError
+from slime_like.launch import following
+from slime_like.launch.key import create_key, key_path
 from slime_like.launch.last_words import Awaited, LastWords, NodeEndedError, words_path
 from slime_like.launch.launcher import launch
-from slime_like.launch.messages import Verdict
+from slime_like.launch.messages import Hello, Problem, Verdict
 from slime_like.launch.options import LaunchOptions
+from slime_like.launch.peers import RollCall
 from tests.conftest import Tiny
 
 HEAD = "127.0.0.2"
@@ -37,13 +41,15 @@ def test_words_that_come_while_somebody_waits_count_at_once(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
 
 
-def test_words_of_an_earlier_start_wait_for_the_node_to_return(tmp_path: Path) -> None:
+def test_words_of_an_earlier_start_wait_for_the_node_to_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = LastWords(tmp_path / "run", 0)
     words.leave(Verdict(2, "no model"))
     Awaited(tmp_path / "run", 0, return_s=60, patience_s=60).require_not_ended()
     impatient = Awaited(tmp_path / "run", 0, return_s=0, patience_s=60)
     time.sleep(0.01)
-    assert sentence_of(impatient) == "node 0 ended 0 s ago and was not started again: no model"
+    left_at = words_path(tmp_path / "run", 0).stat().st_mtime
+    monkeypatch.setattr(time, "time", lambda: left_at + 5)
+    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not started again: no model"
     words.take_back()
     impatient.require_not_ended()  # it has been started again,
     words.leave(Verdict(1, "busy port"))
@@ -102,25 +108,33 @@ def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
     return load_config(Path("configs/quickstart.yaml"), tiny.rl_flags(tmp_path / "run")[2:])
 
 
-def free_port() -> int:
-    with socket.create_server((HEAD, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a node has begun to wait for node 0: words that node 0 leaves from then on are of this start."""
+    event, real = threading.Event(), following.await_key
+
+    def noted(*arguments: Any) -> bytes:
+        event.set()
+        return real(*arguments)
+
+    monkeypatch.setattr(following, "await_key", noted)
+    return event
 
 
 def settled(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
 
 
-def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunConfig, tmp_path: Path) -> None:
+def test_node_0_is_refused_while_one_waits_and_another_comes_later(
+    config: RunConfig, tmp_path: Path, waiting: threading.Event
+) -> None:
     """The first learns at once, the second when node 0 has stayed away for twice the bound on silence."""
     early = Node(config, 1)
     early.start()
-    settled(early.is_alive)
-    time.sleep(0.3)  # it waits for a key that nobody makes
+    assert waiting.wait(30)  # for a key that nobody makes
     broken = config.model_copy(update={"data": config.data.model_copy(update={"train": [tmp_path / "none.jsonl"]})})
     head = Node(broken, 0)
     head.run()
@@ -135,33 +149,52 @@ def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunCo
     assert verdict.sentence.endswith(f"s ago and was not started again: {problem}")
 
 
-def test_a_port_that_is_taken_on_node_0(config: RunConfig) -> None:
-    with socket.create_server((HEAD, 0)) as holder:
+def test_a_port_that_is_taken_on_node_0(config: RunConfig, waiting: threading.Event) -> None:
+    with socket.socket() as holder:
+        holder.bind((HEAD, 0))  # taken, and nobody answers the one that waits
         port = holder.getsockname()[1]
-        holder.close()  # nobody answers the one that waits
         early = Node(config, 1, port=port)
         early.start()
-        time.sleep(0.3)
-        with socket.create_server((HEAD, port)) as holder:
-            head = Node(config, 0, port=port)
-            head.run()
+        assert waiting.wait(30)
+        head = Node(config, 0, port=port)
+        head.run()
     assert isinstance(head.error, LaunchError) and f"port {port} of {HEAD} cannot be listened on" in str(head.error)
     assert early.ended().verdict == Verdict(1, str(head.error))
 
 
 def test_a_node_that_cannot_come_leaves_word_for_node_0(config: RunConfig) -> None:
     """And node 0 for the third, which comes last of all."""
-    port = free_port()
-    head = Node(config, 0, port=port)
-    head.start()
-    settled((config.run_dir.parent / f".{config.run_dir.name}.cluster" / "key").exists)
-    stray = Node(config, 1, port=port, address="192.0.2.7")
-    stray.run()
-    assert isinstance(stray.error, ConfigError)
-    (problem,) = stray.error.problems
-    assert problem.startswith("NODE_ADDR=192.0.2.7 is no address of")
-    assert head.ended().verdict == Verdict(2, problem)
-    last = Node(config, 2, port=port, silence_s=0.1)
-    last.start()
-    verdict = last.ended().verdict
+    with socket.socket() as held:  # for node 0, which may share it: this one does not listen
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((HEAD, 0))
+        port = held.getsockname()[1]
+        head = Node(config, 0, port=port)
+        head.start()
+        settled((config.run_dir.parent / f".{config.run_dir.name}.cluster" / "key").exists)
+        stray = Node(config, 1, port=port, address="192.0.2.7")
+        stray.run()
+        assert isinstance(stray.error, ConfigError)
+        (problem,) = stray.error.problems
+        assert problem.startswith("NODE_ADDR=192.0.2.7 is no address of")
+        assert head.ended().verdict == Verdict(2, problem)
+        last = Node(config, 2, port=port, silence_s=0.1)
+        last.start()
+        verdict = last.ended().verdict
     assert verdict is not None and verdict.code == 2 and verdict.sentence.endswith(problem)
+
+
+def test_an_interrupt_right_after_the_first_word_is_told(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 knows the node from then on, and would else tell the others that its connection ended."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(following, "say", interrupted)
+    with RollCall(HEAD, 0, create_key(key_path(config.run_dir)), nodes=2, silence_s=20) as roll:
+        node = Node(config, 1, nodes=2, port=roll.port)
+        node.start()
+        events = [roll.next_event(timeout_s=30) for _ in range(2)]
+        roll.tell_all(Verdict(1, "over"))
+        verdict = node.ended().verdict
+    assert [type(event) for _, event in filter(None, events)] == [Hello, Problem]
+    assert verdict is not None and verdict.code == 130
