@@ -63,7 +63,7 @@ from tests.engines.test_lifecycle import stops_cleanly_and_starts_again
 async def main():
     engine = load_engine(sys.argv[3])(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
     print("pids", *await stops_cleanly_and_starts_again(engine), flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(300)
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -95,7 +95,7 @@ def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
     finally:
         owner.kill()
         owner.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -150,10 +150,10 @@ def test_a_checkpoint_that_is_none(tmp_path: Path, models: list[Path], kind: typ
 
 def test_a_request_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path) -> None:
     async def scenario() -> None:
-        engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=0.3), 0)
+        engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=3), 0)
         await engine.start()
         await engine.pause("keep")
-        with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=0.3 s"):
+        with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=3 s"):
             await engine.generate(GenerationRequest("slow", [3, 4], LONG))
         await engine.resume()
         assert (await engine.health()).running_requests == 0

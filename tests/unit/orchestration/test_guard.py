@@ -15,7 +15,7 @@ from slime_like.orchestration.ray_session import Sessions, link_logs
 
 DRIVER = 4_000_000  # no process has this id
 SINCE = "2026-01-01_00-00-00_000000"
-HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
+HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(300)"
 
 
 def holder(path: Path, mode: str) -> subprocess.Popen[str]:
@@ -51,7 +51,7 @@ def test_only_those_who_write_the_sessions_logs_are_ended(
     sessions = Sessions(tmp_path, DRIVER, SINCE)
     assert [p.pid for p in guard.session_processes(sessions)] == [processes["agent"].pid]
     guard.end_orphans(sessions)
-    assert processes["agent"].wait(5) == -9
+    assert processes["agent"].wait(30) == -9
     assert all(process.poll() is None for name, process in processes.items() if name != "agent")
 
 
@@ -78,7 +78,7 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     else:
         watching.stdin.close()  # as the kernel does for a process that is killed
     assert watching.wait(60) == 0
-    assert processes["agent"].wait(5) == -9
+    assert processes["agent"].wait(30) == -9
     assert not left.exists()
     assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
     assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()

@@ -63,7 +63,7 @@ def user_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     (tmp_path / "user_rewards.py").write_text(USER_MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def make(workers: int = 1, timeout_s: float = 1.0, **options: str) -> RewardConfig:
+    def make(workers: int = 1, timeout_s: float = 2.0, **options: str) -> RewardConfig:
         function = RewardFunction(name="user_rewards:act", options=options)
         return RewardConfig(functions=(function,), workers=workers, timeout_s=timeout_s, memory_mb=512)
 
@@ -83,11 +83,11 @@ def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[Rew
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -221,7 +221,8 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
     with RewardPool(RewardConfig(functions=(backtracks,), timeout_s=0.05)) as pool:
         outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
         assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
-        assert pool.score(items("aab"))[0].rewards == (1.0,)
+        # The bound is short for nine of them; on a busy machine an answer that takes no time may miss it, too.
+        assert wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
 
 
 def test_workers_import_no_torch(math_pool: RewardPool) -> None:
@@ -333,7 +334,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(
         assert all(alive(pid) for pid in pids)
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(30)
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
 
 

@@ -191,11 +191,11 @@ def test_a_receiver_that_dies_is_told_and_replaced(engines: Start) -> None:
 
 
 def test_a_receiver_that_never_takes_a_bucket_is_waited_for_so_long(engines: Start) -> None:
-    sender = new_sender(timeout_s=1.0)
-    engines(sender.rendezvous())
+    sender = new_sender(timeout_s=3.0)
+    engines(sender.rendezvous())  # within that time as well
     metadata = sender.send(bucket(0))
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"within sync.timeout_s=1 s"):
+    with pytest.raises(WeightSyncError, match=r"within sync.timeout_s=3 s"):
         sender.release(metadata)
     assert time.monotonic() - started < 15
     sender.close()
