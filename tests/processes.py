@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -20,10 +21,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Finished:
+    """How a command ended; ``at`` is the monotonic time when it did, before what it leaves was waited for."""
+
     code: int
     stdout: str
     stderr: str
     left_behind: list[str]
+    at: float
 
 
 class Command:
@@ -60,7 +64,7 @@ class Command:
 
     @property
     def output(self) -> str:
-        return self._out.read_text() + self._err.read_text()
+        return "".join(file.read_text(errors="replace") for file in (self._out, self._err))  # while it writes
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         """A signal to the whole process group: SIGINT is what Ctrl-C on a terminal does."""
@@ -109,7 +113,8 @@ class Command:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             code = self.process.wait()
-        finished = Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind())
+        ended = time.monotonic()
+        finished = Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind(), ended)
         _adopt_orphans(False)  # other tests expect the system to collect what they orphan
         return finished
 
@@ -117,13 +122,18 @@ class Command:
         """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, segments of
         shared memory whose maker is gone, and the directory of its Ray session."""
         deadline = time.monotonic() + grace_s
-        while (self.descendants() or self._memory_left() or self._sessions()) and time.monotonic() < deadline:
+        # Looked for twice: a process that ends during a look takes its children out of it, until they are ours.
+        while (self._is_something_left() or self._is_something_left()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = self.descendants()
         titles = [_title(process) for process in left]
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         return titles + [str(path) for path in [*self._memory_left(), *self._sessions()]]
+
+    def _is_something_left(self) -> bool:
+        return bool(self.descendants() or self._memory_left() or self._sessions())
 
     def _sessions(self) -> list[Path]:
         """Ray's files, and the temporary ones of engines, where the command started a cluster of its own."""

@@ -22,8 +22,9 @@ def hangs_always(prompt: str, response: str, answer: str) -> RewardResult:
 
 
 def fails_once_saved(prompt: str, response: str, answer: str, file: str) -> RewardResult:
-    """Works until ``file`` is there, and for the two seconds in which it is written."""
+    """Works until ``file`` is there and has not been written to for four seconds, in which the disk may take it."""
     if Path(file).exists():
-        time.sleep(max(0.0, Path(file).stat().st_ctime + 2 - time.time()))
+        while (left_s := Path(file).stat().st_ctime + 4 - time.time()) > 0:
+            time.sleep(left_s)
         raise RuntimeError("the run is to end here")
     return RewardResult(reward=float(len(response)), success=False)

@@ -54,7 +54,8 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_written_meanwhile(tiny: 
     written = checkpoints / ".partial-step-000002" / "trainer" / "__0_0.distcp"
     functions = f"[{{name: 'tests.faults.rewards:fails_once_saved', options: {{file: {written}}}}}]"
     flags = ["--steps", "6", "--checkpoint.every", "2", "--checkpoint.async_save", "true"]
-    finished = run(quick(tiny, tmp_path / "run", *flags, "--reward.functions", functions), tmp_path / "log")
+    flags += ["--reward.functions", functions, "--reward.timeout_s", "60"]
+    finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
     assert "the run is to end here" in one_sentence(finished)
     assert "checkpoint of step 2:" not in finished.stderr

@@ -23,7 +23,7 @@ def one_sentence(finished: Finished) -> str:
 
 
 def test_a_missing_model_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
-    finished = run(tiny.rl_flags(tmp_path / "run", "--model.path", str(tmp_path / "nowhere")), tmp_path / "log", 30)
+    finished = run(tiny.rl_flags(tmp_path / "run", "--model.path", str(tmp_path / "nowhere")), tmp_path / "log", 120)
     assert finished.code == 2
     assert "model.path" in finished.stderr and "nowhere" in finished.stderr
     assert not (tmp_path / "run").exists()
@@ -92,7 +92,7 @@ def test_an_interrupted_run_ends_everything(
 
 def test_a_cluster_that_does_not_answer(tiny: Tiny, tmp_path: Path) -> None:
     flags = tiny.rl_flags(tmp_path / "run", "--cluster.address", "127.0.0.1:1")
-    finished = run(flags, tmp_path / "log", timeout_s=60)
+    finished = run(flags, tmp_path / "log", timeout_s=120)
     assert finished.code == 1
     assert "cluster.address=127.0.0.1:1: nothing answers there" in one_sentence(finished)
 
@@ -100,6 +100,6 @@ def test_a_cluster_that_does_not_answer(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_bad_data_row_names_file_and_line(tiny: Tiny, tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + '{"prompt": "2+2="\n')
-    finished = run(tiny.rl_flags(tmp_path / "run", "--data.train", str(data)), tmp_path / "log", 60)
+    finished = run(tiny.rl_flags(tmp_path / "run", "--data.train", str(data)), tmp_path / "log", 120)
     assert finished.code != 0
     assert f"{data}:2:" in one_sentence(finished)

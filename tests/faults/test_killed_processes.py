@@ -36,7 +36,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.max_engine_restarts", "0"]
     flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
     with Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log") as command:
-        command.wait_for("starting", timeout_s=30)
+        command.wait_for("starting", timeout_s=120)
         while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
             assert command.process.poll() is None, command.output
             time.sleep(0.1)
@@ -45,7 +45,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
         killed = time.monotonic()
         finished = command.finish(timeout_s=60)
     assert finished.code == 1
-    assert time.monotonic() - killed < 30
+    assert finished.at - killed < 30
     sentence = one_sentence(finished)
     assert who in sentence
     assert " while " in sentence or ", " in sentence
@@ -63,7 +63,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     flags += ["--rollout.max_staleness", str(ahead), "--algorithm.importance_correction", "truncate"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
-        command.wait_for("starting", timeout_s=30)
+        command.wait_for("starting", timeout_s=120)
         while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
             assert command.process.poll() is None, command.output
             time.sleep(0.02)

@@ -216,7 +216,7 @@ def _boot(stack: ExitStack, name: str, address: str) -> Host:
     init = "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
     outer = subprocess.Popen([*_UNSHARE, sys.executable, "-c", init], stdin=subprocess.DEVNULL)
     stack.callback(_shut_down, outer)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (children := psutil.Process(outer.pid).children()) or "python" not in children[0].name():
         assert outer.poll() is None and time.monotonic() < deadline, "no namespace was made"
         time.sleep(0.01)

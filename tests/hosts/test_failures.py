@@ -98,15 +98,15 @@ def ended(network: Network, tiny: Tiny) -> Ended:
 def _begin_waiting(cases: Cases, network: Network) -> Running:
     """Those that end without Ray. Returns who holds the port of one of them."""
     first = network.nodes[0]
-    cases.both("never", NODES="3", NODES_TIMEOUT_S="15")
+    cases.both("never", NODES="3", NODES_TIMEOUT_S="40")  # in which both must come, while all the others start
     cases.both("lost", NODES="3")
     cases.both("stopped", NODES="3")
-    cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="6")
+    cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="10")
     cases.begin("no such address", 0, HEAD_ADDR=NOWHERE, NODE_ADDR="")
     other_key = _key(network, "other")
     cases.begin("nobody there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
     cases.begin("no shared key", 1, Path("/tmp/keyless"), NODES_TIMEOUT_S="3")
-    cases.begin("busy", 1, SILENCE_S="6")
+    cases.begin("busy", 1, SILENCE_S="10")
     taken = cases.port("busy")
     holder = _hold(first, taken, network.shared / "holder.log")
     cases.begin("busy", 0)
@@ -151,7 +151,7 @@ def _key(network: Network, name: str) -> str:
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
     """Both that did come are told which one did not."""
-    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 15 s; start the same "
+    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 40 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
         assert line.startswith(expected), ended.output["never"]

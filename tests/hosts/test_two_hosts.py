@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Tiny
@@ -120,12 +121,19 @@ def here(network: Network, node: int) -> str:
     return f"node {node} ({network.nodes[node].name}, {network.nodes[node].address})"
 
 
-def left_on(host: Host, grace_s: float = 10.0) -> list[str]:
+def left_on(host: Host, grace_s: float = 30.0) -> list[str]:
     """Command lines of what still runs there after a grace."""
     deadline = time.monotonic() + grace_s
     while (left := host.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return [" ".join(process.cmdline())[:120] for process in left]
+    return [_command(process) for process in left]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120]
+    except psutil.NoSuchProcess:
+        return "(ended)"
 
 
 def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -> None:
