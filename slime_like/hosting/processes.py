@@ -55,7 +55,7 @@ def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
 
 def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
     """Wait ``grace_s`` for processes that are ending, ask the rest to, then kill."""
-    processes = [psutil.Process(pid) for pid in process_ids if psutil.pid_exists(pid)]
+    processes = [process for pid in process_ids if (process := _process(pid)) is not None]
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
         _signal(process, hard=False)
@@ -63,6 +63,14 @@ def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
     for process in alive:
         _signal(process, hard=True)
     psutil.wait_procs(alive, timeout=5.0)
+
+
+def _process(process_id: int) -> psutil.Process | None:
+    """``None`` where it has ended, perhaps this moment: those of one engine end together."""
+    try:
+        return psutil.Process(process_id)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _signal(process: psutil.Process, hard: bool) -> None:
