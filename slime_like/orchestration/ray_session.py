@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 _LOGS = "logs"
+_REMOVE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,16 @@ def put_away(session: Path, logs: Path) -> None:
             return
         logs.unlink()
         moving.rename(logs)
-    shutil.rmtree(session, ignore_errors=True)  # a daemon that ends this moment may still write a file
+    _remove(session)
+
+
+def _remove(session: Path) -> None:
+    """Again where something of it is left: a daemon that ends this moment may still write a file."""
+    deadline = time.monotonic() + _REMOVE_S
+    shutil.rmtree(session, ignore_errors=True)
+    while session.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def keep_logs_only(session: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,24 @@ def test_another_sessions_link_is_left_alone(tmp_path: Path) -> None:
     link_logs(new, logs)
     put_away(old, logs)
     assert not old.exists() and (logs / "worker.out").read_text() == "new" and logs.is_symlink()
+
+
+def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, remove = session(tmp_path / "own", "own"), shutil.rmtree
+    calls = 0
+
+    def late(path: Path, ignore_errors: bool) -> None:
+        nonlocal calls
+        calls += 1
+        remove(path, ignore_errors=ignore_errors)
+        if calls == 1:  # the directory was not empty when it was to be removed
+            (path / "sockets").mkdir(parents=True)
+
+    monkeypatch.setattr("slime_like.orchestration.ray_session.shutil.rmtree", late)
+    put_away(own, tmp_path / "worker_logs")
+    assert calls == 2 and not own.exists()
 
 
 def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
