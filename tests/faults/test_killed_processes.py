@@ -68,7 +68,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
             assert command.process.poll() is None, command.output
             time.sleep(0.02)
         command.named(*victim).kill()
-        finished = command.finish(timeout_s=150)
+        finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert f"engine 0 ({engine}) was started again (" in finished.stderr
@@ -91,7 +91,7 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
             victim = next((own for own in command.descendants() if _runs(own, "ray::TrainerRank.score")), None)
             time.sleep(0.01)
         victim.kill()
-        finished = command.finish(timeout_s=150)
+        finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert "reference worker 0 left the logprob pool (" in finished.stderr
