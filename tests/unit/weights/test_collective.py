@@ -25,6 +25,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transports.base import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
+from tests.parallel.ranks import clean_forks
 
 SESSION = "collective-test"
 TIMEOUT_S = 20.0
@@ -41,10 +42,13 @@ def new_sender(timeout_s: float = TIMEOUT_S, address: str = "127.0.0.1") -> Send
 
 
 class Engine:
-    """A receiver in a process of its own, forked, that does what it is told through a pipe."""
+    """A receiver in a process of its own that does what it is told through a pipe.
+
+    Forked from a clean server: senders and their groups have threads here, and a fork of these may hang.
+    """
 
     def __init__(self, rendezvous: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("fork")
+        context = clean_forks()
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, rendezvous), daemon=True)
         self.process.start()
@@ -59,7 +63,7 @@ class Engine:
         assert self.answer() == "closed"
 
     def answer(self) -> Any:
-        assert self._connection.poll(30), "the receiver does not answer"
+        assert self._connection.poll(120), "the receiver does not answer"  # the first one waits for the server
         return self._connection.recv()
 
     def kill(self) -> None:
@@ -201,20 +205,20 @@ def test_a_receiver_that_never_takes_a_bucket_is_waited_for_so_long(engines: Sta
     sender.close()
 
 
+def _send_two(connection: Connection) -> None:
+    sender = new_sender()
+    connection.send(sender.rendezvous())
+    connection.recv()
+    for seed in range(2):
+        connection.send(sender.send(bucket(seed)))
+        connection.recv()
+
+
 def test_a_sender_that_dies_is_told(engines: Start) -> None:
     """It lives in a process of its own here, and is killed between two buckets."""
-    context = multiprocessing.get_context("fork")
+    context = clean_forks()
     ours, theirs = context.Pipe()
-
-    def serve() -> None:
-        sender = new_sender()
-        theirs.send(sender.rendezvous())
-        theirs.recv()
-        for seed in range(2):
-            theirs.send(sender.send(bucket(seed)))
-            theirs.recv()
-
-    process = context.Process(target=serve, daemon=True)
+    process = context.Process(target=_send_two, args=(theirs,), daemon=True)
     process.start()
     engine = engines(ours.recv())
     ours.send("go")
