@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -14,6 +14,8 @@ from slime_like.interrupts import raise_if_interrupted
 
 _LOOK_EVERY_S = 5.0
 """Between looks at whether the user has interrupted."""
+
+_Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
 def gather(
@@ -62,17 +64,20 @@ def one(reference: Any, name: str, *, phase: str, timeout_s: float, error: type[
         raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
 
 
+def located(original: _Error, name: str, phase: str) -> _Error:
+    """The same error, saying who was doing what."""
+    if name in str(original):
+        return original
+    problems = getattr(original, "problems", None)
+    return type(original)(problems if problems is not None else f"{name}, {phase}: {original}")
+
+
 def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:
     original = cause.cause
     if isinstance(original, SlimeLikeError):
         # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
-        return original if name in str(original) else type(original)(_located(original, name, phase))
+        return located(original, name, phase)
     return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
-
-
-def _located(original: SlimeLikeError, name: str, phase: str) -> Any:
-    problems = getattr(original, "problems", None)
-    return problems if problems is not None else f"{name}, {phase}: {original}"
 
 
 def _first_line(error: BaseException | None) -> str:

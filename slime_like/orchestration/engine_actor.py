@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
@@ -19,6 +19,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.orchestration.conversations import Conversations
+from slime_like.orchestration.mailbox import Answer, Mailbox
 from slime_like.orchestration.node import use_cluster_interface, use_session_directory
 from slime_like.orchestration.plugins import engine_class
 
@@ -40,6 +41,8 @@ class EngineActor:
         self._index = index
         self._engine = engine_class(config)(config, index)
         self._conversations: Conversations | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself forgets them
         self._updated = asyncio.Event()
         self._updated.set()
 
@@ -60,11 +63,44 @@ class EngineActor:
         self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
         await self._conversations.start()
 
+    async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
+        """Begin with ``requests``; ``answers`` has what becomes of them."""
+        mailbox = self._mailboxes.setdefault(asker, Mailbox())
+        mailbox.expected += len(requests)
+        for request in requests:
+            task = asyncio.create_task(self._answer(mailbox, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def answers(self, asker: str) -> list[Answer]:
+        """Those to ``asker``'s requests that are there, as soon as there is one."""
+        mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may come later than this
+        answers = await mailbox.take()
+        if mailbox.expected == 0:
+            del self._mailboxes[asker]
+        return answers
+
+    async def _answer(self, mailbox: Mailbox, request: GenerationRequest) -> None:
+        try:
+            mailbox.put(Answer(request.request_id, await self.generate(request)))
+        except SlimeLikeError as error:
+            mailbox.put(Answer(request.request_id, error=error))
+        except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
+            told = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
+            mailbox.put(Answer(request.request_id, error=told))
+
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """A request with a task becomes conversations where the run has an environment."""
         talks = self._conversations is not None and request.task is not None
         answer = self._conversations.run(request) if self._conversations and talks else self._sample(request)
-        return await asyncio.wait_for(answer, self._config.rollout.request_timeout_s)
+        timeout = self._config.rollout.request_timeout_s
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{request.request_id} was not answered within {timeout:.0f} s; raise rollout.request_timeout_s, or "
+                "lower rollout.max_concurrent_requests"
+            ) from error
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
         await self._updated.wait()  # bounded by the request's own time

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
-
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
-
-# Answers that arrive within this time of each other are taken together.
-_TOGETHER_S = 0.005
+from slime_like.orchestration.mailbox import Answer
 
 
 class NoEngineLeft(EngineError):
@@ -29,11 +26,17 @@ class EnginePool(Protocol):
 
     def release(self, member: int, tokens: int) -> None: ...
 
-    def send(self, member: int, request: GenerationRequest) -> Any:
-        """A Ray reference to the answer."""
+    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
+        """Returns at once; ``flight`` is who asks."""
 
-    def answer(self, member: int, reference: Any) -> list[Generation]:
-        """Raises ``EngineError``."""
+    def ask(self, member: int, flight: str) -> Any:
+        """A reference to the flight's answers that are there as soon as there is one."""
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those that are there when the first is; none after ``timeout_s``."""
+
+    def answers(self, member: int, reference: Any) -> list[Answer]:
+        """Raises ``EngineError`` where there are none: the engine has failed."""
 
     def lose(self, member: int, error: EngineError) -> bool:
         """After a failed request: ask whether the engine lives; if not, take it out of the pool. True if it is out."""
@@ -53,7 +56,9 @@ class _Running:
 class Flight:
     """Sends requests to the least loaded engine and hands out answers as they come. Use from one thread.
 
-    Requests of an engine that dies are sent to another one from their beginning; ``poll`` says so by ``moved``.
+    An engine is sent its requests together, and asked for answers, not for each of them: Ray's calls would otherwise be
+    a part of a short step. Requests of an engine that dies are sent to another one from their beginning;
+    ``poll`` says so by ``moved``.
 
     Args:
         pool: may be shared with other flights.
@@ -66,8 +71,10 @@ class Flight:
     def __init__(self, pool: EnginePool, silence_s: float) -> None:
         self._pool = pool
         self._silence_s = silence_s
+        self._name = uuid.uuid4().hex
         self._queue: deque[GenerationRequest] = deque()
-        self._running: dict[Any, _Running] = {}
+        self._running: dict[str, _Running] = {}
+        self._asked: dict[Any, int] = {}  # which member each reference is of
         self._unwanted: set[str] = set()
         self._last_answer = time.monotonic()
         self.moved: list[str] = []
@@ -77,7 +84,7 @@ class Flight:
         return len(self._queue) + len(self._running)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; it is sent by the next ``poll``."""
+        """Queue a request, of an id that no other one on its way has; it is sent by the next ``poll``."""
         if not self._running:
             self._last_answer = time.monotonic()
         self._queue.append(request)
@@ -92,56 +99,75 @@ class Flight:
         self._send()
         if not self._running:
             return []
-        references = list(self._running)
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=min(_TOGETHER_S, timeout_s))
-        if not ready:
-            ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
-        answers = [answer for reference in ready if (answer := self._settle(reference)) is not None]
+        ready = self._pool.wait(list(self._asked), timeout_s)
+        answers = [answer for reference in ready for answer in self._settle(reference)]
         self._bound_silence(bool(ready))
         return answers
 
     def abort(self, request_ids: Collection[str]) -> None:
         """End these requests; they are never answered."""
         self._queue = deque(request for request in self._queue if request.request_id not in request_ids)
-        for running in self._running.values():
-            if running.request.request_id in request_ids:
-                self._unwanted.add(running.request.request_id)
-                self._pool.abort(running.member, running.request.request_id)
+        for request_id, running in self._running.items():
+            if request_id in request_ids:
+                self._unwanted.add(request_id)
+                self._pool.abort(running.member, request_id)
 
     def _send(self) -> None:
-        while self._queue:
-            request = self._queue[0]
-            tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
-            member = self._pool.acquire(tokens)
-            if member is None:
-                return
-            self._queue.popleft()
-            self._running[self._pool.send(member, request)] = _Running(request, member, tokens)
-
-    def _settle(self, reference: Any) -> tuple[GenerationRequest, list[Generation]] | None:
-        running = self._running.pop(reference, None)
-        if running is None:  # its engine was lost a moment ago
-            return None
-        self._pool.release(running.member, running.tokens)
+        sent: dict[int, list[GenerationRequest]] = {}
         try:
-            generations = self._pool.answer(running.member, reference)
-        except EngineError as error:
-            if running.request.request_id in self._unwanted:
-                self._unwanted.discard(running.request.request_id)
-                return None
-            if not self._pool.lose(running.member, error):
-                raise
-            self._move(running)
-            return None
-        if running.request.request_id in self._unwanted:
-            self._unwanted.discard(running.request.request_id)
-            return None
-        return running.request, generations
+            while self._queue and (member := self._acquire(self._queue[0])) is not None:
+                sent.setdefault(member, []).append(self._queue.popleft())
+        finally:  # also where there is no engine for the next one
+            for member, requests in sent.items():
+                self._pool.send(member, self._name, requests)
+        for member in {running.member for running in self._running.values()} - set(self._asked.values()):
+            self._asked[self._pool.ask(member, self._name)] = member
 
-    def _move(self, failed: _Running) -> None:
-        """Back to the head of the queue, together with everything else that the lost engine had."""
-        others = [reference for reference, running in self._running.items() if running.member == failed.member]
-        lost = [failed, *(self._running.pop(reference) for reference in others)]
+    def _acquire(self, request: GenerationRequest) -> int | None:
+        tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+        member = self._pool.acquire(tokens)
+        if member is not None:
+            self._running[request.request_id] = _Running(request, member, tokens)
+        return member
+
+    def _settle(self, reference: Any) -> list[tuple[GenerationRequest, list[Generation]]]:
+        """What a member has answered; where that is an error, and the member is lost, all that it had is moved."""
+        member = self._asked.pop(reference)
+        try:
+            answers = self._pool.answers(member, reference)
+        except EngineError as death:
+            self._lose(member, [], death)
+            return []
+        ended = [(self._end(answer.request_id), answer) for answer in answers]
+        failed = [running for running, answer in ended if running and answer.error]
+        error = next((answer.error for running, answer in ended if running and answer.error), None)
+        if error is not None and not isinstance(error, EngineError):
+            raise error
+        if error is not None:
+            self._lose(member, failed, error)
+        return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
+
+    def _end(self, request_id: str) -> _Running | None:
+        """A request that has been answered; none if nobody wants the answer."""
+        running = self._running.pop(request_id)
+        self._pool.release(running.member, running.tokens)
+        if request_id in self._unwanted:
+            self._unwanted.discard(request_id)
+            return None
+        return running
+
+    def _lose(self, member: int, failed: Sequence[_Running], error: EngineError) -> None:
+        """Back to the head of the queue with what ``failed``, and everything else that the member had.
+
+        Raises:
+            EngineError: ``error``, if the member is not lost.
+        """
+        if not self._pool.lose(member, error):
+            raise error
+        others = [running for running in self._running.values() if running.member == member]
+        for running in others:
+            del self._running[running.request.request_id]
+        lost = [*failed, *others]
         wanted = [running.request for running in lost if running.request.request_id not in self._unwanted]
         self._unwanted -= {running.request.request_id for running in lost}
         self._queue.extendleft(reversed(wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
@@ -15,9 +15,10 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, Generation, GenerationRequest, UpdateReceipt
 from slime_like.interrupts import raise_if_interrupted
-from slime_like.orchestration.calls import gather, one
+from slime_like.orchestration.calls import gather, located, one
 from slime_like.orchestration.engine_actor import EngineActor
 from slime_like.orchestration.flight import Flight, NoEngineLeft
+from slime_like.orchestration.mailbox import Answer
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.worker_registry import WorkerRegistry
 
@@ -25,6 +26,8 @@ from slime_like.orchestration.worker_registry import WorkerRegistry
 _POLL_S = 5.0
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
+# For an answer that is there.
+_READY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +106,29 @@ class RolloutManager:
         with self._lock:
             self._registry.release(member, tokens)
 
-    def send(self, member: int, request: GenerationRequest) -> Any:
+    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
         """See ``EnginePool``."""
-        return self._members[member].actor.generate.remote(request)
+        self._members[member].actor.submit.remote(flight, requests)
 
-    def answer(self, member: int, reference: Any) -> list[Generation]:
+    def ask(self, member: int, flight: str) -> Any:
         """See ``EnginePool``."""
-        timeout = self._config.rollout.request_timeout_s
-        answer: list[Generation] = one(
-            reference, self.describe(member), phase="generating", timeout_s=timeout, error=EngineError
-        )
-        return answer
+        return self._members[member].actor.answers.remote(flight)
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """See ``EnginePool``."""
+        ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+        return list(ready)
+
+    def answers(self, member: int, reference: Any) -> list[Answer]:
+        """See ``EnginePool``."""
+        name, phase = self.describe(member), "generating"
+        found: list[Answer] = one(reference, name, phase=phase, timeout_s=_READY_TIMEOUT_S, error=EngineError)
+        return [
+            answer if answer.error is None else replace(answer, error=located(answer.error, name, phase))
+            for answer in found
+        ]
 
     def lose(self, member: int, error: EngineError) -> bool:
         """See ``EnginePool``. Where no restart is left, a dead engine is not lost: its error ends the run."""
