@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs of each system, in turns (default: %(default)s); a drift hits both"
     )
-    parser.add_argument("--engine", default="vllm", help="our inference engine (default: %(default)s)")
+    parser.add_argument("--engine", default="transformers", help="our inference engine (default: %(default)s)")
     parser.add_argument(
         "--processes",
         type=int,

@@ -41,7 +41,7 @@ class Workload:
     prompts_per_step: int = NUM_PROMPTS
     samples_per_prompt: int = SAMPLES_PER_PROMPT
     seed: int = 0
-    engine: str = "vllm"
+    engine: str = "transformers"
     processes: int = 1
 
     @property
