@@ -70,10 +70,11 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert resolved.steps == 20 and resolved.algorithm.loss == "sft"
 
 
+STREAM = ["--rollout.stream", "true", "--algorithm.minibatches", "1"]
 AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
 
 
-@pytest.mark.parametrize("flags", [[], AHEAD, ["--rollout.stream", "true"]], ids=["in-turn", "ahead", "stream"])
+@pytest.mark.parametrize("flags", [[], AHEAD, STREAM], ids=["in-turn", "ahead", "stream"])
 def test_nothing_comes_of_weights_whose_probe_fails(tiny: Tiny, tmp_path: Path, flags: list[str]) -> None:
     """No real difference is below such a bound. Without an evaluation, whose samples would be the first."""
     run_dir = tmp_path / "run"
