@@ -69,10 +69,19 @@ def is_group_reward(function: RewardCallable) -> bool:
 
 def check_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the function takes exactly these options besides prompt, response and answer."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind("", "", "", **options)
+        signature.bind_partial("", "", "")
     except TypeError as error:
-        takes = [str(p) for p in list(inspect.signature(function).parameters.values())[3:]]
+        given = "prompt, responses and answer" if is_group_reward(function) else "prompt, response and answer"
+        raise ValueError(
+            f"reward function {name!r} takes {signature}, but is called with {given} before its options; give it these "
+            "three parameters first"
+        ) from error
+    try:
+        signature.bind("", "", "", **options)
+    except TypeError as error:
+        takes = [str(p) for p in list(signature.parameters.values())[3:]]
         raise ValueError(
             f"options of reward function {name!r}: {error}; it takes {', '.join(takes) or 'none'}"
         ) from error

@@ -120,6 +120,6 @@ def test_our_command_runs_the_workload(tmp_path: Path) -> None:
     assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
     assert (config.rollout.max_new_tokens, config.rollout.temperature, config.steps) == (64, 1.0, 20)
     assert (config.algorithm.epochs, config.algorithm.minibatches, config.algorithm.kl_coef) == (1, 1, 0.0)
-    assert (config.rollout.engine, config.rollout.num_engines, config.trainer.parallel.data) == ("vllm", 2, 2)
+    assert (config.rollout.engine, config.rollout.num_engines, config.trainer.parallel.data) == ("transformers", 2, 2)
     assert config.model.dtype == "float32" and not config.data.shuffle
     assert config.reward.functions[0].name == "length" and config.reward.functions[0].options["limit"] == 0

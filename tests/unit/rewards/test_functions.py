@@ -9,6 +9,7 @@ from slime_like.rewards.math_answer import math_verify
 from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
 from slime_like.rewards.response_format import response_format
 from slime_like.rewards.response_length import response_length
+from slime_like.rewards.result import RewardResult
 
 # ground truth, response
 RIGHT = [
@@ -139,3 +140,14 @@ def test_a_majority_may_have_to_be_large() -> None:
     assert [r.reward for r in majority("", responses, "", min_share=0.5)] == [1, 1, 0, 0]
     assert [r.reward for r in majority("", responses, "", min_share=0.6)] == [0, 0, 0, 0]
     assert [r.reward for r in majority("", ["Yes", " yes ", "no"], "", require_answer=False)] == [1, 1, 0]
+
+
+def test_a_function_of_other_parameters_is_told_what_it_is_called_with() -> None:
+    def two(prompt: str, response: str) -> RewardResult:
+        raise AssertionError
+
+    with pytest.raises(
+        ValueError, match=r"'mine:two' takes \(prompt.*\).*called with prompt, response and answer"
+    ) as error:
+        check_options("mine:two", two, {})  # type: ignore[arg-type]
+    assert "give it these three parameters first" in str(error.value)
