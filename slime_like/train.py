@@ -40,8 +40,6 @@ def train(config: RunConfig) -> TrainSummary:
             recorder.record(step, trained, synced, clock.finish())
             if recorder.evaluate_and_save(step):
                 clock.finish()  # neither belongs to a step
-        if session.rollout:
-            session.rollout.sync.settle()
         return recorder.finish(wall_s=time.monotonic() - started)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import sys
 import time
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from slime_like.weights.transports.registry import open_sender
 
 _REPEATS = 7
 _PROBE_TOKENS = 32
-_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 16, 64, 8
 _NAME = "shared_memory"
 _ENGINES = ("transformers", "vllm", "sglang")
 
@@ -42,11 +40,10 @@ class Row:
     """Medians over the updates after the first.
 
     Attributes:
-        seconds: the update.
+        seconds: the update, without the probe.
         send_hash_s, receive_hash_s: spent hashing by sender and engine, at the same time and partly behind other work.
         exposed_s: of that, what lengthened the update, at most.
-        probe_s: the engine's part of the probe, asked by itself.
-        added_s: by how much longer the first responses take beside the probe, as in a run.
+        probe_s: the engine's part of the probe.
     """
 
     name: str
@@ -56,17 +53,11 @@ class Row:
     receive_hash_s: float
     exposed_s: float
     probe_s: float
-    added_s: float
 
     @property
-    def sync_share(self) -> float:
-        """Percent of the sync that verification is, at most."""
-        return 100 * self.exposed_s / self.seconds
-
-    @property
-    def whole_share(self) -> float:
-        """The same with what the probe adds to the first responses on both sides."""
-        return 100 * (self.exposed_s + self.added_s) / (self.seconds + self.added_s)
+    def verify_share(self) -> float:
+        """Percent of update and probe together, at most."""
+        return 100 * (self.exposed_s + self.probe_s) / (self.seconds + self.probe_s)
 
 
 def measure(scratch: Path) -> list[Row]:
@@ -112,13 +103,13 @@ async def _measure_engine(name: str, engine: RolloutEngine, weights: dict[str, T
         sender.close()
         await engine.stop()
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    *figures, alone, beside = (median(update[index] for update in updates) for index in range(7))
-    return Row(name, nbytes, *figures, max(0.0, beside - alone))
+    return Row(name, nbytes, *(median(update[index] for update in updates) for index in range(5)))
 
 
-async def _update(engine: RolloutEngine, sender: Sender, weights: dict[str, Tensor], version: int) -> tuple[float, ...]:
-    """Seconds of the update, of hashing by sender and engine, of what of that was exposed, of the probe, and of first
-    responses without and with the probe before them."""
+async def _update(
+    engine: RolloutEngine, sender: Sender, weights: dict[str, Tensor], version: int
+) -> tuple[float, float, float, float, float]:
+    """Seconds of the update, of hashing by sender and engine, of what of that was exposed, and of the probe."""
     started = time.perf_counter()
     await engine.begin_update(version)
     rounds: list[Round] = []
@@ -136,40 +127,17 @@ async def _update(engine: RolloutEngine, sender: Sender, weights: dict[str, Tens
             loading, previous = asyncio.create_task(engine.update(metadata)), metadata
     receipt = await engine.finish_update(version)
     updated = time.perf_counter()
-    await _answered(engine, _probe(f"alone-{version}"))
+    await _probe(engine, version)
     probe_s = time.perf_counter() - updated
     send_hash_s = sum(each.send_hash_s for each in rounds)
-    hashing = (send_hash_s, receipt.hash_s, exposed_seconds(rounds, receipt.hash_s))
-    without = await _answered(engine, _prompts(f"without-{version}"))
-    beside = await _answered(engine, [*_probe(f"beside-{version}"), *_prompts(f"with-{version}")])
-    return updated - started, *hashing, probe_s, without, beside
+    return updated - started, send_hash_s, receipt.hash_s, exposed_seconds(rounds, receipt.hash_s), probe_s
 
 
-async def _answered(engine: RolloutEngine, requests: list[GenerationRequest]) -> float:
-    """Seconds until the last one is."""
-    started = time.perf_counter()
-    await asyncio.gather(*(engine.generate(request) for request in requests))
-    return time.perf_counter() - started
-
-
-def _probe(name: str) -> list[GenerationRequest]:
+async def _probe(engine: RolloutEngine, version: int) -> None:
     sampling: Any = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
-    return [
-        GenerationRequest(
-            f"{name}-probe-{index}", _tokens(f"probe {index}", _PROBE_TOKENS), sampling, prompt_logprobs=True
-        )
-        for index in range(2)
+    prompts = [[(7919 * (index + 1) * place) % VOCAB for place in range(_PROBE_TOKENS)] for index in range(2)]
+    requests = [
+        GenerationRequest(f"p{version}-{index}", tokens, sampling, prompt_logprobs=True)
+        for index, tokens in enumerate(prompts)
     ]
-
-
-def _prompts(name: str) -> list[GenerationRequest]:
-    """What nobody has asked before: engines remember prefixes."""
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=_NEW_TOKENS, stop_token_ids=())
-    return [
-        GenerationRequest(f"{name}-{index}", _tokens(f"{name} {index}", _PROMPT_TOKENS), sampling, seed=index)
-        for index in range(_PROMPTS)
-    ]
-
-
-def _tokens(name: str, count: int) -> list[int]:
-    return random.Random(name).choices(range(VOCAB), k=count)
+    await asyncio.gather(*(engine.generate(request) for request in requests))

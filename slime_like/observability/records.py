@@ -120,7 +120,7 @@ class StepRecord:
         reference: ``None`` when no reference is in use.
         replay_buffer_size: trajectories that wait for training.
         weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
-        probe_gap: largest engine-to-trainer logprob gap of the last probe that was answered; ``None`` without one.
+        probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
         sync: the weight sync after the step; ``None`` without one.
         memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
         trainers_busy_s: seconds that trainer ranks worked on samples that were streamed to them, also while others were

@@ -20,7 +20,6 @@ from slime_like.orchestration.engine_actor import EngineActor
 from slime_like.orchestration.flight import Flight, NoEngineLeft
 from slime_like.orchestration.mailbox import Answer
 from slime_like.orchestration.placement import Placement
-from slime_like.orchestration.verdict import Verdict
 from slime_like.orchestration.worker_registry import WorkerRegistry
 
 # Longest silence between looks at the engines' health while requests run.
@@ -51,7 +50,6 @@ class RolloutManager:
         self._registry = WorkerRegistry(config.rollout.max_concurrent_requests)
         self._members: dict[int, _Member] = {}  # also those that have left; the registry knows who is in
         self._dead: dict[int, EngineError] = {}
-        self._verdicts: dict[int, Verdict] = {}  # by engine
         self._restarts = 0
         self._restarted: list[int] = []
         self._numbers = itertools.count()
@@ -124,10 +122,7 @@ class RolloutManager:
         return list(ready)
 
     def answers(self, member: int, reference: Any) -> list[Answer]:
-        """See ``EnginePool``. Of weights whose probe failed there are none: WeightSyncError."""
-        verdict = self._verdicts.get(self._members[member].index)
-        if verdict is not None:
-            verdict.settle()
+        """See ``EnginePool``."""
         name, phase = self.describe(member), "generating"
         found: list[Answer] = one(reference, name, phase=phase, timeout_s=_READY_TIMEOUT_S, error=EngineError)
         return [
@@ -146,7 +141,6 @@ class RolloutManager:
         with self._lock:
             if member in self._registry.workers:  # another thread may have been faster
                 self._registry.leave(member)
-                self._verdicts.pop(known.index, None)
                 self._dead[known.index] = error
         return True
 
@@ -238,44 +232,20 @@ class RolloutManager:
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return self._call("finish_update", version, phase="finishing a weight update")
 
-    def ask_each(self, requests: Sequence[GenerationRequest]) -> list[tuple[str, Callable[[], list[Generation]]]]:
+    def ask_each(self, requests: Sequence[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
         """The same one-sample requests to every engine, past the registry.
 
         Returns:
-            At once, of every engine its name and what waits for its answers, in the order of the requests.
+            At once, what waits for the answers: for each request, every engine's.
         """
-        return [(self._name(index), self._asked(index, requests)) for index in range(len(self._engines))]
+        phase, timeout = "answering the weight-sync probe", self._config.sync.timeout_s
+        asked = [[engine.generate.remote(request) for engine in self._engines] for request in requests]
 
-    def _asked(self, index: int, requests: Sequence[GenerationRequest]) -> Callable[[], list[Generation]]:
-        references = [self._engines[index].generate.remote(request) for request in requests]
-        names, phase = [self._name(index)] * len(references), "answering the weight-sync probe"
-
-        def answered() -> list[Generation]:
-            answers = gather(references, names, phase=phase, timeout_s=self._config.sync.timeout_s, error=EngineError)
-            return [generations[0] for generations in answers]
+        def answered() -> list[list[Generation]]:
+            answers = [self._gather(references, phase=phase, timeout_s=timeout) for references in asked]
+            return [[generations[0] for generations in each] for each in answers]
 
         return answered
-
-    def expect(self, verdicts: Sequence[Verdict]) -> None:
-        """One of each engine: nobody is given what it samples before its own is settled, and sound."""
-        with self._lock:
-            self._verdicts = dict(enumerate(verdicts))
-
-    def settle(self) -> float | None:
-        """Wait for every verdict; gives the largest difference, if there is any. Who died before it leaves the pool."""
-        gaps = []
-        for index, verdict in list(self._verdicts.items()):
-            try:
-                gaps.append(verdict.settle())
-            except EngineError as error:
-                if not self._lose_engine(index, error):
-                    raise
-        return max(gaps, default=None)
-
-    def _lose_engine(self, index: int, error: EngineError) -> bool:
-        with self._lock:
-            member = next((m for m in self._registry.workers if self._members[m].index == index), None)
-        return member is None or self.lose(member, error)
 
     # -------------------------------------------------------------------------------------------------------- turns
     def sleep(self) -> None:

@@ -151,7 +151,7 @@ class StepRecorder:
                 rollout=self._rollout(trajectories, step, times),
                 reference=trained.reference or self._reference(times),
                 weight_gather_s=sync.gather_s if sync else None,
-                probe_gap=self._session.rollout.sync.probe_gap if self._session.rollout else None,
+                probe_gap=sync.probe_gap if sync else None,
                 sync=sync.record() if sync else None,
                 replay_buffer_size=self._queues()[1],
                 memory=self._memory,

@@ -206,7 +206,7 @@ class TrainerGroup:
         references = self._start("probe", [(sequences,)] * len(self._ranks))
 
         def answer() -> np.ndarray:
-            answers = self._answers(references, "scoring the weight-sync probe")  # whichever thread asks
+            answers = self._gather(references, phase="scoring the weight-sync probe")
             return next(logprobs for logprobs in answers if logprobs is not None)
 
         return answer
@@ -313,10 +313,7 @@ class TrainerGroup:
     def _gather(self, references: Sequence[Any], *, phase: str, timeout_s: float | None = None) -> list[Any]:
         loading, self._loading = self._loading, []
         if loading:
-            self._answers(loading, "receiving a batch")
-        return self._answers(references, phase, timeout_s)
-
-    def _answers(self, references: Sequence[Any], phase: str, timeout_s: float | None = None) -> list[Any]:
+            self._gather(loading, phase="receiving a batch")
         names = [self._name(rank) for rank in range(len(references))]
         bound = timeout_s or self._config.trainer.step_timeout_s
         return gather(references, names, phase=phase, timeout_s=bound, error=TrainerError)

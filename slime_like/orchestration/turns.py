@@ -51,7 +51,6 @@ class SharedDevices:
     def training(self) -> None:
         if self._turn == "trainers":
             return
-        self._engines.settle()  # the last sync's probe may still be on its way through them
         self._engines.sleep()
         self._trainers.onload()
         self._turn = "trainers"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,12 @@ import numpy as np
 from slime_like.config import RunConfig
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, SamplingParams, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.orchestration.turns import Turns
-from slime_like.orchestration.verdict import Verdict
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.exposure import Round, exposed_seconds
 from slime_like.weights.probe_gap import ProbeGap
@@ -40,10 +38,10 @@ class SyncReport:
         changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
         seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        verify_s: by how much verification lengthened it, at most: what of the hashing on both sides was not hidden
-            behind other work (``slime_like.weights.exposure``), and the wait for the probe of the sync before, if it
-            was still unanswered. This one's is answered beside the first responses.
-        is_verified: if there is a probe.
+        verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
+            trainers' part and of the hashing on both sides was not hidden behind other work
+            (``slime_like.weights.exposure``).
+        probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
         restarted: engines that had died and were started anew for it, one sentence each.
     """
 
@@ -56,7 +54,7 @@ class SyncReport:
     seconds: float
     gather_s: float
     verify_s: float
-    is_verified: bool
+    probe_gap: float | None
     restarted: list[str]
 
     def record(self) -> SyncRecord:
@@ -75,7 +73,7 @@ class SyncReport:
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
             sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
-        verified = f"at most {share:.0f} % of it verification" if self.is_verified else "not verified"
+        verified = f"at most {share:.0f} % of it verification" if self.probe_gap is not None else "not verified"
         return f"weight sync: {sent} in {self.seconds:.2f} s, {verified}"
 
 
@@ -106,11 +104,7 @@ class _Sent:
 
 
 class WeightSync:
-    """Moves the policy's weights; one object for the run.
-
-    Attributes:
-        probe_gap: largest engine-to-trainer logprob difference of the last probe that was answered; ``None`` without.
-    """
+    """Moves the policy's weights; one object for the run."""
 
     def __init__(
         self,
@@ -129,10 +123,7 @@ class WeightSync:
         self._probe = probe_sequences(config)
         self._transport = transport_of(config, placement)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
-        # Then nobody else waits for answers: trainers and engines take turns.
-        self._shares_devices = config.cluster.placement == "colocated"
         self._connected = False
-        self.probe_gap: float | None = None
 
     def connect(self) -> None:
         """Open the transport on both sides, anew if it was open. Engines that have been restarted join by this, too."""
@@ -145,14 +136,9 @@ class WeightSync:
 
         After a sync that failed, engines sample nothing until one succeeds, and that one sends everything.
 
-        What engines sample by these weights is given to nobody before their probe is answered (``RolloutManager``).
-
         Raises:
-            WeightSyncError: a tensor's bytes arrived changed, or logprobs after the last sync were not the trainer's.
+            WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
-        started = time.perf_counter()
-        self.settle()
-        settled_s = time.perf_counter() - started
         self._turns.begin_sync()
         told: list[str] = []
         while True:
@@ -161,7 +147,7 @@ class WeightSync:
                 self._connected = False
                 told += restarted
             try:
-                report = self._send(version, told, settled_s)
+                report = self._send(version, told)
             except (EngineError, WeightSyncError) as error:
                 # Over a network an engine's death shows at the sender and at other engines, too, perhaps first.
                 if not self._engines.lose_dead(EngineError(str(error))):
@@ -170,23 +156,12 @@ class WeightSync:
             self._engines.admit()
             return report
 
-    def settle(self) -> None:
-        """Wait for the probe of the last sync.
-
-        Raises:
-            WeightSyncError: an engine's logprobs are not the trainer's.
-        """
-        gap = self._engines.settle()
-        self.probe_gap = self.probe_gap if gap is None else gap
-
-    def _send(self, version: int, restarted: list[str], settled_s: float) -> SyncReport:
+    def _send(self, version: int, restarted: list[str]) -> SyncReport:
         started = time.perf_counter()
         sent, receipts = self._transfer_or_resend(version)
         self._turns.end_sync()  # trainers that leave the device score the probe before: they work in order
-        for engine, receipt in enumerate(receipts if self._config.sync.verify else ()):
-            compare_checksums(sent.checksums, receipt, engine)
-        if self._shares_devices:
-            self._ask(version, sent)
+        verifying = time.perf_counter()
+        gap = None if sent.expected is None else self._verify(version, sent, receipts, sent.expected)
         finished = time.perf_counter()
         hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
         return SyncReport(
@@ -196,10 +171,10 @@ class WeightSync:
             wire_nbytes=sent.wire_nbytes,
             num_tensors=len(sent.checksums),
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
-            seconds=settled_s + finished - started,
+            seconds=finished - started,
             gather_s=sent.gather_s,
-            verify_s=settled_s + hashing_s,
-            is_verified=sent.expected is not None,
+            verify_s=hashing_s + (0.0 if gap is None else finished - verifying),
+            probe_gap=gap,
             restarted=restarted,
         )
 
@@ -219,8 +194,6 @@ class WeightSync:
         first = self._trainers.start_export()
         self._engines.begin_update(version)
         sent = self._stream(first)
-        if not self._shares_devices:
-            self._ask(version, sent)  # engines answer when they have finished, before anything that waits there, too
         receipts = self._engines.finish_update(version)
         self._connected = True
         return sent, receipts
@@ -253,28 +226,31 @@ class WeightSync:
             loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
             loading = self._engines.start_update(buckets)
 
-    def _ask(self, version: int, sent: _Sent) -> None:
-        """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived.
+    def _verify(
+        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Callable[[], np.ndarray]
+    ) -> float:
+        for engine, receipt in enumerate(receipts):
+            compare_checksums(sent.checksums, receipt, engine)
+        return self._verify_probe(version, expected)
 
-        Engines that share their devices are asked when they have those again.
-        """
-        if (wanted := sent.expected) is None:
-            return
-        requests = [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
+    def _verify_probe(self, version: int, expected: Callable[[], np.ndarray]) -> float:
+        """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
-
-        def compare(served: np.ndarray, expected: np.ndarray) -> ProbeGap:
-            return ProbeGap.between(served, expected, dtype, bound)
-
-        def logprobs(engine: str, answered: Callable[[], list[Generation]]) -> np.ndarray:
-            return np.concatenate([_prompt_logprobs(generation, engine) for generation in answered()])
-
-        self._engines.expect(
-            [
-                Verdict(version, engine, partial(logprobs, engine, answered), wanted, compare)
-                for engine, answered in self._engines.ask_each(requests)
-            ]
+        answered = self._engines.ask_each(
+            [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
         )
+        wanted, answers = expected(), answered()
+        worst = 0.0
+        for engine in range(self._engines.num_engines):
+            got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
+            gap = ProbeGap.between(got, wanted, dtype, bound)
+            if not gap.is_sound:
+                raise WeightSyncError(
+                    f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's {gap}: "
+                    "it does not serve the weights it received; report this, with the engine's version and log"
+                )
+            worst = max(worst, gap.largest)
+        return worst
 
 
 def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int) -> None:
@@ -328,8 +304,8 @@ def _probe_request(version: int, index: int, tokens: list[int]) -> GenerationReq
     return GenerationRequest(f"probe-{version}-{index}", tokens, sampling, prompt_logprobs=True)
 
 
-def _prompt_logprobs(generation: Generation, engine: str) -> np.ndarray:
-    logprobs = generation.prompt_logprobs
+def _prompt_logprobs(generation: object, engine: int) -> np.ndarray:
+    logprobs = getattr(generation, "prompt_logprobs", None)
     if logprobs is None:
-        raise WeightSyncError(f"{engine} returned no prompt logprobs for the probe; its adapter must")
+        raise WeightSyncError(f"engine {engine} returned no prompt logprobs for the probe; its adapter must")
     return np.asarray(logprobs, dtype=np.float64)

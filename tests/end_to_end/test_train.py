@@ -68,18 +68,3 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert list((run_dir / "worker_logs").glob("worker-*.err")) and not (run_dir / "worker_logs").is_symlink()
     resolved = load_config(run_dir / "config.yaml", [])
     assert resolved.steps == 20 and resolved.algorithm.loss == "sft"
-
-
-STREAM = ["--rollout.stream", "true", "--algorithm.minibatches", "1"]
-AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
-
-
-@pytest.mark.parametrize("flags", [[], AHEAD, STREAM], ids=["in-turn", "ahead", "stream"])
-def test_nothing_comes_of_weights_whose_probe_fails(tiny: Tiny, tmp_path: Path, flags: list[str]) -> None:
-    """No real difference is below such a bound. Without an evaluation, whose samples would be the first."""
-    run_dir = tmp_path / "run"
-    flags = [*flags, "--rollout.engine", "transformers", "--sync.probe_tolerance", "1e-12", "--evaluation.files", "[]"]
-    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
-    assert finished.code == 1 and finished.left_behind == []
-    assert "weight sync to version 0: engine 0 (transformers)'s logprobs differ from the trainer's" in finished.stderr
-    assert steps_of(run_dir) == [] and not (run_dir / "hf").exists()

@@ -21,7 +21,6 @@ from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt, WeightBucket
 from slime_like.orchestration.turns import OwnDevices
-from slime_like.orchestration.verdict import Verdict
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transports.base import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
@@ -116,7 +115,6 @@ class LocalEngines:
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
         self._loop = loop
-        self._verdicts: list[Verdict] = []
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(call, 60))
@@ -147,16 +145,9 @@ class LocalEngines:
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return [self.run(self.engine.finish_update(version))]
 
-    def ask_each(self, requests: list[GenerationRequest]) -> list[tuple[str, Callable[[], list[Generation]]]]:
-        return [("engine 0", lambda: [self.run(self.engine.generate(request))[0] for request in requests])]
-
-    def expect(self, verdicts: list[Verdict]) -> None:
-        self._verdicts = verdicts
-
-    def settle(self) -> float | None:
-        """Once: a run would be over where it is not sound."""
-        verdicts, self._verdicts = self._verdicts, []
-        return max((verdict.settle() for verdict in verdicts), default=None)
+    def ask_each(self, requests: list[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
+        answers = [[self.run(self.engine.generate(request))[0]] for request in requests]
+        return lambda: answers
 
 
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:

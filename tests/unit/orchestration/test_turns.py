@@ -15,7 +15,6 @@ class Device:
 
     def __init__(self) -> None:
         self.there = {"trainer weights", "trainer state"}
-        self.settled = False
 
     # As a trainer group.
     def offload(self, keep_weights: bool = False) -> None:
@@ -25,12 +24,7 @@ class Device:
         self._come("trainer weights", "trainer state")
 
     # As a rollout manager.
-    def settle(self) -> None:
-        self.settled = True
-
     def sleep(self) -> None:
-        assert self.settled, "a probe may still be on its way"
-        self.settled = False
         self.there -= {"weights", "kv_cache"}
 
     def wake(self, parts: Sequence[str]) -> None:
