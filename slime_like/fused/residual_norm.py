@@ -6,9 +6,8 @@ import numpy as np
 from numba import float32, int64
 
 from slime_like.fused.compiling import kernel
+from slime_like.fused.rms_norm import BLOCK_ROWS
 
-_ROWS = 64
-"""Whose weight gradients are added up before they join the sum of all: rounding grows with how many, not with T."""
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MATRIX, _VECTOR, _INDEX = float32[:, ::1], float32[::1], int64[::1]
 
@@ -71,9 +70,9 @@ def backward(
     hidden = grad.shape[1]
     weight_grad[:] = _ZERO
     block = np.empty(hidden, np.float32)
-    for start in range(0, rows.shape[0], _ROWS):
+    for start in range(0, rows.shape[0], BLOCK_ROWS):
         block[:] = _ZERO
-        for r in range(start, min(start + _ROWS, rows.shape[0])):
+        for r in range(start, min(start + BLOCK_ROWS, rows.shape[0])):
             t, factor, projection = rows[r], rstd[r], _ZERO
             for h in range(hidden):
                 product = grad[r, h] * total[r, h] * factor

@@ -7,7 +7,7 @@ from numba import float32
 
 from slime_like.fused.compiling import kernel
 
-_ROWS = 64
+BLOCK_ROWS = 64
 """Whose weight gradients are added up before they join the sum of all: rounding grows with how many, not with T."""
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -53,9 +53,9 @@ def backward(
     tokens, hidden = x.shape
     weight_grad[:] = _ZERO
     block = np.empty(hidden, np.float32)
-    for start in range(0, tokens, _ROWS):
+    for start in range(0, tokens, BLOCK_ROWS):
         block[:] = _ZERO
-        for t in range(start, min(start + _ROWS, tokens)):
+        for t in range(start, min(start + BLOCK_ROWS, tokens)):
             r, projection = rstd[t], _ZERO
             for h in range(hidden):
                 product = grad[t, h] * x[t, h] * r

@@ -139,12 +139,12 @@ class Flight:
             self._lose(member, [], death)
             return []
         ended = [(self._end(answer.request_id), answer) for answer in answers]
-        failed = [running for running, answer in ended if running and answer.error]
-        error = next((answer.error for running, answer in ended if running and answer.error), None)
-        if error is not None and not isinstance(error, EngineError):
-            raise error
-        if error is not None:
-            self._lose(member, failed, error)
+        failed = [(running, answer.error) for running, answer in ended if running and answer.error]
+        if failed:
+            _, error = failed[0]
+            if not isinstance(error, EngineError):
+                raise error
+            self._lose(member, [running for running, _ in failed], error)
         return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
 
     def _end(self, request_id: str) -> _Running | None:
