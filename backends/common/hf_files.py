@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backends.common.agreement import listed
-from slime_like.config.weight_files import WeightFilesError, cut_off_tensors, weight_files
+from slime_like.config.weight_files import WeightFilesError, file_problem, weight_files
 from slime_like.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -57,11 +57,8 @@ class HfCheckpoint:
             reader = self._stack.enter_context(safe_open(file, framework="pt"))
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
-            lost = cut_off_tensors(file)
-            lacks = f"; it lacks {listed(lost)}" if lost else ""
-            raise CheckpointError(
-                f"{file}: damaged or cut off ({error}){lacks}; copy or download this file again"
-            ) from error
+            otherwise = f"{file} is damaged ({error}); copy or download it again"
+            raise CheckpointError(file_problem(file) or otherwise) from error
         twice = sorted(self._slices.keys() & set(names))
         if twice:
             raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")

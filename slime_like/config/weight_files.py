@@ -99,14 +99,15 @@ def _listed_files(index: Path) -> list[str]:
     return names
 
 
-def cut_off_tensors(file: Path) -> list[str]:
-    """Names of the tensors that are not whole in a file that is too short; none where its header cannot be read."""
+def file_problem(file: Path) -> str | None:
+    """What is wrong with one file, and its remedy, as far as its length and its header tell."""
     try:
-        size = file.stat().st_size
-        length, header = _read_header(file, size)
-        return _cut_off(header, size - _LENGTH_BYTES - length)
-    except (WeightFilesError, OSError):
-        return []
+        _header(file)
+    except WeightFilesError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error}; {_AGAIN}"
+    return None
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def _header(file: Path) -> dict[str, Any]:
         lost = _cut_off(header, there)
         lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
         raise WeightFilesError(
-            f"{file} has {size} bytes, but its header tells of {size - there + told}: it is cut off or damaged{lacks}; "
+            f"{file} has {size} bytes, but its header tells of {size - there + told}: it is "
+            f"{'cut off' if there < told else 'too long'} or damaged{lacks}; "
             f"{_AGAIN}"
         )
     return header

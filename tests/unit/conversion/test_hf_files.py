@@ -76,20 +76,31 @@ def test_other_tensors_are_listed(damage: Callable[[dict[str, Tensor]], None], m
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 50_000, -1])
 def test_a_file_that_is_cut_off_is_named_with_the_tensors_it_lacks(keep: int, tmp_path: Path) -> None:
-    """In its header, in its data, by one byte."""
+    """In its header, in its data, by one byte: in one sentence, whether weights are read or a run is checked."""
     make_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     last = max(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
     file.write_bytes(content[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or cut off") as caught:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors .*is cut off or .*; copy or download it") as caught:
         _require(tmp_path)
-    lacks = {-1: f"; it lacks {last}; copy", 50_000: "it lacks lm_head.weight, model.embed_tokens.weight, "}
-    assert lacks.get(keep, "copy or download") in str(caught.value)
     (problem,) = weight_file_problems(tmp_path, ModelDimensions.from_checkpoint(tmp_path))
     lacks = {-1: f", and lacks {last}; copy", 50_000: "and lacks lm_head.weight, model.embed_tokens.weight, "}
-    assert lacks.get(keep, "header does not fit") in problem
+    assert lacks.get(keep, f"header does not fit its {keep} bytes") in problem
+    assert str(caught.value) == problem
+
+
+def test_a_file_with_more_than_its_header_tells_of_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(bytes(3))
+    with pytest.raises(CheckpointError) as caught:
+        _require(tmp_path)
+    told = f"{file} has {size + 3} bytes, but its header tells of {size}: it is too long or damaged; copy or download"
+    assert str(caught.value).startswith(told)
 
 
 def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
