@@ -1,4 +1,4 @@
-"""What is said about a disk that refuses what a run has to write."""
+"""What is said about a disk that refuses what a run has to write, and about a file that lost bytes since."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ def refusal(path: Path, reason: str) -> str:
         f"{path}: could not be written ({reason}; {_room(path)}); free space there, and start again: the run goes on "
         "from its last checkpoint"
     )
+
+
+def length_fault(found: int, written: int) -> str | None:
+    """What is wrong with a file of ``found`` bytes of which ``written`` were written, behind its name."""
+    if found == written:
+        return None
+    if found > written:
+        return f"has {found} bytes, though {written} were written"
+    return f"is {'cut off' if found else 'empty'}: it has {found} of the {written} bytes that were written"
 
 
 def _room(path: Path) -> str:

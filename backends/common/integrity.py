@@ -9,6 +9,7 @@ protects from nobody who forges a checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,17 @@ from typing import IO, Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader
 
+from backends.common.agreement import listed
+from slime_like.config.converted import again
+from slime_like.disk import length_fault
 from slime_like.errors import CheckpointError
 
 CHECKSUMS_FILE = "checksums.json"
 """Written last: a checkpoint without it is not whole."""
 
 _READ_BYTES = 4 << 20
+_SHOWN = 2
+"""Tensors that a sentence names; the directory and the file stand in it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,9 @@ class Checksums:
         self._directory = directory
         self._files = dict(files)
         self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
+        self._lengths = {
+            file: max((piece.offset + piece.length for piece in own), default=0) for file, own in pieces.items()
+        }
 
     @classmethod
     def of_directory(
@@ -95,16 +104,17 @@ class Checksums:
         """
         path = directory / CHECKSUMS_FILE
         try:
-            outer = json.loads(path.read_bytes())
+            text = path.read_bytes()
+            if not text:
+                raise damaged(directory, f"{CHECKSUMS_FILE} is empty")
+            outer = json.loads(text)
             content = outer["content"]
             if outer["crc32"] != zlib.crc32(_text(content)):
                 raise ValueError("its own checksum differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
             return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{directory}: not a whole training checkpoint ({CHECKSUMS_FILE} is missing); use another one"
-            ) from error
+            raise not_whole(directory, f"{CHECKSUMS_FILE} is missing") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
 
@@ -132,11 +142,36 @@ class Checksums:
                         f"{self._directory}: was written by another trainer.backend, whose checkpoints have no {name}; "
                         "use the one that wrote it, or the Hugging Face model that its run exported"
                     ) from error
-                raise CheckpointError(
-                    f"{self._directory}: not a whole training checkpoint ({name} is missing); use another one"
-                ) from error
-            if found != self._files.get(name):
-                raise damaged(self._directory, f"{name} is not as it was written")
+                raise not_whole(self._directory, f"{name} is missing") from error
+            written = self._files.get(name)
+            if found != written:
+                fault = None if written is None else length_fault(found[0], written[0])
+                raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
+
+    def verify_lengths(self) -> None:
+        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not.
+
+        Raises:
+            CheckpointError: names the files that are missing, or the first of another length with its tensors.
+        """
+        missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
+        if missing:
+            raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
+        for name in sorted(self._lengths):
+            self._verify_length(name, (self._directory / name).stat().st_size)
+
+    def _verify_length(self, name: str, found: int) -> None:
+        fault = length_fault(found, self._lengths.get(name, found))
+        if fault is None:
+            return
+        # A tensor may lie in several pieces, whose names tell where they begin.
+        lost = dict.fromkeys(
+            piece.name.partition(" from [")[0]
+            for (file, offset), piece in sorted(self._pieces.items())
+            if file == name and offset + piece.length > found
+        )
+        lacks = f", and lacks {listed(list(lost), _SHOWN)}" if lost else ""
+        raise damaged(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
         """Compare ``length`` bytes at ``offset`` of the open data file ``name``.
@@ -147,23 +182,33 @@ class Checksums:
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
+        self._verify_length(name, file.seek(0, os.SEEK_END))
         if _crc32(file, offset, length) != piece.crc32:
-            raise damaged(
-                self._directory, f"{name}: bytes {offset} to {offset + length}, {piece.name}, are not as written"
-            )
+            raise self._differs(name, piece)
 
     def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
         """Compare bytes that were read at ``offset`` of the data file ``name``; raises as ``verify_piece``."""
         piece = self._pieces.get((name, offset))
-        if piece is None or piece.length != len(content) or zlib.crc32(content) != piece.crc32:
-            what = "" if piece is None else f", {piece.name},"
-            raise damaged(self._directory, f"{name}: {len(content)} bytes at {offset}{what} are not as written")
+        if piece is None:
+            raise damaged(self._directory, f"{name} holds no piece at byte {offset}")
+        if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
+            raise self._differs(name, piece)
+
+    def _differs(self, name: str, piece: Piece) -> CheckpointError:
+        end = piece.offset + piece.length
+        return damaged(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
 
 
 def damaged(directory: Path, reason: str) -> CheckpointError:
-    """The one sentence about a damaged checkpoint."""
+    """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
+    remedy = again(directory, "resume from an older checkpoint in RUN_DIR/checkpoints")
+    return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
+
+
+def not_whole(directory: Path, reason: str) -> CheckpointError:
+    """The one sentence about a checkpoint that lacks what is written last, or was never one."""
     return CheckpointError(
-        f"{directory}: is damaged ({reason}); resume from an older checkpoint in RUN_DIR/checkpoints"
+        f"{directory}: not a whole training checkpoint ({reason}); {again(directory, 'use another one')}"
     )
 
 

@@ -172,6 +172,14 @@ class StoredCheckpoint:
             )
         return cls(directory, checksums, common, metadata)
 
+    def require_whole(self) -> None:
+        """Refuse data files that are missing or of another length, whatever is read of them.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        self._checksums.verify_lengths()
+
     def require(self, state: dict[str, Tensor], kinds: set[str] | None = None) -> None:
         """Refuse a checkpoint that has not exactly the tensors of ``state``, of the given ``kinds`` (none: model and
         optimizer).

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from backends.common.agreement import listed, together
-from backends.common.integrity import Checksums, damaged
+from backends.common.integrity import Checksums, damaged, not_whole
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.verified_reading import PLAIN_FILES, verified_reading
 from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
@@ -180,9 +180,7 @@ def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except CheckpointingException as error:
-        raise CheckpointError(
-            f"{directory}: not a whole training checkpoint ({_brief(error)}); use another one"
-        ) from error
+        raise not_whole(directory, _brief(error)) from error
     except _UNREADABLE as error:
         raise damaged(directory, _brief(error)) from error
     if common.get("format") != FORMAT:

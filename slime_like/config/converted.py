@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_like.disk import length_fault
+
 WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
 """Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
+
+CONVERT_AGAIN = "convert the model again"
 
 _FORMAT, _WITHOUT_FILES = 2, 1
 _FILES, _OWN = "files", "crc32"
@@ -38,13 +42,18 @@ def is_converted(checkpoint: Path) -> bool:
     return own and not (checkpoint / "state.json").is_file()
 
 
+def again(weights: Path, otherwise: str) -> str:
+    """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
+    return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
+
+
 def converted_problem(checkpoint: Path) -> str | None:
     """Which of its small files are damaged or missing, as the end of a sentence with its remedy; ``None`` if none is.
 
     Checkpoints of the first format recorded nothing of them, and are taken as they are.
     """
     faults = ", ".join(_faults(checkpoint))
-    return f"is damaged ({faults}); put back what was written, or convert the model again" if faults else None
+    return f"is damaged ({faults}); put back what was written, or {CONVERT_AGAIN}" if faults else None
 
 
 def _faults(checkpoint: Path) -> Iterator[str]:
@@ -65,8 +74,9 @@ def _faults(checkpoint: Path) -> Iterator[str]:
         return
     for name, written in files:
         try:
-            if _whole_file(checkpoint / name) != written:
-                yield f"{name} is not as it was written"
+            found = _whole_file(checkpoint / name)
+            if found != written:
+                yield f"{name} {length_fault(found[0], written[0]) or 'is not as it was written'}"
         except FileNotFoundError:
             yield f"{name} is missing"
         except OSError as error:

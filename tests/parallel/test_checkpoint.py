@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from backends.megatron.checkpoint_writer import CheckpointWriter
+from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
@@ -292,7 +293,9 @@ DAMAGE: list[tuple[str, Callable[[bytes], bytes | None]]] = [
         for file in ("*.distcp", ".metadata", "common.pt", "metadata.json", "checksums.json")
         for place in (0.01, 0.5, 0.99)
     ),
-    (".metadata", lambda content: b""),
+    *((file, lambda content: b"") for file in ("*.distcp", ".metadata", "checksums.json")),
+    *((file, lambda content: content[:-1]) for file in ("*.distcp", "common.pt")),
+    *((file, lambda content: content + b"x") for file in ("*.distcp", "common.pt")),
     ("common.pt", lambda content: b"\x93abc" * 50),
     ("metadata.json", lambda content: b"{"),
     ("*.distcp", lambda content: None),
@@ -332,6 +335,10 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
         assert message == absent or message.startswith(f"{directory}: is damaged (")
         assert message == absent or message.endswith("); resume from an older checkpoint in RUN_DIR/checkpoints")
         assert name in message
+        written = (whole / name).stat().st_size
+        length = (directory / name).stat().st_size if (directory / name).exists() else written
+        if length != written and name != "checksums.json":
+            assert (f"{length} of the {written} bytes" if length < written else f"{length} bytes, though") in message
         assert len(message) < 400 and "\n" not in message
 
     for family, problem in (("qwen2", "decoder.layers.self_attention.linear_qkv"), ("qwen3", "q_layernorm")):
@@ -343,6 +350,16 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
+
+
+def test_what_was_cut_off_behind_the_weights_is_not_converted(saved_by: SavedBy, tmp_path: Path) -> None:
+    """A conversion reads no optimizer state, and refuses a file that has lost some of it all the same."""
+    saved = saved_by("single")
+    converter = MegatronConverter()
+    assert converter.open_checkpoint(saved.config, saved.checkpoint).tensors
+    name = _damaged_copy(saved.checkpoint, tmp_path / "cut", "*.distcp", lambda content: content[:-1])
+    with pytest.raises(CheckpointError, match=rf"is damaged \({name} is cut off: .*, and lacks \S+\); resume from an"):
+        converter.open_checkpoint(saved.config, tmp_path / "cut")
 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])

@@ -142,6 +142,7 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
     for number, (name, place, named) in enumerate(
         [
             (file, offset + 700, "optimizer.exp_avg_sq.model.norm.weight"),
+            (file, slice(-1, None), f"{file} is cut off: it has"),
             (".metadata", 20, ".metadata"),
             ("common.json", 5, "common.json"),
             ("checksums.json", None, "checksums.json is missing"),
@@ -153,7 +154,10 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
             (directory / name).unlink()
         else:
             content = bytearray((directory / name).read_bytes())
-            content[place] ^= 1
+            if isinstance(place, slice):
+                del content[place]
+            else:
+                content[place] ^= 1
             (directory / name).write_bytes(content)
         copies.append((directory, named))
     return copies
@@ -231,6 +235,16 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, lis
         _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def test_what_was_cut_off_is_not_converted(written: tuple[Path, str, list[Record]], tmp_path: Path) -> None:
+    """Nothing of it but names has been read by then."""
+    root, dtype, _ = written
+    shutil.copytree(root / "whole", tmp_path / "cut")
+    file = max((tmp_path / "cut").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"is damaged \({file.name} is cut off: .*, and lacks "):
+        FsdpConverter().open_checkpoint(_config(root / "model", root, {}, dtype), tmp_path / "cut")
 
 
 def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> tuple[list[str], Record]:

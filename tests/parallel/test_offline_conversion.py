@@ -453,20 +453,33 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_tensors(tmp_path: Pat
         assert all(message in str(caught.value) for message in messages), caught.value
 
 
-@pytest.mark.parametrize("fault", ["flipped", "cut off", "removed"])
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
+    "flipped": (_flipped, "FILE: bytes .*, are not as written"),
+    "cut off": (lambda content: content[: len(content) // 2], "FILE is cut off: it has .*, and lacks decoder.layers."),
+    "by one byte": (lambda content: content[:-1], "FILE is cut off: it has .*, and lacks decoder.layers."),
+    "empty": (lambda content: b"", "FILE is empty: it has 0 of the .*, and lacks decoder.layers."),
+    "longer": (lambda content: content + b"x", "FILE has .* bytes, though .* were written"),
+    "removed": (lambda content: None, "files that its index lists are missing: FILE"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
 def test_damaged_files_are_found(fault: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
     file = tmp_path / "meg" / "trainer" / "__1_1.distcp"
-    content = bytearray(file.read_bytes())
-    if fault == "removed":
-        file.unlink()
-    elif fault == "cut off":
-        file.write_bytes(content[: len(content) // 2])
-    else:
-        content[len(content) // 2] ^= 1
+    damage, sentence = DAMAGE[fault]
+    content = damage(file.read_bytes())
+    file.unlink()
+    if content is not None:
         file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is damaged .*__1_1\.distcp"):
+    reason = sentence.replace("FILE", r"__1_1\.distcp")
+    with pytest.raises(CheckpointError, match=rf"is damaged \({reason}.*\); convert the model again$"):
         _to_hf(tmp_path / "meg", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

@@ -66,6 +66,7 @@ def test_every_file_of_the_model_is_recorded(converted: Path) -> None:
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda meg: _flip(meg / "model" / "tokenizer.json", 1000), "model/tokenizer.json is not as it was written"),
     (lambda meg: (meg / "model" / "tokenizer.json").unlink(), "model/tokenizer.json is missing"),
+    (lambda meg: (meg / "model" / "tokenizer.json").write_bytes(b""), "model/tokenizer.json is empty: it has 0 of "),
     (lambda meg: (meg / "conversion.json").unlink(), "conversion.json is missing"),
 ]
 
@@ -85,9 +86,9 @@ def test_whoever_is_given_the_checkpoint_is_told(
     damage(converted)
     for command in commands:
         assert main(command) == 2
-        assert capsys.readouterr().err.startswith(f"slime-like: CHECKPOINT={converted} is damaged ({fault}); ")
+        assert capsys.readouterr().err.startswith(f"slime-like: CHECKPOINT={converted} is damaged ({fault}")
     [problem] = check(load_config(None, [*sound, "--model.weights", str(converted)]))
-    assert problem.startswith(f"model.weights={converted} is damaged ({fault}); ")
+    assert problem.startswith(f"model.weights={converted} is damaged ({fault}")
 
 
 def test_a_run_from_the_model_beside_the_weights_is_told(converted: Path, tmp_path: Path) -> None:

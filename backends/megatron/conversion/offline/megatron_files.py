@@ -124,6 +124,7 @@ class MegatronCheckpoint:
         self.directory = Path(directory)
         self._checksums = Checksums.read(self.directory)
         self._checksums.verify_plain_files(PLAIN_FILES)
+        self._checksums.verify_lengths()
         try:
             metadata = FileSystemReader(self.directory).read_metadata()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
@@ -135,7 +136,6 @@ class MegatronCheckpoint:
         }
         expected = {entry.key: entry for plan in plans for entry in plan.entries(plan.meta(torch.float32))}
         self._require(expected)
-        self._require_files({info.relative_path for info in metadata.storage_data.values()})
         self._stored = self._index(metadata, expected)
 
     def _require(self, expected: Mapping[str, ShardedTensor]) -> None:
@@ -166,11 +166,6 @@ class MegatronCheckpoint:
             if found[first:] != wanted[first:]:
                 wrong.append(f"{entry.key} is {list(found)}, not {list(wanted)}")
         return wrong
-
-    def _require_files(self, names: Iterable[str]) -> None:
-        missing = sorted(name for name in names if not (self.directory / name).is_file())
-        if missing:
-            raise damaged(self.directory, f"files that its index lists are missing: {listed(missing)}")
 
     def _index(
         self, metadata: Metadata, expected: Mapping[str, ShardedTensor]
