@@ -14,7 +14,7 @@ from slime_like.commands.arguments import given_path, has_flag, temporary_run_di
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.check import check_trainer
-from slime_like.config.converted import DESCRIPTION
+from slime_like.config.converted import DESCRIPTION, is_converted, training_checkpoint
 from slime_like.config.directories import directory_problem
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
@@ -193,6 +193,16 @@ def run(arguments: Sequence[str]) -> int:
 def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if has_flag(flags, "model.path"):
         raise ConfigError([f"--model.path: HF_DIR={options.hf_dir} is the model already; leave it out"])
+    checkpoint = training_checkpoint(options.hf_dir)
+    if checkpoint is not None:
+        whose = "what `slime-like convert to-megatron` wrote" if is_converted(checkpoint) else "a run's"
+        raise ConfigError(
+            [
+                f"HF_DIR={options.hf_dir} is a training checkpoint already ({whose}); train from it with "
+                f"--model.weights {checkpoint}, or make a Hugging Face directory of it: "
+                f"slime-like convert to-hf {checkpoint} OUT"
+            ]
+        )
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
     from slime_like.convert import to_megatron

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.commands.arguments import has_flag
-from slime_like.config.converted import MODEL, WEIGHTS, converted_problem, is_converted
+from slime_like.config.converted import MODEL, WEIGHTS, converted_problem, is_converted, training_checkpoint
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 
@@ -60,6 +60,9 @@ def _what_instead(checkpoint: Path) -> str:
         return "is no directory; give a Hugging Face directory or a run's checkpoints/step-N"
     if (checkpoint / "checkpoints").is_dir():
         return "is a run directory; give its hf/, or checkpoints/latest in it"
+    whole = training_checkpoint(checkpoint)
+    if whole is not None:
+        return f"is the {checkpoint.name}/ of a checkpoint; give {whole}"
     return (
         "is neither a Hugging Face directory (no config.json) nor a training checkpoint (no state.json beside "
         "trainer/); give one of these"

@@ -42,6 +42,17 @@ def is_converted(checkpoint: Path) -> bool:
     return own and not (checkpoint / "state.json").is_file()
 
 
+def training_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or whose ``trainer/`` it is: a converted one, or a run's checkpoints/step-N.
+
+    ``None`` of everything else, a Hugging Face directory for one.
+    """
+    own = path.parent if path.name == WEIGHTS else path
+    if (path / "config.json").is_file() or not (own / WEIGHTS).is_dir():
+        return None
+    return own if is_converted(own) or (own / "state.json").is_file() else None
+
+
 def again(weights: Path, otherwise: str) -> str:
     """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
     return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise

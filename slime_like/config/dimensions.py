@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import config_json
+from slime_like.config.converted import training_checkpoint
 from slime_like.config.latent_attention import LatentAttention
 from slime_like.errors import ConfigError
 
@@ -173,9 +174,7 @@ class ModelDimensions:
         """
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise ConfigError(
-                [f"model.path={directory}: no config.json there; give a Hugging Face checkpoint directory"]
-            )
+            raise ConfigError([f"model.path={directory}{_what_instead(Path(directory))}"])
         return cls._from_raw(config_json.read_object(path), path)
 
     @classmethod
@@ -244,3 +243,13 @@ def keeps_type(name: str) -> bool:
     Routers' biases do: rounded, they would choose other experts.
     """
     return name.endswith(".e_score_correction_bias")
+
+
+def _what_instead(directory: Path) -> str:
+    checkpoint = training_checkpoint(directory)
+    if checkpoint is None:
+        return ": no config.json there; give a Hugging Face checkpoint directory"
+    return (
+        f" is a training checkpoint already; give the Hugging Face directory that it was made from, and "
+        f"{checkpoint} as model.weights, or what `slime-like convert to-hf` makes of it"
+    )

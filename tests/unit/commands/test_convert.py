@@ -20,12 +20,14 @@ from tests.unit.config.checkpoint import write_checkpoint
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face directory without weights, something converted, something else."""
+    """A Hugging Face directory without weights, something converted, a run's checkpoint, something else."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model")
     write_checkpoint(tmp_path / "meg" / "model")
     (tmp_path / "meg" / "trainer").mkdir()
     (tmp_path / "meg" / "conversion.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "step-1" / "trainer").mkdir(parents=True)
+    (tmp_path / "step-1" / "state.json").write_text("{}")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep me")
     return tmp_path
@@ -45,6 +47,14 @@ REFUSED: list[tuple[list[str], str]] = [
     (["to-hf", "--max-shard-size", "1GB", "meg", "out"], "CHECKPOINT and OUT are missing; they come first"),
     (["check", "model"], "A and B are missing"),
     (["to-megatron", "nowhere", "out"], "nowhere is no directory"),
+    (
+        ["to-megatron", "meg", "out"],
+        "HF_DIR=meg is a training checkpoint already (what `slime-like convert to-megatron` wrote); train from it with "
+        "--model.weights meg, or make a Hugging Face directory of it: slime-like convert to-hf meg OUT",
+    ),
+    (["to-megatron", "meg/trainer", "out"], "HF_DIR=meg/trainer is a training checkpoint already (what `slime-like"),
+    (["to-megatron", "step-1", "out"], "HF_DIR=step-1 is a training checkpoint already (a run's); train from it with"),
+    (["to-megatron", "notes", "out"], "notes: no config.json there; give a Hugging Face"),
     (["to-megatron", "model", "notes"], "OUT=notes is not empty; give another directory, or --force to replace"),
     (["to-megatron", "model", "notes", "--force"], "OUT=notes is neither a converted checkpoint nor a model"),
     (["to-megatron", "model", "model", "--force"], "OUT=model holds what is to be converted; give another directory"),
@@ -57,6 +67,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["to-megatron", "model", "out", "--model.dtype", "float16"], "the type that is written is --dtype"),
     (["to-hf", "model", "out"], "CHECKPOINT=model is a Hugging Face directory already"),
     (["to-hf", "notes", "out"], "CHECKPOINT=notes is neither a Hugging Face directory"),
+    (["to-hf", "meg/trainer", "out"], "CHECKPOINT=meg/trainer is the trainer/ of a checkpoint; give meg"),
     (["check", "notes", "meg"], "CHECKPOINT=notes is neither a Hugging Face directory"),
 ]
 

@@ -21,6 +21,19 @@ def test_weights_of_another_backend_are_refused_by_name(tmp_path: Path) -> None:
         assert all(problem.startswith(f"model.weights={weights}") for problem in problems)
 
 
+def test_a_training_checkpoint_as_a_model_is_told_what_it_is(tmp_path: Path) -> None:
+    weights = tmp_path / "step-1"
+    (weights / "trainer").mkdir(parents=True)
+    (weights / "state.json").write_text("{}")
+    for path in (weights, weights / "trainer"):
+        (problem,) = check_trainer(RunConfig(run_dir=tmp_path, model={"path": path}))
+        assert problem.startswith(f"model.path={path} is a training checkpoint already; give the Hugging Face ")
+        assert f"{weights} as model.weights" in problem
+    (weights / "config.json").write_text("{}")
+    problems = check_trainer(RunConfig(run_dir=tmp_path, model={"path": weights}))
+    assert problems and not any("already" in problem for problem in problems)
+
+
 def test_a_checkpoint_that_does_not_say_who_wrote_it_is_believed(tmp_path: Path) -> None:
     for state in (None, "{", "[]", '{"step": 1}', '{"backend": 3}'):
         if state is not None:
