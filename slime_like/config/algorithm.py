@@ -108,11 +108,13 @@ class AlgorithmConfig(Section):
     def _fits_together(self) -> AlgorithmConfig:
         if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
             raise ValueError(
-                "kl_estimator=k1 has zero expected gradient as a loss; use k2, k3, or set kl_importance_weighted: true"
+                f"kl_estimator=k1 has zero expected gradient in a loss with kl_coef={self.kl_coef:g}; use k2, k3, or "
+                "set kl_importance_weighted: true"
             )
         if (self.reduction == "constant") != (self.constant_length is not None):
+            length = "none" if self.constant_length is None else self.constant_length
             raise ValueError(
-                f"reduction={self.reduction} and constant_length={self.constant_length} do not go together; "
+                f"reduction={self.reduction} and constant_length={length} do not go together; "
                 "constant_length is the divisor of reduction `constant`, and of no other"
             )
         if self.importance_low > self.importance_high:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from slime_like.config.fields import Field, all_fields, section_names
-from slime_like.config.problems import did_you_mean
+from slime_like.config.problems import FLAG, did_you_mean
 from slime_like.config.yaml_text import read_value
 
 
@@ -32,7 +32,7 @@ def read_flags(arguments: Sequence[str], data: dict[str, Any], origins: dict[str
             problems.append(f"--{name}: {path[0]} is one value where a section belongs; correct the configuration file")
         for key in [key for key in origins if key == field.name or key.startswith(f"{field.name}.")]:
             del origins[key]
-        origins[field.name] = "--"
+        origins[field.name] = FLAG
     return problems
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -11,7 +12,11 @@ from pydantic_core import ErrorDetails
 
 from slime_like.config.fields import all_fields, is_section, section_names, value_text
 
+FLAG = "--"
+"""What stands before a field that a flag set."""
+
 _LONGEST_VALUE = 80
+_NAMED = re.compile(r"([a-z_][\w.]*)=")
 
 
 def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> list[str]:
@@ -27,7 +32,7 @@ def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> li
         if detail["type"] == "too_short" and inside:
             continue  # pydantic counts the faulty items as absent
         name = ".".join(str(part) for part in location)
-        sentences.append(_origin(name, origins) + _sentence(name, detail))
+        sentences.append(_place(name, detail, origins) + _sentence(name, detail))
     return sentences
 
 
@@ -42,6 +47,20 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
         if candidates:
             return f"did you mean {'--' if flag else ''}{candidates[0]}?"
     return "remove it (slime-like train --help lists every field)"
+
+
+def _place(name: str, detail: ErrorDetails, origins: dict[str, str]) -> str:
+    """What to print before the sentence. Where it is about several fields of a section: where the first of them was
+    given that a flag gave, or else the first that the file has."""
+    if detail["type"] != "value_error" or not _is_section_value(detail["input"]):
+        return _origin(name, origins)
+    problem = str(detail["ctx"]["error"]).partition(";")[0]
+    named = [f"{name}.{field}" if name else field for field in _NAMED.findall(problem)]
+    given = [field for field in named if field in origins]
+    flag = next((field for field in given if origins[field] == FLAG), None)
+    if flag is not None:
+        return FLAG if flag == named[0] else f"{FLAG}{flag}: "
+    return _origin(given[0] if given else name, origins)
 
 
 def _origin(name: str, origins: dict[str, str]) -> str:
@@ -68,9 +87,13 @@ def _sentence(name: str, detail: ErrorDetails) -> str:
 
 def _validator_sentence(name: str, value: Any, text: str) -> str:
     """A validator of one field says what is wrong with it; one of a whole section begins with a field's name."""
-    if isinstance(value, dict | BaseModel):
+    if _is_section_value(value):
         return f"{name}.{text}" if name else text
     return f"{name}={_shown(value)} {text}"
+
+
+def _is_section_value(value: Any) -> bool:
+    return isinstance(value, dict | BaseModel)
 
 
 def _wrong(name: str, detail: ErrorDetails) -> str:

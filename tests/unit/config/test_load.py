@@ -180,6 +180,33 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("algorithm: {kl_estimator: k9}", [], "FILE:3: algorithm.kl_estimator=k9 is no choice; use one of: 'k1'"),
     ("algorithm: {kl_coef: 1, kl_estimator: k1}", [], "FILE:3: algorithm.kl_estimator=k1 has zero expected gradient"),
     (
+        "algorithm:\n  loss: gspo\n  reduction: constant",
+        [],
+        "FILE:5: algorithm.reduction=constant and constant_length=none do not go together; constant_length is",
+    ),
+    ("algorithm:\n  loss: gspo\n  constant_length: 8", [], "FILE:5: algorithm.reduction=tokens and constant_length=8"),
+    (
+        "algorithm: {loss: gspo}",
+        ["--algorithm.reduction", "constant"],
+        "--algorithm.reduction=constant and constant_length=none do not go together",
+    ),
+    (
+        "algorithm: {reduction: tokens}",
+        ["--algorithm.constant_length", "8"],
+        "--algorithm.constant_length: algorithm.reduction=tokens and constant_length=8 do not go together",
+    ),
+    (
+        "algorithm: {kl_estimator: k1}",
+        ["--algorithm.kl_coef", "0.5"],
+        "--algorithm.kl_coef: algorithm.kl_estimator=k1 has zero expected gradient in a loss with kl_coef=0.5; use k2",
+    ),
+    ("algorithm: {loss: gspo}", ["--algorithm.importance_low", "3"], "--algorithm.importance_low=3.0 is above"),
+    (
+        "algorithm: {importance_low: 1}",
+        ["--algorithm.importance_high", "0.5"],
+        "--algorithm.importance_high: algorithm.importance_low=1.0 is above importance_high=0.5; swap them",
+    ),
+    (
         "reward: {functions: [{name: a, wieght: 2}]}",
         [],
         "FILE:3: reward.functions.0.wieght is unknown; did you mean reward.functions.0.weight",
