@@ -98,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.search:
         found = search(config, wishes, options.top, _note)
         _write(options.output, {"layouts": [candidate.to_json() for candidate in found]})
-        print_candidates(found)
+        print_candidates(found, config.cluster.host_memory_gib is not None)
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(config, wishes, _note)
     _write(options.output, plan.to_json())

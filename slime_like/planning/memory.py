@@ -10,6 +10,8 @@ from slime_like.config.dimensions import ModelDimensions
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
+from slime_like.weights.transports.reach import use_delta
+from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,23 @@ def _scoring(config: RunConfig, memory: TrainerMemory) -> Iterator[Item]:
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))
 
 
+def _saved_on_host(memory: TrainerMemory) -> int:
+    """Main weights and both moments; gradients, the fourth part, are not saved."""
+    return 3 * memory.host_optimizer_bytes // 4
+
+
+def _senders(config: RunConfig, gpus: int) -> int:
+    """Ranks of one node that send weights: one of each pipeline stage that lies there."""
+    layout = config.trainer.parallel
+    return -(-gpus * layout.pipeline // layout.world_size)
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Host memory of one node, in bytes.
 
     Attributes:
-        items: what lies there.
+        items: what lies there beside the processes themselves.
         capacity: ``cluster.host_memory_gib``, if it is given.
     """
 
@@ -151,9 +164,13 @@ def host_memory(
     dimensions: ModelDimensions,
     estimates: Sequence[RankEstimate],
     engine: EnginePlan | None,
-    with_delta: bool,
+    transport: str | None,
 ) -> HostMemory:
-    """A node full of trainer ranks (and, colocated, of engines), by the kind that needs most."""
+    """A node full of trainer ranks (and, colocated, of engines), by the kind that needs most.
+
+    Args:
+        transport: that weights travel by, if they do.
+    """
     gpus = min(config.cluster.gpus_per_node, config.trainer.parallel.world_size)
     memories = [estimate.memory for estimate in estimates]
     colocated = engine is not None and config.cluster.placement == "colocated"
@@ -162,16 +179,23 @@ def host_memory(
         Item("reference", gpus * max(m.host_reference_bytes for m in memories)),
         Item("activations", gpus * max(m.host_activation_bytes for m in memories)),
     ]
+    if config.checkpoint.async_save:
+        saved = max(m.parameter_bytes + m.optimizer_bytes + _saved_on_host(m) for m in memories)
+        items.append(Item("checkpoint.async_save: copies", gpus * saved))
     if colocated and engine is not None:
         moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items.append(Item("trainers, while engines sample", gpus * moved))
         items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
-    if with_delta and engine is not None:
+    if transport == SHARED_MEMORY:
+        items.append(Item("weight buckets in /dev/shm", _senders(config, gpus) * 2 * bucket_bytes(config, dimensions)))
+    if transport is not None and engine is not None and use_delta(config.sync.delta, transport, config.model.dtype):
         item = 4 if config.model.dtype == "float32" else 2
         model = dimensions.num_parameters * item
         # The sending rank of a stage holds its stage, every worker of an engine the whole model.
         items.append(Item("sync.delta: senders' copies", model))
         workers = min(gpus, engine.gpus * config.rollout.num_engines)
         items.append(Item("sync.delta: engine workers' copies", model * workers))
+    if config.cluster.address is None:  # of a cluster that is joined only its owner knows
+        items.append(Item("Ray's object store", config.cluster.object_store_mb * 2**20))
     capacity = config.cluster.host_memory_gib
     return HostMemory(tuple(item for item in items if item.nbytes), None if capacity is None else int(capacity * 2**30))

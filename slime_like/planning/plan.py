@@ -25,7 +25,7 @@ from slime_like.planning.estimate import RankEstimate, RankKind
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory, engine_phase, host_memory, trainer_phases
 from slime_like.planning.step_time import LinkTraffic, StepTime, Workload, predict, traffic_per_step
-from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+from slime_like.weights.transports.reach import Situation, choose_transport
 
 Note = Callable[[str], None]
 
@@ -102,6 +102,9 @@ class Plan:
         written = asdict(self)
         for own, phase in zip(_phase_dicts(written), self.phases, strict=True):
             own |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
+        if self.host is not None:
+            checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
+            written["host"] |= {"total": self.host.total, **checked}
         if self.step is not None:
             written["step"]["total"] = self.step.total
         return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
@@ -244,7 +247,7 @@ def _work_out(
     if not config.supervised and not config.debug.load_rollouts:
         plan.engine = plan_engine(config, dimensions, hardware, workload.mean_length)
         try:
-            plan.transport = _transport(config, plan.nodes)
+            plan.transport = planned_transport(config, plan.nodes)
         except WeightSyncError as error:
             plan.problems.append(str(error))
     if config.reference_workers and _references_are_there(config):
@@ -257,8 +260,7 @@ def _work_out(
         plan.kinds.append(KindPlan(kind, estimate, tuple(phases), tuple(traffic)))
     if plan.engine is not None and config.cluster.placement == "separate":
         plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
-    with_delta = plan.transport is not None and use_delta(config.sync.delta, plan.transport, config.model.dtype)
-    plan.host = host_memory(config, dimensions, estimates, plan.engine, with_delta)
+    plan.host = host_memory(config, dimensions, estimates, plan.engine, plan.transport)
     scoring = references.reference_seconds(config, hardware, workload, [own.estimate for own in plan.references])
     plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport, scoring)
 
@@ -273,7 +275,12 @@ def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBac
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 
 
-def _transport(config: RunConfig, nodes: int) -> str:
+def planned_transport(config: RunConfig, nodes: int) -> str:
+    """What weights travel by on so many nodes of GPUs.
+
+    Raises:
+        WeightSyncError: it does not reach.
+    """
     shared = config.cluster.placement == "colocated"
     visible = shared and config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
     situation = Situation(on_cuda=True, num_hosts=nodes, shared_devices=shared, devices_are_visible=visible)
@@ -302,8 +309,8 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
     if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
         largest = max(plan.host.items, key=lambda item: item.nbytes)
         problems.append(
-            f"host memory of a node: {plan.host.total / GIB:.0f} GiB, more than cluster.host_memory_gib="
-            f"{plan.host.capacity / GIB:.0f}; most of it is {largest.name}, {largest.nbytes / GIB:.0f} GiB: "
+            f"host memory of a node: {plan.host.total / GIB:.1f} GiB, more than cluster.host_memory_gib="
+            f"{plan.host.capacity / GIB:g}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
             f"{host_remedy(largest.name)}"
         )
     return problems
@@ -341,6 +348,12 @@ def host_remedy(item: str) -> str:
         return "use cluster.placement: separate, or more trainer.parallel.pipeline"
     if item == "activations":
         return "use trainer.recompute: full instead of trainer.activation_offload"
+    if item.startswith("checkpoint.async_save"):
+        return "use checkpoint.async_save: false"
+    if item.startswith("weight buckets"):
+        return "lower sync.bucket_mb"
+    if item == "Ray's object store":
+        return "lower cluster.object_store_mb"
     return "offload less, or raise trainer.parallel.pipeline"
 
 

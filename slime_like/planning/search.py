@@ -11,13 +11,13 @@ from slime_like.config.check import check_settings
 from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.fsdp import BACKEND as FSDP
 from slime_like.config.layout import layout_problems
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
-from slime_like.planning.engines import plan_engine
+from slime_like.planning.engines import EnginePlan, plan_engine
 from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware
-from slime_like.planning.memory import PhaseMemory, trainer_phases
-from slime_like.planning.plan import PlanOptions, estimated_kinds, plannable_backend
+from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
+from slime_like.planning.plan import PlanOptions, estimated_kinds, plannable_backend, planned_transport
 from slime_like.planning.step_time import StepTime, Workload, predict
 
 Note = Callable[[str], None]
@@ -213,9 +213,21 @@ def _candidate(
             return None
         phases += own
         estimates.append(estimate)
+    if not host_memory(config, dimensions, estimates, engine, _transport(config, hardware, engine)).fits:
+        return None
     step = predict(config, dimensions, hardware, workload, estimates, engine, None)
     tightest = min(phases, key=lambda phase: phase.margin)
     return Candidate(config.trainer.parallel, config.trainer.recompute, tightest, step)
+
+
+def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None) -> str | None:
+    """What weights travel by; ``None`` also where they do not get there: no layout would mend it."""
+    if engine is None:
+        return None
+    try:
+        return planned_transport(config, hardware.nodes or checks.nodes_needed(config, hardware))
+    except WeightSyncError:
+        return None
 
 
 def _divisors(number: int) -> list[int]:

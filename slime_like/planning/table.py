@@ -46,13 +46,18 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
     console.print(_verdict(plan), markup=False)
 
 
-def print_candidates(found: Sequence[Candidate], stream: TextIO | None = None) -> None:
-    """Layouts, fastest first."""
+def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | None = None) -> None:
+    """Layouts, fastest first.
+
+    Args:
+        host: the size of a node's memory is given, and layouts that need more are left out.
+    """
     console = _console(stream or sys.stdout)
     if not found:
         console.print("no layout of these GPUs fits")
         return
-    table = Table(title="Layouts that fit, fastest first", title_justify="left")
+    looked_at = "" if host else "; host memory is not checked (give --cluster.host_memory_gib)"
+    table = Table(title=f"Layouts that fit, fastest first{looked_at}", title_justify="left")
     names = ("tensor", "pipeline", "context", "data", "expert")
     for heading in (*names, "recompute", "score + train s", "utilisation", "least memory left", "where"):
         table.add_column(heading, justify="left" if heading in ("recompute", "where") else "right")
@@ -192,7 +197,10 @@ def _host_lines(plan: Plan) -> list[str]:
     if plan.host is None or not plan.host.items:
         return []
     parts = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in plan.host.items)
-    return [f"host memory of a node, GiB: {parts}; {plan.host.total / GIB:.1f} in all"]
+    capacity = plan.host.capacity
+    room = "" if capacity is None else f" of cluster.host_memory_gib={capacity / GIB:g}"
+    total = f"{plan.host.total / GIB:.1f}{room} in all, beside the processes themselves"
+    return [f"host memory of a node, GiB: {parts}; {total}"]
 
 
 def _assumptions(config: RunConfig, plan: Plan) -> list[str]:
@@ -221,6 +229,13 @@ def _verdict(plan: Plan) -> str:
     where = f"{tightest.gpus}, {tightest.phase}"
     if plan.problems:
         count = f"{len(plan.problems)} problem{'s' if len(plan.problems) > 1 else ''}"
-        memory = "memory suffices" if plan.fits else f"memory does not suffice ({where})"
+        memory = "GPU memory suffices" if plan.fits else f"GPU memory does not suffice ({where})"
         return f"verdict: does not fit: {count}, {memory}; {seconds}"
-    return f"verdict: fits, {tightest.margin / GIB:.1f} GiB left where least is ({where}); {seconds}"
+    left = f"{tightest.margin / GIB:.1f} GiB left where least is ({where})"
+    return f"verdict: fits, {left}; {_host_verdict(plan)}; {seconds}"
+
+
+def _host_verdict(plan: Plan) -> str:
+    if plan.host is None or plan.host.capacity is None:
+        return "that is GPU memory, host memory is not checked (give --cluster.host_memory_gib)"
+    return f"{(plan.host.capacity - plan.host.total) / GIB:.1f} GiB of a node's host memory are left for its processes"

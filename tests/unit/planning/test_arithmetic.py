@@ -110,9 +110,26 @@ def test_host_memory_of_changes_only_syncs() -> None:
     dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
     engine = plan_engine(run, dimensions, hardware, 1024)
     model = dimensions.num_parameters * 2
-    with_delta = host_memory(run, dimensions, [estimate()], engine, with_delta=True)
-    assert with_delta.total == model * (1 + 8)
-    assert host_memory(run, dimensions, [estimate()], engine, with_delta=False).total == 0
+    store = run.cluster.object_store_mb * 2**20
+    assert host_memory(run, dimensions, [estimate()], engine, "gloo").total == model * (1 + 8) + store
+    assert host_memory(run, dimensions, [estimate()], engine, "nccl").total == store
+
+
+def test_host_memory_of_copies_that_a_run_makes() -> None:
+    """What an asynchronous save copies, the two segments of every sender, and what the rank keeps there anyway."""
+    layout = {"tensor": 2, "pipeline": 4}
+    sections: dict[str, Any] = {"checkpoint": {"async_save": True}, "sync": {"bucket_mb": 4096}}
+    run = config(trainer={"parallel": layout}, cluster={"address": "auto", "host_memory_gib": 200}, **sections)
+    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
+    engine = plan_engine(run, dimensions, hardware, 1024)
+    own = estimate(host_optimizer_bytes=8 * GIB)
+    found = host_memory(run, dimensions, [own], engine, "shared_memory")
+    assert {item.name: item.nbytes / GIB for item in found.items} == {
+        "optimizer state": 8 * 8,
+        "checkpoint.async_save: copies": 8 * (4 + 6 + 6),
+        "weight buckets in /dev/shm": 4 * 2 * 4,
+    }
+    assert not found.fits and replace(found, capacity=None).fits and replace(found, capacity=224 * GIB).fits
 
 
 def test_links_are_those_between_the_ranks() -> None:

@@ -77,11 +77,24 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
     assert plan_command.run(["configs/qwen2.5_0.5b.yaml", "--output", str(output), "--mean-response", "500"]) == 0
     printed, written = capsys.readouterr().out, json.loads(output.read_text())
     assert "verdict: fits" in printed and written["verdict"] == "fits"
+    words = " ".join(printed.split())
+    assert "host memory is not checked (give --cluster.host_memory_gib)" in words
+    assert "host memory of a node, GiB: " in words and written["host"]["total"] > 0 and "fits" not in written["host"]
     (kind,) = written["kinds"]
     assert f"{kind['estimate']['memory']['parameters']:,}" in printed
     training = next(phase for phase in kind["phases"] if phase["phase"] == "training")
     assert training["total"] == sum(item["nbytes"] for item in training["items"])
     assert written["workload"]["mean_response"] == 500
+
+
+def test_fits_says_that_host_memory_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    flags = ["--cluster.host_memory_gib", "100", "--output", str(output)]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *flags]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "not checked" not in words and "of cluster.host_memory_gib=100 in all" in words
+    assert "GiB of a node's host memory are left for its processes" in words
+    assert json.loads(output.read_text())["host"]["fits"] is True
 
 
 @pytest.mark.parametrize(
@@ -90,6 +103,10 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
         (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.0"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "8"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
+        (
+            ["--cluster.host_memory_gib", "0.25"],
+            ["cluster.host_memory_gib=0.25; most of it is", "async_save"],
+        ),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )
@@ -149,6 +166,18 @@ def test_search_finds_nothing_where_nothing_fits(tmp_path: Path, capsys: pytest.
     assert "no layout of these GPUs fits" in capsys.readouterr().out and json.loads(output.read_text()) == {
         "layouts": []
     }
+
+
+def test_search_leaves_out_what_a_node_s_memory_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--search", "--cluster.gpus_per_node", "2", "--cluster.nodes", "1", "--rollout.num_engines", "1"]
+    flags += ["--trainer.parallel.data", "1", "--checkpoint.async_save", "true", "--cluster.gpu_memory_gib", "141"]
+    arguments = ["configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]
+    assert plan_command.run(arguments) == 0
+    assert "host memory is not checked (give --cluster.host_memory_gib)" in " ".join(capsys.readouterr().out.split())
+    assert plan_command.run([*arguments, "--cluster.host_memory_gib", "64"]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    assert plan_command.run([*arguments, "--cluster.host_memory_gib", "2"]) == 1
+    assert "no layout of these GPUs fits" in capsys.readouterr().out
 
 
 def test_search_says_what_no_layout_would_mend() -> None:
