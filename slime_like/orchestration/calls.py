@@ -12,6 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from slime_like.errors import SlimeLikeError
 from slime_like.interrupts import raise_if_interrupted
 
+_READY_TIMEOUT_S = 60.0
+"""For a value that is there already, and is only fetched."""
+
 _LOOK_EVERY_S = 5.0
 """Between looks at whether the user has interrupted."""
 
@@ -50,8 +53,10 @@ def gather(
     return [values[reference] for reference in references]
 
 
-def one(reference: Any, name: str, *, phase: str, timeout_s: float, error: type[SlimeLikeError]) -> Any:
-    """The value of one reference, or one sentence about why there is none."""
+def one(
+    reference: Any, name: str, *, phase: str, timeout_s: float = _READY_TIMEOUT_S, error: type[SlimeLikeError]
+) -> Any:
+    """The value of one reference, one that is there already unless a bound is given; or a sentence about why not."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as cause:

@@ -26,8 +26,6 @@ from slime_like.orchestration.worker_registry import WorkerRegistry
 _POLL_S = 5.0
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
-# For an answer that is there.
-_READY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class RolloutManager:
     def answers(self, member: int, reference: Any) -> list[Answer]:
         """See ``EnginePool``."""
         name, phase = self.describe(member), "generating"
-        found: list[Answer] = one(reference, name, phase=phase, timeout_s=_READY_TIMEOUT_S, error=EngineError)
+        found: list[Answer] = one(reference, name, phase=phase, error=EngineError)
         return [
             answer if answer.error is None else replace(answer, error=located(answer.error, name, phase))
             for answer in found

@@ -26,8 +26,6 @@ _SEE_FILE_S = 10.0
 ReplicaBatch = list[list[PackedTrajectory]]  # [minibatch][micro-batch]
 
 _ON_A_WINDOW = "training on a window"
-_READY_TIMEOUT_S = 30.0
-"""For a value that is there already."""
 
 
 class TrainerGroup:
@@ -188,7 +186,7 @@ class TrainerGroup:
             ended, running = ray.wait(references, num_returns=len(references), timeout=0)
             for reference in ended:
                 rank = references.index(reference)
-                one(reference, self._name(rank), phase=_ON_A_WINDOW, timeout_s=_READY_TIMEOUT_S, error=TrainerError)
+                one(reference, self._name(rank), phase=_ON_A_WINDOW, error=TrainerError)
             if running:
                 still_running.append(references)
         self._under_way = still_running
