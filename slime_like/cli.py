@@ -12,11 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import INTERRUPTED, ConfigError, SlimeLikeError, exit_code
 from slime_like.failure import traceback_kept
 from slime_like.interrupts import InterruptHandler
-
-_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,15 +34,12 @@ def _run(argv: Sequence[str]) -> int:
     try:
         with traceback_kept(None):
             return _imported()(list(argv))
-    except ConfigError as error:
-        _complain(error.problems)
-        return _REFUSED
     except SlimeLikeError as error:
-        _complain([str(error)])
-        return _FAILED
+        _complain(error.problems if isinstance(error, ConfigError) else [str(error)])
+        return exit_code(error)
     except KeyboardInterrupt:
         _complain(["interrupted"])
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _imported() -> Callable[[list[str]], int]:

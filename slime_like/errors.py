@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+"""What a command ends with, and a node of a launch, that did not do what it was told."""
+
 
 class SlimeLikeError(Exception):
     """Base of every error whose message alone tells a user what to do."""
@@ -45,3 +48,8 @@ class EnvironmentFailure(SlimeLikeError):
 
 class LaunchError(SlimeLikeError):
     """The nodes of a cluster did not come together, or one of them was lost; the message names it."""
+
+
+def exit_code(error: SlimeLikeError) -> int:
+    """What the command ends with that the error has ended."""
+    return REFUSED if isinstance(error, ConfigError) else FAILED

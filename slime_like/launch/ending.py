@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.launch.messages import Verdict
-
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-
-
-def exit_code(error: SlimeLikeError) -> int:
-    """What a node ends with."""
-    return REFUSED if isinstance(error, ConfigError) else FAILED
 
 
 def sentence(error: SlimeLikeError) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.config.check import require_valid
-from slime_like.errors import LaunchError, SlimeLikeError
+from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.interrupts import take_interrupt
-from slime_like.launch.ending import FAILED, INTERRUPTED, failure, sentence
+from slime_like.launch.ending import failure, sentence
 from slime_like.launch.key import await_key
 from slime_like.launch.last_words import Awaited, NodeEndedError
 from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict

@@ -10,9 +10,9 @@ import socket
 
 from slime_like.config import RunConfig
 from slime_like.config.check import require_valid
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import FAILED, SlimeLikeError
 from slime_like.launch.child import Child
-from slime_like.launch.ending import FAILED, failure
+from slime_like.launch.ending import failure
 from slime_like.launch.following import follow
 from slime_like.launch.key import key_path
 from slime_like.launch.last_words import Awaited, LastWords

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from slime_like.config import RunConfig
-from slime_like.errors import LaunchError, SlimeLikeError
+from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.launch.child import Child
-from slime_like.launch.ending import FAILED, INTERRUPTED, failure
+from slime_like.launch.ending import failure
 from slime_like.launch.key import create_key
 from slime_like.launch.last_words import Awaited, LastWords, NodeEndedError
 from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict
