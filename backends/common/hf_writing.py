@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from backends.common.conversion import (
     TYPE_NAMES,
@@ -31,6 +30,7 @@ from slime_like.config.dimensions import keeps_type
 from slime_like.config.weight_files import INDEX
 from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.jobs import Tracker
+from slime_like.weights.checksums import as_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Work:
                     cast = tensor.to(own.dtype)
                     if overflows(tensor, cast):
                         too_large.append(name)
-                    stream.write(_bytes(cast))
+                    stream.write(as_bytes(cast).numpy().data)
                     pieces.append(stream.piece(name))
                 tracker.advance(own.nbytes)
             file.flush()
@@ -144,10 +144,6 @@ def _header(job: _Job) -> bytes:
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_like.conversion import TensorSource
 from slime_like.jobs import Tracker, run_jobs
+from slime_like.weights.checksums import as_bytes
 
 _AT_ONCE = 1 << 22
 """Elements of which a difference is taken at a time."""
@@ -63,14 +64,10 @@ def compare_sources(
 
 
 def _values_differ(ours: Tensor, theirs: Tensor) -> str | None:
-    if torch.equal(_bits(ours), _bits(theirs)):
+    if torch.equal(as_bytes(ours), as_bytes(theirs)):
         return None
     count, largest = 0, 0.0
     for one, other in zip(ours.flatten().split(_AT_ONCE), theirs.flatten().split(_AT_ONCE), strict=True):
-        count += int((_bits(one).view(len(one), -1) != _bits(other).view(len(other), -1)).any(dim=1).sum())
+        count += int((as_bytes(one).view(len(one), -1) != as_bytes(other).view(len(other), -1)).any(dim=1).sum())
         largest = max(largest, float((one.double() - other.double()).abs().nan_to_num(nan=torch.inf).max()))
     return f"values: {count} of {ours.numel()} differ, by at most {largest:.3g}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)

@@ -23,7 +23,7 @@ from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 and 1-D; a view without gradient."""
+    """The bytes of a tensor in row-major order, uint8 and 1-D, without gradient; a view where it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -32,7 +32,7 @@ def tensor_checksum(tensor: Tensor) -> int:
 
     Shape and dtype do not enter: only bytes, their positions, and their number.
     """
-    data = as_bytes(tensor.contiguous())
+    data = as_bytes(tensor)
     return checksum_of_chunks(_on_host(data) if data.device.type == "cpu" else _on_device(data), data.numel())
 
 
