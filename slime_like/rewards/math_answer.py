@@ -67,8 +67,9 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return "nested too deeply"
     if _WORDS.fullmatch(answer):
         return None if _words(response) == _words(answer) else "wrong"
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(response.strip()):
-        return None if int(answer) == int(response) else "wrong"
+    bare = response.strip()  # also of what int() takes for no white space, such as the separators "\x1c" to "\x1f"
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(bare):
+        return None if int(answer) == int(bare) else "wrong"
     from math_verify import parse, verify  # and sympy with it: the driver looks at the options only, and judges nothing
 
     parsed = parse(_plain_decimals(response), parsing_timeout=None)
