@@ -7,7 +7,13 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 class SlimeLikeError(Exception):
-    """Base of every error whose message alone tells a user what to do."""
+    """Base of every error whose message alone tells a user what to do.
+
+    Attributes:
+        users_traceback: of the user's own code, where that is what raised; the command keeps it in a file.
+    """
+
+    users_traceback: str | None = None
 
 
 class ConfigError(SlimeLikeError):

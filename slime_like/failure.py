@@ -21,7 +21,8 @@ class UnforeseenError(SlimeLikeError):
 
 @contextlib.contextmanager
 def traceback_kept(run_dir: Path | None) -> Iterator[None]:
-    """Turn every other exception than ours into an ``UnforeseenError``, its traceback written to a file.
+    """Turn every other exception than ours into an ``UnforeseenError``, its traceback written to a file. One of ours
+    that has the traceback of a user's code gets the name of the file with that.
 
     Args:
         run_dir: where the file goes, if it exists by then; else the directory for temporary files.
@@ -32,12 +33,16 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     """
     try:
         yield
-    except SlimeLikeError:
+    except SlimeLikeError as error:
+        text, error.users_traceback = error.users_traceback, None
+        if text is not None:
+            error.args = (f"{error}; its traceback is in {_write(text, run_dir)}",)
         raise
     except Exception as error:
         if _was_interrupted(error):
             raise KeyboardInterrupt from error
-        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(error, run_dir)}") from error
+        text = "".join(traceback.format_exception(error))
+        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(text, run_dir)}") from error
 
 
 def _was_interrupted(error: BaseException) -> bool:
@@ -66,9 +71,8 @@ def _remedy(error: Exception) -> str:
     return "this was not foreseen, its traceback is in "
 
 
-def _write(error: Exception, run_dir: Path | None) -> str:
+def _write(text: str, run_dir: Path | None) -> str:
     """Write the traceback; where it is, or that no disk takes it, followed by itself."""
-    text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         if run_dir is not None and run_dir.is_dir():
             file = run_dir / TRACEBACK_FILE

@@ -7,20 +7,21 @@ import sys
 from typing import Any
 
 from slime_like.environments.environment import Step, Task
-from slime_like.environments.registry import build_environment
-from slime_like.workers.serving import Handler, failure, serve
+from slime_like.environments.registry import REGISTERED, build_environment
+from slime_like.workers.serving import Handler, code_of, failure, serve
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     name = setup["name"]
     environment = build_environment(name, setup["options"])
+    code = None if name in REGISTERED else code_of(environment.step)
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         try:
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
             return _as_message(_checked(environment.step(state, item["response"])))
         except (Exception, SystemExit) as error:
-            return failure(error, name)
+            return failure(error, name, code)
 
     return handle, {}
 

@@ -163,7 +163,8 @@ class RewardPool:
         for own, shared in zip(of_items, of_groups, strict=True):
             failed = next((answer for answer in (own, shared) if "reason" in answer), None)
             if failed is not None:
-                outcomes.append(RewardOutcome(zeros, zeros, failed))
+                reason = {key: value for key, value in failed.items() if key != "traceback"}
+                outcomes.append(RewardOutcome(zeros, zeros, reason))
                 continue
             rewards = [iter(answer["rewards"]) for answer in (own, shared)]
             successes = [iter(answer["successes"]) for answer in (own, shared)]
@@ -209,7 +210,9 @@ class RewardPool:
         elif why is None:
             why = "the end of its worker"
         who = f"reward function {name}" if name else "reward functions"
-        raise RewardError(f"{who} {what} with {why}; {remedy}")
+        refusal = RewardError(f"{who} {what} with {why}; {remedy}")
+        refusal.users_traceback = failed.get("traceback")
+        raise refusal
 
 
 _NOTHING: dict[str, Any] = {"rewards": (), "successes": (), "metadata": {}}

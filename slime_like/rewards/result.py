@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,11 +20,27 @@ class RewardResult:
         reward: finite number, unweighted.
         success: the function counts the sample as solved.
         metadata: whatever explains the reward; small, and expressible in JSON.
+
+    Raises:
+        TypeError: a field is of another kind. Told here, where the traceback has the line that made the result.
     """
 
     reward: float
     success: bool
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, wanted in (("reward", self.reward, "a number"), ("success", self.success, "true or false")):
+            try:
+                math.isfinite(value)  # takes what other libraries call a number or a bool, too
+            except TypeError as error:
+                raise TypeError(_of_another_kind(name, value, wanted)) from error
+        if not isinstance(self.metadata, dict):
+            raise TypeError(_of_another_kind("metadata", self.metadata, "a dict"))
+
+
+def _of_another_kind(name: str, value: Any, wanted: str) -> str:
+    return f"RewardResult.{name} is a {type(value).__name__} ({str(value)[:40]!r}); give {wanted}"
 
 
 def group_reward(function: GroupFunction) -> GroupFunction:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime_like.rewards.registry import LOCAL, check_options, is_group_reward, resolve_reward
+from slime_like.rewards.registry import LOCAL, REGISTERED, check_options, is_group_reward, resolve_reward
 from slime_like.rewards.result import RewardResult
 from slime_like.workers.protocol import encode
-from slime_like.workers.serving import Handler, failure, serve
+from slime_like.workers.serving import Handler, code_of, failure, serve
 
 _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
 
@@ -23,6 +23,7 @@ class _Function:
         self._options = options
         self._call: Callable[..., Any] = resolve_reward(name)
         self.of_groups = is_group_reward(self._call)
+        self._code = None if name in REGISTERED else code_of(self._call)
         check_options(name, self._call, options)
 
     def of_sample(self, item: dict[str, Any]) -> RewardResult:
@@ -34,6 +35,10 @@ class _Function:
         if not isinstance(results, Sequence) or len(results) != len(responses):
             raise TypeError(f"it returned {str(results)[:50]!r}; return one RewardResult for each response")
         return [_checked(result) for result in results]
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """The answer that says why an item has no reward; of a user's function, with file and line."""
+        return failure(error, self.name, self._code)
 
     def warm_up(self) -> None:
         """Compile what a first call compiles, outside any sample's time; not users' functions, nor a service."""
@@ -61,7 +66,7 @@ def _outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict[str, 
         try:
             results.append(function.of_sample(item))
         except (Exception, SystemExit) as error:
-            return failure(error, function.name)
+            return function.failure(error)
     return _as_message(functions, results)
 
 
@@ -72,7 +77,7 @@ def _group_outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict
         try:
             results.append(function.of_group(item))
         except (Exception, SystemExit) as error:
-            return failure(error, function.name)
+            return function.failure(error)
     return {"samples": [_as_message(functions, own) for own in zip(*results, strict=True)]}
 
 

@@ -13,8 +13,11 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
+from types import CodeType
 from typing import Any, BinaryIO
 
 from slime_like.workers.protocol import encode, read_message
@@ -23,6 +26,8 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """One item to one answer. It catches what the item's own code raises."""
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST = 300
+_LONGEST_TRACEBACK = 10_000
 
 
 def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -> int:
@@ -56,20 +61,46 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     return 0
 
 
-def failure(error: BaseException, where: str) -> dict[str, Any]:
-    """The answer that says why one item has none."""
+def failure(error: BaseException, where: str, code: CodeType | None = None) -> dict[str, Any]:
+    """The answer that says why one item has none.
+
+    Args:
+        where: what the user calls it.
+        code: of a user's own function or method: the detail names the line of its file.
+    """
     if isinstance(error, MemoryError):
         return {"reason": "memory", "function": where}
+    place = "" if code is None else f" ({_place(error, code)})"
     if isinstance(error, TimeoutError):  # of something that the item's code has waited for
-        return {"reason": "timeout", "function": where, "detail": str(error)[:300]}
-    return {"reason": "error", "function": where, "detail": f"{type(error).__name__}: {error}"[:300]}
+        return {"reason": "timeout", "function": where, "detail": f"{str(error)[:_LONGEST]}{place}"}
+    return {
+        "reason": "error",
+        "function": where,
+        "detail": f"{type(error).__name__}: {error}"[:_LONGEST] + place,
+        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+    }
+
+
+def code_of(function: Any) -> CodeType | None:
+    """What a call of it executes, behind decorators that say what they wrap; none where it is not Python's."""
+    function = unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _place(error: BaseException, code: CodeType) -> str:
+    """File and line: of the innermost frame in the code's own file, or, where what it returned is refused, of its
+    definition."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
 def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
     try:
         data = encode(message)
     except (TypeError, ValueError) as error:  # what JSON cannot express
-        data = encode({"reason": "error", "detail": f"metadata: {error}"[:300]})
+        data = encode({"reason": "error", "detail": f"metadata: {error}"[:_LONGEST]})
     stream.write(data)
     stream.flush()
 

@@ -18,7 +18,7 @@ from slime_like.commands.root import FAMILIES
 from slime_like.config import RunConfig
 from slime_like.config.fields import all_fields
 from slime_like.data import tiny_model
-from slime_like.errors import ConfigError, DataError, SlimeLikeError, TrainerError
+from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
 from tests.unit.config.checkpoint import write_checkpoint
 
 
@@ -128,6 +128,21 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     kept = Path(printed.strip().rpartition(" in ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
     assert "in _train\n    raise self._error\n" in kept.read_text()
+
+
+def test_the_traceback_of_a_users_own_code_is_kept_too(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    error = RewardError("reward function mine:f failed; correct it")
+    error.users_traceback = "Traceback: line 3"
+    Loop(monkeypatch, error)
+    assert main(sound) == 1
+    kept = tmp_path / "run" / "traceback.txt"
+    expected = f"slime-like: reward function mine:f failed; correct it; its traceback is in {kept}\n"
+    assert capsys.readouterr().err == expected
+    assert kept.read_text() == "Traceback: line 3"
 
 
 def test_an_interrupt_that_a_library_disguises_is_an_interrupt(

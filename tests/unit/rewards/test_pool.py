@@ -18,8 +18,11 @@ from slime_like.errors import RewardError
 from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
 
 USER_MODULE = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from slime_like.rewards import RewardResult
+
+def key_of(text):
+    return json.loads(text)["key"]
 
 def act(prompt, response, answer, *, log=None):
     if log:
@@ -37,6 +40,8 @@ def act(prompt, response, answer, *, log=None):
         bytearray(10 ** 12)
     if response == "raise":
         raise LookupError("no such thing")
+    if response in ("nested", "deep"):
+        key_of("{}" if response == "nested" else "")
     if response == "quit":
         sys.exit("no more")
     if response == "print":
@@ -51,6 +56,12 @@ def act(prompt, response, answer, *, log=None):
         return 1.0
     if response == "odd metadata":
         return RewardResult(1.0, True, {"x": object()})
+    if response == "text":
+        return RewardResult("1.0", True)
+    if response == "no success":
+        return RewardResult(1.0, None)
+    if response == "no dict":
+        return RewardResult(1.0, True, ["x"])
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
 
 broken_at_import = None
@@ -123,6 +134,7 @@ def test_every_function_is_asked_and_successes_are_theirs() -> None:
 MISDEEDS = [
     ("hang", "timeout"), ("spin", "timeout"), ("exit", "crash"), ("segfault", "crash"), ("memory", "memory"),
     ("raise", "error"), ("quit", "error"), ("nan", "error"), ("number", "error"), ("odd metadata", "error"),
+    ("text", "error"), ("no success", "error"), ("no dict", "error"),
 ]  # fmt: skip
 
 
@@ -144,16 +156,37 @@ def test_a_misdeed_costs_its_own_sample_alone(
         assert pool.score(items("ee"))[0].rewards == (2.0,)
 
 
-def test_a_reason_names_function_and_error(user_config: Callable[..., RewardConfig]) -> None:
+# what the model wrote, what is said of it, and the line of the module that is named with it
+DETAILS = [
+    ("raise", "LookupError: no such thing", 'raise LookupError("no such thing")'),
+    ("nested", "KeyError: 'key'", 'return json.loads(text)["key"]'),
+    ("deep", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 'return json.loads(text)["key"]'),
+    ("number", "TypeError: it returned a float; return a RewardResult", "def act("),
+    ("nan", "ValueError: its reward is nan; return a finite number", "def act("),
+    ("text", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
+    ("no success", "TypeError: RewardResult.success is a NoneType ('None'); give true or false", "(1.0, None)"),
+    ("no dict", "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict", '(1.0, True, ["x"])'),
+    (
+        "odd metadata",
+        "TypeError: its metadata cannot be written as JSON (Object of type object is not JSON serializable); return "
+        "numbers, text, lists, dicts",
+        "def act(",
+    ),
+]
+
+
+@pytest.mark.parametrize(("response", "what", "line"), DETAILS, ids=[case[0] for case in DETAILS])
+def test_a_reason_names_function_error_and_line(
+    user_config: Callable[..., RewardConfig], tmp_path: Path, response: str, what: str, line: str
+) -> None:
     with RewardPool(user_config()) as pool:
-        outcome = pool.score(items("raise"))[0]
-        unwritable = pool.score(items("odd metadata"))[0].metadata
+        outcome = pool.score(items(response))[0]
+    [number] = [n for n, text in enumerate(USER_MODULE.splitlines(), start=1) if line in text]
     assert outcome.metadata == {
         "reason": "error",
         "function": "user_rewards:act",
-        "detail": "LookupError: no such thing",
+        "detail": f"{what} ({tmp_path}/user_rewards.py:{number})",
     }
-    assert unwritable["function"] == "user_rewards:act" and "its metadata cannot be written" in unwritable["detail"]
 
 
 def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(user_config: Callable[..., RewardConfig]) -> None:
@@ -165,8 +198,11 @@ def test_a_function_that_always_fails_is_no_reward_of_zero(user_config: Callable
     with RewardPool(user_config()) as pool:
         pool.score(items(*["raise"] * 50))  # one distinct item
         batch = [RewardItem(str(i), "raise", "46") for i in range(8)]
-        with pytest.raises(RewardError, match=r"user_rewards:act failed on all 8 responses .* LookupError"):
+        with pytest.raises(
+            RewardError, match=r"user_rewards:act failed on all 8 responses .* LookupError.*user_rewards.py:\d+\);"
+        ) as caught:
             pool.score(batch)
+        assert 'raise LookupError("no such thing")' in (caught.value.users_traceback or "")
         assert pool.score([*batch, *items("good one")])[-1].rewards == (8.0,)
         pool.score(batch[:4])  # a group of few samples, as they come where training does not wait
         assert pool.score([*batch[:4], *items("good one")])[-1].rewards == (8.0,)
