@@ -16,7 +16,7 @@ def import_path_problem(path: str) -> str | None:
     module, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         return "is no import path; give `package.module:name`"
-    spec, missing = _find(module)
+    spec, missing = find_module(module)
     if spec is None:
         return f"leads nowhere: there is no module {missing}; install it, or start with its directory in PYTHONPATH"
     if _may_define(spec, name):
@@ -24,7 +24,7 @@ def import_path_problem(path: str) -> str | None:
     return f"leads nowhere: {spec.origin} defines no {name}; correct the name"
 
 
-def _find(module: str) -> tuple[ModuleSpec | None, str]:
+def find_module(module: str) -> tuple[ModuleSpec | None, str]:
     """The module's spec, or none and the name of the first part that is missing."""
     places: list[str] | None = None
     spec: ModuleSpec | None = None

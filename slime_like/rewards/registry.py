@@ -70,14 +70,24 @@ def is_group_reward(function: RewardCallable) -> bool:
 def check_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the function takes exactly these options besides prompt, response and answer."""
     signature = inspect.signature(function)
+    check_parameters(name, signature, is_group_reward(function))
+    check_signature_options(name, signature, options)
+
+
+def check_parameters(name: str, signature: inspect.Signature, of_groups: bool) -> None:
+    """Raise ``ValueError`` unless prompt, response (or all responses) and answer can be given by position."""
     try:
         signature.bind_partial("", "", "")
     except TypeError as error:
-        given = "prompt, responses and answer" if is_group_reward(function) else "prompt, response and answer"
+        given = "prompt, responses and answer" if of_groups else "prompt, response and answer"
         raise ValueError(
             f"reward function {name!r} takes {signature}, but is called with {given} before its options; give it these "
             "three parameters first"
         ) from error
+
+
+def check_signature_options(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless these options fit, and all that are needed are among them."""
     try:
         signature.bind("", "", "", **options)
     except TypeError as error:
