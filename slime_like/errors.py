@@ -25,7 +25,8 @@ class ConfigError(SlimeLikeError):
 
 
 class DataError(SlimeLikeError):
-    """A data file or row is unusable; the message begins with ``file:line:``."""
+    """A data file or row is unusable; the message begins with ``file:line:``, or ``file:`` where it is
+    about the whole of it."""
 
 
 class CheckpointError(SlimeLikeError):

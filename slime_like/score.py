@@ -62,7 +62,7 @@ def score(config: RunConfig, request: ScoreRequest) -> ScoreSummary:
     rows = TokenRows(request.input, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     totals = rows.totals()
     if not totals.rows:
-        raise DataError(f"{request.input}:0: holds no row; give at least one")
+        raise DataError(f"{request.input}: holds no row; give at least one")
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
         progress = stack.enter_context(Progress(config.logging.progress, totals.rows, unit="sequence"))

@@ -40,17 +40,17 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
         DataError: the file is missing, damaged, or of another version of this format.
     """
     if not path.is_file():
-        raise DataError(f"{path}:0: no such rollout dump; debug.load_rollouts needs one file per step, from step 1 on")
+        raise DataError(f"{path}: no such rollout dump; debug.load_rollouts needs one file per step, from step 1 on")
     try:
         content = torch.load(path, weights_only=True)
         if content["version"] != _VERSION:
-            raise DataError(f"{path}:0: rollout dump of version {content['version']}, this program reads {_VERSION}")
+            raise DataError(f"{path}: rollout dump of version {content['version']}, this program reads {_VERSION}")
         trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on about trusting the file
         raise DataError(
-            f"{path}:0: damaged rollout dump ({type(error).__name__}: {reason}); save it again with debug.save_rollouts"
+            f"{path}: damaged rollout dump ({type(error).__name__}: {reason}); save it again with debug.save_rollouts"
         ) from error
     if not trajectories:
-        raise DataError(f"{path}:0: holds no trajectory; save it again with debug.save_rollouts")
+        raise DataError(f"{path}: holds no trajectory; save it again with debug.save_rollouts")
     return trajectories

@@ -108,7 +108,7 @@ class PromptSource:
         for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
             if state[key] != here[key]:
                 raise DataError(
-                    f"{names}:0: the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its "
+                    f"{names}: the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its "
                     "position means nothing here; restore it, or start a new run"
                 )
         self._issued = int(state["issued"])
@@ -151,9 +151,11 @@ class PromptSource:
                 self._answers.append(encoded.answer)
         if not self._answers:
             names = ", ".join(str(file) for file in self._files) or "(no file)"
+            if not self.dropped_prompts:
+                raise DataError(f"{names}: no rows; give a file with rows")
             raise DataError(
-                f"{names}:0: no row is left ({self.dropped_prompts} prompts are over data.max_prompt_tokens="
-                f"{self._config.max_prompt_tokens}); give a file with rows, or raise the limit"
+                f"{names}: no row is left: every prompt, {self.dropped_prompts} in all, is over data.max_prompt_tokens="
+                f"{self._config.max_prompt_tokens}; raise the limit, or give a file with shorter ones"
             )
 
 

@@ -42,11 +42,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise DataError(f"{path}:0: the file type {path.suffix!r} is unknown; use {' or '.join(SUFFIXES)}")
+        raise DataError(f"{path}: the file type {path.suffix!r} is unknown; use {' or '.join(SUFFIXES)}")
     try:
         yield from readers[path.suffix](path)
     except OSError as error:
-        raise DataError(f"{path}:0: cannot be read ({error.strerror or error}); check the path") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -61,12 +61,25 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             except _RepeatedKeyError as error:
                 raise DataError(f"{path}:{number}: the key {error} stands twice in one object; keep one") from error
             except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}:{number}: no valid JSON ({error}); one object per line belongs here"
-                ) from error
+                remedy = _CUT_OFF if _is_cut_off(line, error) else "one object per line belongs here"
+                raise DataError(f"{path}:{number}: no valid JSON ({error}); {remedy}") from error
             if not isinstance(values, dict):
                 raise DataError(f"{path}:{number}: holds a {type(values).__name__}; one object per line belongs here")
             yield Row(path, number, values)
+
+
+_CUT_OFF = (
+    "the line ends before its object is closed, so the file looks cut off: write or copy it again, or remove the line; "
+    "one object per line belongs here"
+)
+
+
+def _is_cut_off(line: bytes, error: Exception) -> bool:
+    """Does a line begin an object and end in the middle of it?"""
+    text = line.strip()
+    message = error.msg if isinstance(error, json.JSONDecodeError) else ""
+    unclosed = not text.endswith(b"}") and message != "Extra data"
+    return text.startswith(b"{") and (unclosed or message.startswith("Unterminated string"))
 
 
 def _refuse_constant(name: str) -> None:
@@ -118,8 +131,14 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(path, number, values)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{number}: no valid Parquet file ({error}); write it again") from error
+        raise DataError(f"{_at(path, number)}: no valid Parquet file ({error}); write it again") from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise DataError(f"{path}:{number}: is damaged behind this row ({error}); write it again") from error
+        where = "is damaged behind this row" if number else "is damaged"
+        raise DataError(f"{_at(path, number)}: {where} ({error}); write it again") from error
+
+
+def _at(path: Path, number: int) -> str:
+    """The last row that could be read, or the file alone where none could."""
+    return f"{path}:{number}" if number else str(path)

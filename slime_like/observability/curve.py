@@ -27,9 +27,7 @@ def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
     records = read_metrics(metrics_path)
     rewards, accuracy = series(records, MEAN_REWARD), series(records, ACCURACY)
     if not rewards[0]:
-        raise DataError(
-            f"{metrics_path}:0: no record has {MEAN_REWARD}; only an RL run of at least one step has a curve"
-        )
+        raise DataError(f"{metrics_path}: no record has {MEAN_REWARD}; only an RL run of at least one step has a curve")
     _draw(rewards, accuracy, png_path)
 
 

@@ -100,7 +100,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DataError: the file is missing, or a line before the last is no JSON object.
     """
     if not path.is_file():
-        raise DataError(f"{path}:0: there is no such metrics file; give the path of a run's {METRICS_FILE}")
+        raise DataError(f"{path}: there is no such metrics file; give the path of a run's {METRICS_FILE}")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was not finished

@@ -67,7 +67,7 @@ class DumpedSource:
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
         if largest >= self._vocab_size:
             raise DataError(
-                f"{path}:0: holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}; give "
+                f"{path}: holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}; give "
                 "rollouts of this model"
             )
 

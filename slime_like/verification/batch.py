@@ -54,17 +54,17 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
         DataError: there is none, or one has ids or a length that the model does not know.
     """
     if not sequences:
-        raise DataError(f"{source}:0: holds no sequence; keep another step's rollouts")
+        raise DataError(f"{source}: holds no sequence; keep another step's rollouts")
     for sequence in sequences:
         highest = max(int(sequence.prompt_tokens.max()), int(sequence.response_tokens.max()))
         if highest >= dimensions.vocab_size:
             raise DataError(
-                f"{source}:0: sequence {sequence.sequence_id} has the id {highest}, but the model has ids 0 to "
+                f"{source}: sequence {sequence.sequence_id} has the id {highest}, but the model has ids 0 to "
                 f"{dimensions.vocab_size - 1}; give the model that these rollouts are of"
             )
         if sequence.total_len > dimensions.max_position_embeddings:
             raise DataError(
-                f"{source}:0: sequence {sequence.sequence_id} has {sequence.total_len} tokens, more than the model's "
+                f"{source}: sequence {sequence.sequence_id} has {sequence.total_len} tokens, more than the model's "
                 f"max_position_embeddings={dimensions.max_position_embeddings}; give the model of these rollouts"
             )
 

@@ -112,7 +112,7 @@ def test_a_bad_row_is_told_before_anything_starts(root: Path, capsys: pytest.Cap
     )
     (root / "in.jsonl").write_text("\n")
     assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1
-    assert capsys.readouterr().err == "slime-like: in.jsonl:0: holds no row; give at least one\n"
+    assert capsys.readouterr().err == "slime-like: in.jsonl: holds no row; give at least one\n"
 
 
 def test_windows_are_bounded_and_lose_nothing() -> None:

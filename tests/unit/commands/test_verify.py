@@ -21,7 +21,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--trainer.optimizer.distributed=true"], "--trainer.optimizer.distributed: layouts are given by --layouts"),
     (["--model.path", "model"], "--model.path: layouts are given by --layouts, the model by --model"),
     (["--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
-    (["--batch", "none.pt"], "none.pt:0: no such rollout dump"),
+    (["--batch", "none.pt"], "none.pt: no such rollout dump"),
     (["--batch", "model/config.json"], "Weights only load failed); save it again with debug.save_rollouts"),
     (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written to"),
     (

@@ -44,7 +44,7 @@ def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, case: str)
         torch.save(content, path)
     with pytest.raises(DataError) as caught:
         load_trajectories(path)
-    assert str(caught.value).startswith(f"{path}:0: {reason}")
+    assert str(caught.value).startswith(f"{path}: {reason}")
     assert "\n" not in str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> No
             same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
             assert same, field.name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(DataError, match=r"step-000012\.pt:0: damaged rollout dump"):
+    with pytest.raises(DataError, match=r"step-000012\.pt: damaged rollout dump"):
         load_trajectories(path)
 
 
@@ -67,7 +67,5 @@ def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> No
     save_trajectories(dump_path(tmp_path, 1), batch)
     largest = max(int(ids.max()) for each in batch for ids in (each.prompt_tokens, each.response_tokens))
     assert len(DumpedSource(tmp_path, largest + 1).next_batch(1, PhaseClock())) == len(batch)
-    with pytest.raises(
-        DataError, match=rf"step-000001\.pt:0: holds the token id {largest}, and model.path has ids 0 to"
-    ):
+    with pytest.raises(DataError, match=rf"step-000001\.pt: holds the token id {largest}, and model.path has ids 0 to"):
         DumpedSource(tmp_path, largest).next_batch(1, PhaseClock())

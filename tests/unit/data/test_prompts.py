@@ -162,8 +162,28 @@ def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) ->
 
 
 # file content, configuration, what the error must say (FILE stands for the path)
+CUT_OFF = [
+    ('{"prompt": "a", "answ', "Unterminated string starting at: line 1 column 17 (char 16)"),
+    ('{"prompt": "a", "answer": "{b}', "Unterminated string starting at: line 1 column 27 (char 26)"),
+    ('{"prompt": "a", "answer": 1', "Expecting ',' delimiter: line 1 column 28 (char 27)"),
+    ('{"prompt": "a", "answer":', "Expecting value: line 1 column 26 (char 25)"),
+]
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("{\n", {}, "FILE:1: no valid JSON"),
+    *(
+        (f'{{"prompt": "a", "answer": "b"}}\n{cut}', {}, f"FILE:2: no valid JSON ({why}); the line ends before its ob")
+        for cut, why in CUT_OFF
+    ),
+    (
+        '{"prompt": "a", "answer": "b"},',
+        {},
+        "FILE:1: no valid JSON (Extra data: line 1 column 31 (char 30)); one object",
+    ),
+    (
+        '{"prompt": "a", answer: "b"}',
+        {},
+        "FILE:1: no valid JSON (Expecting property name enclosed in double quotes: lin",
+    ),
     ('{"prompt": "a", "answer": "b"}\nnonsense', {}, "FILE:2: no valid JSON"),
     ("[1]", {}, "FILE:1: holds a list; one object per line belongs here"),
     (
@@ -208,8 +228,13 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
         {"environment_key": "game"},
         "FILE:1: 'game' is no mapping that JSON can express (is a str); correct it, or set data.environment_key",
     ),
-    ("", {}, "FILE:0: no row is left (0 prompts are over data.max_prompt_tokens=16)"),
-    ('{"prompt": "' + "x" * 99 + '", "answer": "b"}', {}, "FILE:0: no row is left (1 prompts are over"),
+    ("", {}, "FILE: no rows; give a file with rows"),
+    ("\n\n", {}, "FILE: no rows; give a file with rows"),
+    (
+        '{"prompt": "' + "x" * 99 + '", "answer": "b"}',
+        {},
+        "FILE: no row is left: every prompt, 1 in all, is over data.max_prompt_tokens=16; raise the limit, or give a",
+    ),
 ]
 
 
@@ -256,7 +281,7 @@ def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | Non
         path.write_text(content)
     with pytest.raises(DataError) as caught:
         PromptSource([path], TOKENIZER, CONFIG, seed=0)
-    assert str(caught.value).startswith(f"{path}:0: ")
+    assert str(caught.value).startswith(f"{path}: ")
     assert reason in str(caught.value)
 
 
@@ -269,7 +294,7 @@ def test_a_damaged_parquet_body_is_no_wrong_path(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         PromptSource([path], TOKENIZER, CONFIG, seed=0)
-    assert str(caught.value).startswith(f"{path}:0: is damaged")
+    assert str(caught.value).startswith(f"{path}: is damaged")
     assert str(caught.value).endswith("; write it again")
 
 

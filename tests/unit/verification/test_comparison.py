@@ -231,12 +231,12 @@ def test_a_batch_of_another_model_is_refused(batch: list[ScoredTrajectory], tmp_
     fits = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "fits", max_position_embeddings=183))
     require_fit(batch, fits, "a.pt")
     with pytest.raises(
-        DataError, match=r"a\.pt:0: sequence synthetic-\d+ has the id 2\d\d, but the model has ids 0 to 199"
+        DataError, match=r"a\.pt: sequence synthetic-\d+ has the id 2\d\d, but the model has ids 0 to 199"
     ):
         require_fit(batch, tall, "a.pt")
-    with pytest.raises(DataError, match=r"a\.pt:0: sequence synthetic-11 has 183 tokens, more than the model's max"):
+    with pytest.raises(DataError, match=r"a\.pt: sequence synthetic-11 has 183 tokens, more than the model's max"):
         require_fit(batch, short, "a.pt")
-    with pytest.raises(DataError, match=r"a\.pt:0: holds no sequence"):
+    with pytest.raises(DataError, match=r"a\.pt: holds no sequence"):
         require_fit([], fits, "a.pt")
 
 
