@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,7 +105,9 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
         help="write a tiny Hugging Face checkpoint and arithmetic data",
         description="Write a tiny, randomly initialised Hugging Face checkpoint into OUT, sums of two numbers into "
         "OUT/data (train.jsonl, sft.jsonl, eval.jsonl), and products for the calculator environment into "
-        "OUT/data/calculator. Nothing is downloaded.",
+        "OUT/data/calculator. Nothing is downloaded. The model takes 1024 tokens, prompt and response together, so "
+        "that data.max_prompt_tokens must be lower than its default: 48 suffices. The last line printed is a command "
+        "that trains on the sums.",
         allow_abbrev=False,
     )
     tiny.add_argument("out", type=given_path, metavar="OUT", help="directory to write")
@@ -179,5 +182,19 @@ def _make_tiny_model(out: Path, family: str, seed: int, force: bool) -> int:
     make_tiny_model(out, family=family, seed=seed)
     make_arithmetic_data(out / "data", seed=seed)
     make_calculator_data(out / "data" / "calculator", seed=seed)
-    print(f"model: {out}\ndata:  {out / 'data'}")
+    print(f"model: {out}\ndata:  {out / 'data'}\ntrain: {shlex.join(_first_training(out))}")
     return 0
+
+
+def _first_training(out: Path) -> list[str]:
+    """A command that learns from the demonstrations: rewards would find nothing right in what an untrained model
+    writes. It names no recipe, and so works wherever OUT does."""
+    flags = {
+        "algorithm.loss": "sft",
+        "model.path": str(out),
+        "data.train": str(out / "data" / "sft.jsonl"),
+        "data.max_prompt_tokens": "48",
+        "trainer.optimizer.lr": "0.002",
+        "run_dir": str(out / "run"),
+    }
+    return ["slime-like", "train", *(word for name, value in flags.items() for word in (f"--{name}", value))]

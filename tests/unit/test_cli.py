@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import stat
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from slime_like import __version__
 from slime_like.cli import main
 from slime_like.commands.root import FAMILIES
 from slime_like.config import RunConfig
+from slime_like.config.check import check
 from slime_like.config.fields import all_fields
+from slime_like.config.load import load_config
 from slime_like.data import tiny_model
 from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
 from tests.unit.config.checkpoint import write_checkpoint
@@ -248,7 +251,11 @@ def test_make_tiny_model_writes_model_and_data_once(tmp_path: Path, capsys: pyte
     for name in ("model.safetensors", "tokenizer.json", "data/train.jsonl", "data/sft.jsonl", "data/eval.jsonl"):
         assert (out / name).is_file()
     before = (out / "data/train.jsonl").read_bytes()
-    capsys.readouterr()
+    model, data, training = capsys.readouterr().out.splitlines()
+    assert (model, data) == (f"model: {out}", f"data:  {out}/data")
+    label, slime_like, train, *flags = shlex.split(training)
+    assert (label, slime_like, train) == ("train:", "slime-like", "train")
+    assert check(load_config(None, flags)) == []
     assert main(command) == 2
     assert capsys.readouterr().err == (
         f"slime-like: OUT={out} is not empty; give another directory, or --force to write into it\n"
