@@ -119,7 +119,8 @@ def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[]
 
 
 class PlainDisplay:
-    """One line an update, for files and pipes."""
+    """One line an update, for files and pipes. What comes after a step's line, such as an evaluation, adds the figures
+    that it changes and repeats none."""
 
     def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         self._total_steps = total_steps
@@ -127,19 +128,15 @@ class PlainDisplay:
         self._stream = stream
         self._now = now
         self._written_at: float | None = None
-        self._held_back: str | None = None
-        self._figures: str | None = None
+        self._held_back: tuple[int, dict[str, float]] | None = None
+        self._written: tuple[int, list[tuple[str, str]]] | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        line = self._line(step, values)
-        if line == self._figures:  # an evaluation whose figure is the last one's
-            return
         recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
         if recent and step < self._total_steps:
-            self._held_back = line
+            self._held_back = (step, dict(values))
             return
-        self._write(line)
-        self._figures, self._held_back = line, None
+        self._write_line(step, values)
         self._written_at = self._now()
 
     def note(self, text: str) -> None:
@@ -147,16 +144,19 @@ class PlainDisplay:
 
     def close(self) -> None:
         if self._held_back is not None:
-            self._write(self._held_back)
-            self._held_back = None
+            self._write_line(*self._held_back)
 
-    def _line(self, step: int, values: Mapping[str, float]) -> str:
-        parts = [f"{self._unit} {step}/{self._total_steps}"]
-        parts += [f"{label} {value}" for label, value in shown_figures(values)]
-        shares = phase_shares(values)
-        if shares:
+    def _write_line(self, step: int, values: Mapping[str, float]) -> None:
+        self._held_back = None
+        figures = shown_figures(values)
+        before = self._written[1] if self._written is not None and self._written[0] == step else None
+        self._written = (step, figures)
+        told = figures if before is None else [figure for figure in figures if figure not in before]
+        parts = [f"{self._unit} {step}/{self._total_steps}", *(f"{label} {value}" for label, value in told)]
+        if before is None and (shares := phase_shares(values)):
             parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in shares))
-        return " | ".join(parts)
+        if told or before is None:
+            self._write(" | ".join(parts))
 
     def _write(self, text: str) -> None:
         self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")

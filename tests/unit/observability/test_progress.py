@@ -72,6 +72,26 @@ def test_the_end_of_the_run_is_written_at_once() -> None:
     assert stream.getvalue() == "step 1/2\nstep 2/2\n"
 
 
+def test_an_evaluation_after_the_last_step_adds_its_figure_alone() -> None:
+    stream = io.StringIO()
+    with Progress("plain", 2, stream, Time()) as progress:
+        progress.update(0, {"evaluation/accuracy": 0.25})
+        progress.update(2, step_metrics(rl_record()))
+        progress.update(2, {"evaluation/accuracy": 0.75})
+    before, last, evaluation = stream.getvalue().splitlines()
+    assert before == "step 0/2 | accuracy 0.250"
+    assert last.startswith("step 2/2 | step time 8.00 s | loss 2 | reward 0.900 | accuracy 0.250 | ")
+    assert evaluation == "step 2/2 | accuracy 0.750"
+
+
+def test_an_evaluation_that_comes_at_once_is_part_of_its_steps_line() -> None:
+    stream = io.StringIO()
+    with Progress("plain", 9, stream, Time()) as progress:
+        for step, accuracy in ((1, 0.25), (2, 0.25), (2, 0.75)):
+            progress.update(step, {"evaluation/accuracy": accuracy})
+    assert stream.getvalue() == "step 1/9 | accuracy 0.250\nstep 2/9 | accuracy 0.750\n"
+
+
 def test_an_exception_leaves_the_last_line() -> None:
     stream = io.StringIO()
     with pytest.raises(KeyError), Progress("plain", 9, stream, Time()) as progress:
