@@ -13,10 +13,12 @@ import torch
 from slime_like.config.checkpoint_backend import BACKEND
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
+from slime_like.observability.flatness import FlatSteps
 from slime_like.observability.metrics import read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics, step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.tables import SAMPLE_TABLE
 from slime_like.orchestration.batcher import TrainingBatch
 from slime_like.orchestration.credit import penalise_kl
 from slime_like.orchestration.debug_tables import debug_tables
@@ -121,6 +123,8 @@ class StepRecorder:
         self._trained_s = 0.0
         self._dropped_prompts = 0
         self._memory: dict[str, float] = {}
+        tables = self._config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
+        self._flat_steps = FlatSteps(str(tables) if self._config.debug.samples_per_step else None)
 
     # -------------------------------------------------------------------------------------------------------- figures
     def record(
@@ -164,6 +168,12 @@ class StepRecorder:
         for sentence in sync.restarted if sync else ():
             self._session.progress.note(sentence)
         self._log_tables(step, trajectories, trained.updates[-1])
+        if not self._config.supervised:
+            self._note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
+
+    def _note(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self._session.progress.note(sentence)
 
     def _log_tables(self, step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats) -> None:
         debug = self._config.debug
@@ -281,6 +291,7 @@ class StepRecorder:
     def finish(self, wall_s: float) -> TrainSummary:
         """Export, draw, sum up."""
         self._tell_saved(self._session.checkpoints.finish())
+        self._note(self._flat_steps.at_end())
         run_dir = self._config.run_dir
         files = {"metrics": run_dir / "metrics.jsonl", "checkpoint": run_dir / "checkpoints" / "latest"}
         if self._config.logging.tensorboard:
@@ -303,6 +314,11 @@ class StepRecorder:
         figures = asdict(summary)
         write_summary(self._config, figures | {"files": {name: str(path) for name, path in files.items()}})
         return summary
+
+
+def _without_advantage(trajectories: Sequence[ScoredTrajectory]) -> bool:
+    """True where there was nothing to learn from: rewards were alike in every group."""
+    return not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
 
 
 def _staleness(trajectory: ScoredTrajectory, step: int) -> int:

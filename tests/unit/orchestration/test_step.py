@@ -1,0 +1,47 @@
+"""What a step's record says aloud, with stand-ins for everything that a session holds open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.config.load import load_config
+from slime_like.orchestration.step import StepRecorder, TrainedStep
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.observability.records import grpo_stats, phase_times
+from tests.unit.observability.report_run import sample
+
+
+def recorder(config: RunConfig) -> tuple[StepRecorder, list[str]]:
+    """A recorder, and the list that its notes go to."""
+    notes: list[str] = []
+    session: Any = SimpleNamespace(
+        config=config,
+        finished_steps=0,
+        prompts=None,
+        rollout=None,
+        trainers=SimpleNamespace(peak_memory_bytes=lambda: 0),
+        metrics=SimpleNamespace(log=lambda step, metrics: None),
+        progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
+    )
+    return StepRecorder(session), notes
+
+
+def group(step: int, advantage: float) -> list[ScoredTrajectory]:
+    trajectories = [sample(step, index) for index in range(2)]
+    for trajectory, sign in zip(trajectories, (1.0, -1.0), strict=True):
+        trajectory.advantages = torch.tensor([sign * advantage])
+    return trajectories
+
+
+def test_steps_whose_rewards_are_alike_are_told_once(tmp_path: Path) -> None:
+    flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
+    own, notes = recorder(load_config(None, flags))
+    for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
+        own.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), None, phase_times())
+    assert len(notes) == 1
+    assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
