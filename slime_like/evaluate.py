@@ -12,20 +12,24 @@ from slime_like.orchestration.evaluation import EvaluationResult, Evaluator, hel
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.session import launch_engines
+from slime_like.orchestration.trainers_alone import run_directory
 
 
-def evaluate(config: RunConfig) -> EvaluationResult:
+def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
     """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
+
+    Args:
+        temporary: nobody named the run directory; it goes when all went well.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
     """
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.model.path)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
+        run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         slots = sum(bundle_sizes(config, with_trainers=False))
-        stack.enter_context(Cluster(config.cluster, config.run_dir / "evaluation_worker_logs", slots))
+        stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
         engines, pool = launch_engines(config, stack, placement)
         pool.start()

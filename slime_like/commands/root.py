@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from slime_like.commands import launch as launch_command
 from slime_like.commands import plan as plan_command
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
-from slime_like.commands.arguments import given_path
-from slime_like.config.check import require_valid
+from slime_like.commands.arguments import given_path, temporary_run_dir
+from slime_like.config.check import check, require_valid
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_install import version_warning
+from slime_like.config.evaluated import for_evaluation
 from slime_like.config.help import fields_help
 from slime_like.config.load import load_config
 from slime_like.config.run import MAX_SEED
@@ -41,9 +43,7 @@ def run(argv: list[str]) -> int:
         # The flags take any number of values, so only the first argument can be the file.
         has_file = len(argv) > 1 and not argv[1].startswith("--")
         path, flags = (Path(argv[1]), argv[2:]) if has_file else (None, argv[1:])
-        trains = argv[0] == "train"
-        config = _checked_config(path, flags, trains)
-        return _train(config) if trains else _evaluate(config)
+        return _train(path, flags) if argv[0] == "train" else _evaluate(path, flags)
     if argv[:1] == ["launch"] and not {"-h", "--help"} & set(argv):
         InterruptHandler().install()
         return launch_command.run(argv[1:])
@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_configured(commands, "train", "train a model as a YAML file and flags describe it", "Train.")
-    _add_configured(commands, "eval", "held-out accuracy of model.path", "Measure the held-out accuracy of model.path.")
+    what = "Measure the held-out accuracy of model.path. What only training uses is not looked at."
+    _add_configured(commands, "eval", "held-out accuracy of model.path", what)
     launch_command.add_parser(commands)
     plan_command.add_parser(commands)
     score_command.add_parser(commands)
@@ -90,7 +91,7 @@ def _add_configured(
         name,
         help=summary,
         usage=f"slime-like {name} [CONFIG.yaml] [--section.field VALUE ...]",
-        description=f"{what} Every field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+        description=f"{what}\nEvery field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
         "relative to the current directory.",
         epilog=fields_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -116,33 +117,18 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
 
 
-def _checked_config(path: Path | None, flags: list[str], trains: bool) -> RunConfig:
-    config = load_config(path, flags)
-    require_valid(config, trains)
+def _evaluate(path: Path | None, flags: list[str]) -> int:
+    temporary = temporary_run_dir("eval")
+    config = for_evaluation(load_config(path, flags, run_dir=temporary))
+    if problems := [*_evaluation_problems(config), *check(config, trains=False)]:
+        raise ConfigError(problems)
     InterruptHandler().install()
-    return config
-
-
-def _evaluate(config: RunConfig) -> int:
-    if not config.evaluation.files:
-        raise ConfigError(["evaluation.files=[] is empty; give at least one held-out file"])
-    if config.supervised:
-        raise ConfigError(
-            ["algorithm.loss=sft does without the engine that samples here; use --algorithm.loss ppo_clip for eval"]
-        )
-    if config.model.weights is not None:
-        raise ConfigError(
-            [
-                f"model.weights={config.model.weights}: engines are evaluated, and they load model.path; make a "
-                "Hugging Face directory of it with `slime-like convert to-hf`"
-            ]
-        )
     from slime_like.evaluate import evaluate
 
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
-        result = evaluate(config)
+        result = evaluate(config, temporary=config.run_dir == temporary)
     for name, own in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in own.pass_at.items())
         print(f"{name} accuracy: {own.accuracy:.3f}{passes} over {own.num_responses} responses")
@@ -150,7 +136,20 @@ def _evaluate(config: RunConfig) -> int:
     return 0
 
 
-def _train(config: RunConfig) -> int:
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
+    if not config.evaluation.files:
+        yield "evaluation.files=[] is empty; give at least one held-out file"
+    if config.model.weights is not None:
+        yield (
+            f"model.weights={config.model.weights}: engines are evaluated, and they load model.path; make a Hugging "
+            "Face directory of it with `slime-like convert to-hf`"
+        )
+
+
+def _train(path: Path | None, flags: list[str]) -> int:
+    config = load_config(path, flags)
+    require_valid(config)
+    InterruptHandler().install()
     with made_to_stay():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 

@@ -45,19 +45,20 @@ def check(config: RunConfig, trains: bool = True) -> list[str]:
     """Every problem, each one sentence with field, value and remedy; empty where the run may start.
 
     Args:
-        trains: trainers are started, which must be able to compute the model.
+        trains: trainers are started, which must be able to compute the model and are given data. Where they are not,
+            ``config`` is what ``for_evaluation`` made of it.
     """
     dimensions, problems = find_dimensions(config.model.path, "model.path")
     problems += [] if dimensions is None else list(reference_problems(config, dimensions))
-    return problems + check_machine(config, dimensions) + check_settings(config, dimensions, trains)
+    return problems + check_machine(config, dimensions, trains) + check_settings(config, dimensions, trains)
 
 
-def require_valid(config: RunConfig, trains: bool = True) -> None:
+def require_valid(config: RunConfig) -> None:
     """
     Raises:
         ConfigError: with every problem that ``check`` finds.
     """
-    problems = check(config, trains)
+    problems = check(config)
     if problems:
         raise ConfigError(problems)
 
@@ -79,13 +80,13 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions | None, trains
     if dimensions is not None:
         problems += _trained_model(config, dimensions) if trains else []
         problems += [] if config.supervised else engine_rank_problems(config.rollout, dimensions)
-        problems += _lengths(config, dimensions)
+        problems += _lengths(config, dimensions, trains)
     return problems
 
 
-def check_machine(config: RunConfig, dimensions: ModelDimensions | None) -> list[str]:
-    """What this machine lacks: files, directories that can be written, packages."""
-    problems = [*_places(config), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
+def check_machine(config: RunConfig, dimensions: ModelDimensions | None, trains: bool = True) -> list[str]:
+    """What this machine lacks: files, directories that can be written, packages. ``trains`` as in ``check``."""
+    problems = [*_places(config, trains), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
     problems += _converted(config)
     problems += [*attention_problems(config), *check_compiler()]
     if not config.supervised:
@@ -159,13 +160,13 @@ def _converted(config: RunConfig) -> Iterator[str]:
             yield f"{name} {problem}"
 
 
-def _places(config: RunConfig) -> Iterator[str]:
+def _places(config: RunConfig, trains: bool) -> Iterator[str]:
     """Files and directories, and packages that a setting needs."""
     yield from check_run_dir(config)
     kept = config.debug.save_rollouts
     if kept is not None and (problem := directory_problem(kept)):
         yield f"debug.save_rollouts={kept} {problem}"
-    if not config.data.train and not config.debug.load_rollouts:
+    if trains and not config.data.train and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     for field, files in (("data.train", config.data.train), ("evaluation.files", config.evaluation.files)):
         for file in files:
@@ -336,7 +337,7 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
 
 
-def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+def _lengths(config: RunConfig, dimensions: ModelDimensions, trains: bool) -> Iterator[str]:
     """Every sequence must fit the model, the engine and a micro-batch; token ids must exist."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
     for token in rollout.stop_token_ids:
@@ -356,7 +357,7 @@ def _lengths(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
         terms = f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {longest} tokens"
         limits = [("the model's max_position_embeddings", dimensions.max_position_embeddings)]
         limits.append(("rollout.max_model_len", config.max_model_len))
-        if section == "rollout":
+        if section == "rollout" and trains:
             limits.append(("trainer.target_tokens_per_batch", budget))
         for what, limit in limits:
             if longest > limit:

@@ -16,7 +16,7 @@ from slime_like.config.yaml_text import Document, read_document, write_text
 from slime_like.errors import ConfigError
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path | None = None) -> RunConfig:
     """Read ``path`` (if any), apply the flags in order, validate.
 
     Relative paths, in the file and in flags alike, are relative to the current directory; in the result every path is
@@ -26,6 +26,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         path: YAML file; ``None`` starts from the defaults alone.
         overrides: flags as on a command line: ``--rollout.engine sglang``, ``--trainer.parallel.tensor=2``,
             ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``; the last one wins.
+        run_dir: the run directory where neither names one; none makes it an error.
 
     Raises:
         ConfigError: with every problem found, each naming field, value and remedy.
@@ -35,6 +36,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     data = _without_empty_sections(document.data or {}, "", section_names())
     problems = document.problems + read_flags(overrides, data, origins)
     data.setdefault("model", {})  # so that what is reported missing is model.path
+    if run_dir is not None:
+        data.setdefault("run_dir", str(run_dir))
     _make_paths_absolute(data, all_fields())
     try:
         config = RunConfig.model_validate(data)

@@ -22,6 +22,8 @@ from slime_like.config.fields import all_fields
 from slime_like.config.load import load_config
 from slime_like.data import tiny_model
 from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
+from slime_like.observability.records import EvaluationRecord
+from slime_like.orchestration.evaluation import EvaluationResult
 from tests.unit.config.checkpoint import write_checkpoint
 
 
@@ -60,27 +62,70 @@ ENDS: list[tuple[BaseException, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ([], "evaluation.files=[] is empty; give at least one held-out file"),
-        (["--algorithm.loss", "sft"], "algorithm.loss=sft does without the engine that samples here; use --algorithm."),
-    ],
-)
+@pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
 def test_eval_names_what_it_cannot_do_without(
     sound: list[str],
     flags: list[str],
-    sentence: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if flags:
-        flags = [*flags, "--evaluation.files", "train.jsonl"]
     assert main(["eval", *sound[1:], *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"slime-like: {sentence}")
+    expected = "slime-like: evaluation.files=[] is empty; give at least one held-out file\n"
+    assert capsys.readouterr().err == expected
     assert not (tmp_path / "run").exists()
+
+
+# flags that a training run is refused for, and an evaluation does not look at
+NOT_EVALUATED = [
+    ["--algorithm.loss", "sft"],
+    ["--algorithm.loss", "unknown"],
+    ["--algorithm.kl_coef", "0.1", "--reference.path", "nowhere"],
+    ["--debug.load_rollouts", "nowhere"],
+    ["--resume", "nowhere"],
+    ["--logging.wandb", "true"],
+    ["--rollout.top_p", "0.5"],
+    ["--rollout.max_staleness", "2"],
+    ["--rollout.prompts_per_step", "1", "--algorithm.minibatches", "2"],
+    ["--rollout.num_engines", "2", "--cluster.placement", "colocated"],
+    ["--sync.transport", "directory"],
+    ["--trainer.parallel.tensor", "3"],
+    ["--trainer.target_tokens_per_batch", "16"],
+    ["--data.train", "missing.jsonl"],
+]
+
+
+@pytest.mark.parametrize("flags", NOT_EVALUATED, ids=" ".join)
+def test_eval_does_not_look_at_what_only_training_uses(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither does it need a run directory: it leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    seen: list[tuple[RunConfig, bool]] = []
+
+    def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
+        seen.append((config, temporary))
+        return EvaluationResult(
+            EvaluationRecord(
+                accuracy=0.5, pass_at={}, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0
+            ),
+            {},
+        )
+
+    module = ModuleType("slime_like.evaluate")
+    module.evaluate = evaluate  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "slime_like.evaluate", module)
+    needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
+    assert main(["eval", *needed, *flags]) == 0, capsys.readouterr().err
+    [(config, temporary)] = seen
+    assert temporary and not config.supervised and not config.run_dir.exists()
+    assert main(["eval", *needed, *flags, "--run_dir", "kept"]) == 0
+    assert seen[1][0].run_dir == tmp_path / "kept" and not seen[1][1]
+    if "sft" not in flags:  # demonstrations that a model was trained on are no reason not to sample from it
+        assert main(["train", *needed, "--data.train", "eval.jsonl", "--run_dir", "run", *flags]) == 2
 
 
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])
