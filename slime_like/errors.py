@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
+
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """What a command ends with, and a node of a launch, that did not do what it was told."""
 
@@ -17,10 +22,17 @@ class SlimeLikeError(Exception):
 
 
 class ConfigError(SlimeLikeError):
-    """The configuration is refused. ``problems`` lists every fault found, each with field, value and remedy."""
+    """The configuration is refused.
 
-    def __init__(self, problems: list[str]) -> None:
+    Attributes:
+        problems: every fault found, each with field, value and remedy.
+        rest: the configuration with defaults for the fields that are wrong, where that makes one: for whoever looks for
+            what else is wrong.
+    """
+
+    def __init__(self, problems: list[str], rest: RunConfig | None = None) -> None:
         self.problems = list(problems)
+        self.rest = rest
         super().__init__("\n".join(self.problems))
 
 

@@ -20,6 +20,7 @@ from slime_like.config.check import check, require_valid
 from slime_like.config.directories import directory_problem
 from slime_like.config.engine_install import version_warning
 from slime_like.config.evaluated import for_evaluation
+from slime_like.config.files import data_problems, with_problems_of_files
 from slime_like.config.help import fields_help
 from slime_like.config.load import load_config
 from slime_like.config.run import MAX_SEED
@@ -117,11 +118,19 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
 
 
+def _loaded(path: Path | None, flags: list[str], temporary: Path | None = None) -> RunConfig:
+    """For training, or for an evaluation that leaves nothing behind where no run directory is named."""
+    try:
+        return load_config(path, flags, temporary)
+    except ConfigError as error:
+        raise with_problems_of_files(error, trains=temporary is None) from error
+
+
 def _evaluate(path: Path | None, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
-    config = for_evaluation(load_config(path, flags, run_dir=temporary))
+    config = for_evaluation(_loaded(path, flags, temporary))
     if problems := [*_evaluation_problems(config), *check(config, trains=False)]:
-        raise ConfigError(problems)
+        raise ConfigError(problems + data_problems(config, trains=False))
     InterruptHandler().install()
     from slime_like.evaluate import evaluate
 
@@ -147,7 +156,7 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _train(path: Path | None, flags: list[str]) -> int:
-    config = load_config(path, flags)
+    config = _loaded(path, flags)
     require_valid(config)
     InterruptHandler().install()
     with made_to_stay():

@@ -20,6 +20,7 @@ from slime_like.config.engine_arguments import engine_problems
 from slime_like.config.engine_install import interpreter_problems
 from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.config.families import family_problems
+from slime_like.config.files import data_problems
 from slime_like.config.fsdp import fsdp_problems
 from slime_like.config.import_path import import_path_problem
 from slime_like.config.latent import latent_problems
@@ -56,11 +57,11 @@ def check(config: RunConfig, trains: bool = True) -> list[str]:
 def require_valid(config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: with every problem that ``check`` finds.
+        ConfigError: with every problem that ``check`` finds, and with what is wrong with the data where it finds any.
     """
     problems = check(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems + data_problems(config, trains=True))
 
 
 def check_settings(config: RunConfig, dimensions: ModelDimensions | None, trains: bool = True) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from slime_like.config.fields import Field, all_fields, section_names
 from slime_like.config.flags import read_flags
@@ -39,13 +42,35 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     if run_dir is not None:
         data.setdefault("run_dir", str(run_dir))
     _make_paths_absolute(data, all_fields())
+    config: RunConfig | None
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         problems += describe_all(error.errors(), origins)
-    if problems:
-        raise ConfigError(problems)
+        config = _without_faults(data, error.errors())
+    if problems or config is None:
+        raise ConfigError(problems, rest=config)
     return config
+
+
+def _without_faults(data: dict[str, Any], details: Sequence[ErrorDetails]) -> RunConfig | None:
+    """Defaults where something is wrong; nothing where a whole section is, or what has no default."""
+    rest = deepcopy(data)
+    for detail in details:
+        names = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
+        if names == ["run_dir"]:
+            rest["run_dir"] = "."
+            continue
+        section: Any = rest
+        for name in names[:-1]:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not names or ".".join(names) in section_names() or not isinstance(section, dict):
+            return None
+        section.pop(names[-1], None)
+    try:
+        return RunConfig.model_validate(rest)
+    except ValidationError:
+        return None
 
 
 def save_config(config: RunConfig, path: Path) -> None:

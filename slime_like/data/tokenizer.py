@@ -15,10 +15,8 @@ def load_tokenizer(path: Path) -> Any:
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    if not (Path(path) / "tokenizer_config.json").is_file():
-        raise DataError(
-            f"{path}: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
-        )
+    if problem := missing_tokenizer(path):
+        raise DataError(problem)
     try:
         return _tokenizer_class(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files raise what the parser met first
@@ -26,6 +24,13 @@ def load_tokenizer(path: Path) -> Any:
         raise DataError(
             f"{path}: its tokenizer cannot be loaded ({_one_line(error)}); copy the checkpoint's files again"
         ) from error
+
+
+def missing_tokenizer(path: Path) -> str | None:
+    """Why a checkpoint directory has no tokenizer at all; ``None`` where it has one, good or bad."""
+    if (Path(path) / "tokenizer_config.json").is_file():
+        return None
+    return f"{path}: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
 
 
 def _tokenizer_class(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from slime_like.cli import main
 from slime_like.config.fields import value_text
 from tests.conftest import Tiny
-from tests.unit.config.checkpoint import sound_flags
+from tests.unit.config.checkpoint import sound_flags, write_checkpoint
 from tests.unit.config.test_check import FAULTS
 from tests.unit.config.test_load import HEAD, REFUSED
 from tests.unit.data.test_prompts import CONFIG, FAULTY
@@ -61,6 +62,58 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
     assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _FAILED
     printed = capsys.readouterr()
     assert printed.err == f"slime-like: {file}:1: the key 'answer' stands twice in one object; keep one\n"
+
+
+BAD_ROW = "FILE:1: the answer 'answer' is missing; give text or a number, or set data.answer_key"
+FOREIGN = "MODEL/config.json: "
+NO_TOKENIZER = "MODEL: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
+NO_ROWS = "FILE: no rows; give a file with rows"
+# what stands in the held-out file, whether the model is foreign, flags, and all that must be told in one list
+TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
+    ('{"prompt": "a"}', False, ["--rollout.top_p", "0.5"], ["rollout.top_p=0.5 cuts the distribution", BAD_ROW]),
+    ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["--rollout.top_p=5 is out of range", BAD_ROW]),
+    ('{"prompt": "a"}', False, ["--rollout.topp", "5"], ["--rollout.topp is unknown", BAD_ROW]),
+    (
+        '{"prompt": "a"}',
+        True,
+        ["--rollout.top_p", "5"],
+        ["--rollout.top_p=5 is out of range", FOREIGN, NO_TOKENIZER, BAD_ROW],
+    ),
+    ("", True, ["--rollout.engine", "x"], ["rollout.engine=x is unknown", FOREIGN, NO_TOKENIZER, NO_ROWS]),
+    ('{"prompt": "a", "answer": "b"}', True, ["--steps", "0"], ["--steps=0 is out of range", FOREIGN, NO_TOKENIZER]),
+]
+
+
+@pytest.mark.parametrize(("rows", "foreign", "flags", "sentences"), TOGETHER, ids=[" ".join(c[2]) for c in TOGETHER])
+def test_bad_files_are_told_together_with_wrong_settings(
+    rows: str,
+    foreign: bool,
+    flags: list[str],
+    sentences: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own, file = sound_flags(tmp_path), tmp_path / "eval.jsonl"
+    file.write_text(rows)
+    if foreign:
+        write_checkpoint(tmp_path / "model", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+        (tmp_path / "model" / "tokenizer_config.json").unlink()
+    assert main(["train", *own, "--evaluation.files", str(file), *flags]) == _REFUSED
+    first, *problems = capsys.readouterr().err.splitlines()
+    assert first == f"slime-like: {len(sentences)} problems", problems
+    for sentence in sentences:
+        expected = sentence.replace("FILE", str(file)).replace("MODEL", str(tmp_path / "model"))
+        assert any(problem.startswith(f"  - {expected}") for problem in problems), (expected, problems)
+
+
+@pytest.mark.parametrize("flags", [["--rollout.top_p", "2"], ["--rollout.engine", "x"]], ids=" ".join)
+def test_what_a_wrong_setting_comes_with_is_told_without_a_tokenizer(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which would be imported for seconds."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["train", *sound_flags(tmp_path), *flags]) == _REFUSED
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_there_are_many_of_them() -> None:

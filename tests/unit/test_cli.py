@@ -31,7 +31,7 @@ from tests.unit.config.checkpoint import write_checkpoint
 def sound(tmp_path: Path) -> list[str]:
     """A command that passes every check."""
     write_checkpoint(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "run.yaml").write_text("data: {max_prompt_tokens: 512}")
     flags = ["--run_dir", "run", "--model.path", "model", "--data.train", "train.jsonl"]
     return ["train", str(tmp_path / "run.yaml"), *flags]

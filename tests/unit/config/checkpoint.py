@@ -80,6 +80,7 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = QWEN3_8_KV_HEADS | changes
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text("{}")
     if isinstance(config["num_hidden_layers"], int):
         write_weights(directory / "model.safetensors", range(config["num_hidden_layers"]))
     return directory
@@ -93,7 +94,7 @@ def write_weights(file: Path, layers: Iterable[int]) -> None:
 def sound_flags(root: Path) -> list[str]:
     """A configuration without fault, as flags, its files below ``root``; a test appends its own."""
     write_checkpoint(root / "model")
-    (root / "train.jsonl").write_text("{}\n")
+    (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     return [
         "--run_dir", str(root / "run"),
         "--model.path", str(root / "model"),
