@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.environments import Task
-from slime_like.environments.pool import EnvironmentPool
+from slime_like.environments.pool import EnvironmentPool, StepFailed
 from slime_like.errors import EnvironmentFailure
 
 USER_MODULE = """
@@ -28,9 +28,20 @@ class Echo:
     def step(self, state, response): return Step(state, response)
 """
 
+FAILING_MODULE = """
+def found(word):
+    return word != "raise"
 
-async def _echoed(word: str) -> str:
-    pool = EnvironmentPool(EnvironmentConfig(name="killed_environment:Echo"))
+class Echo:
+    def reset(self, task): return {}
+    def step(self, state, response):
+        if not found(response):
+            raise LookupError("no such thing")
+"""
+
+
+async def _echoed(word: str, name: str = "killed_environment:Echo") -> str:
+    pool = EnvironmentPool(EnvironmentConfig(name=name))
     try:
         await pool.start()
         return (await pool.step(Task("", "", {}), None, word, first=True)).observation
@@ -48,3 +59,18 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
     with pytest.raises(EnvironmentFailure, match="ended while starting: it was killed"):
         asyncio.run(_echoed("hello"))
     assert (tmp_path / "starts").stat().st_size == 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [("raise", "error: LookupError: no such thing (FILE:9)"), ("x", "error: TypeError: step re")]
+)
+def test_a_step_that_fails_is_told_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, reason: str
+) -> None:
+    file = tmp_path / "failing_environment.py"
+    file.write_text(FAILING_MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StepFailed) as caught:
+        asyncio.run(_echoed(word, "failing_environment:Echo"))
+    assert str(caught.value).startswith(reason.replace("FILE", str(file)))
+    assert f"({file}:" in str(caught.value)
