@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rollout.base import EngineBase, one_line
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.processes import end_processes, is_alive, mapped_files, new_children, process_ids
+from slime_like.hosting.tracker import remove_tracked, start_tracker, track
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.wire import metadata_to_wire
 
@@ -31,7 +32,8 @@ _LOOK_AT_BUILD_S = 0.2
 _LOOK_EVERY_S = 1.0
 """Between looks at the engine core's process while a call to it is under way."""
 _SHARED_FILES = "/dev/shm/vllm_dist_"
-"""Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind."""
+"""Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind, and no tracker knows them."""
+_LOOK_AT_FILES_S = 0.5
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         super().__init__(config, engine_index, "vLLM")
         self._llm: AsyncLLM | None = None
         self._process_ids: tuple[int, ...] = ()
-        self._shared_files: tuple[Path, ...] = ()
+        self._shared_files: set[Path] = set()
         self._built = threading.Event()
         self._built.set()
 
@@ -59,14 +61,14 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 ``rollout.start_timeout_s``.
         """
         self._begin_anew()
+        start_tracker()
         before = process_ids()
         timeout = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout):
                 # In a call of its own: something that vLLM imports keeps the importing frames, and all they refer to.
                 await asyncio.to_thread(self._import)
-                llm: AsyncLLM = await asyncio.to_thread(self._build)
-                self._llm = llm
+                llm = self._llm = await self._built_and_watched(before)
                 await llm.update_weight_version("0")
                 # Asked once here, so that adding a request later never waits between its check and its registration.
                 await llm.get_supported_tasks()
@@ -75,6 +77,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             await self.stop()
             raise self._start_error(error, timeout) from error
         self._note_processes(before)
+        self._remove_files()
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         async with self._promising(request) as llm:
@@ -114,9 +117,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
         await asyncio.to_thread(end_processes, self._process_ids, _SHUTDOWN_S)
-        for path in self._shared_files:
-            path.unlink(missing_ok=True)
-        self._process_ids, self._shared_files = (), ()
+        self._remove_files()
+        self._process_ids = ()
 
     # ------------------------------------------------------------------------------------------------- see EngineBase
     def _alive(self) -> AsyncLLM:
@@ -183,13 +185,32 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # -------------------------------------------------------------------------------------------------------- helpers
     def _note_processes(self, before: Collection[int]) -> None:
         self._process_ids = tuple(new_children(before))
-        self._shared_files = mapped_files(self._process_ids, _SHARED_FILES)
+        for file in {*mapped_files(self._process_ids, _SHARED_FILES)} - self._shared_files:
+            track(file)
+            self._shared_files.add(file)
+
+    def _remove_files(self) -> None:
+        """Ranks that have mapped them need their names no more, and without names nothing of them can be left."""
+        while self._shared_files:
+            remove_tracked(self._shared_files.pop())
 
     def _import(self) -> None:
         from rollout.vllm.arguments import prepare_environment
 
         prepare_environment(self._config)
         import vllm.v1.engine.async_llm  # noqa: F401
+
+    async def _built_and_watched(self, before: Collection[int]) -> AsyncLLM:
+        """Files are noted as they appear, for this process may be killed before all of them are there."""
+        building = asyncio.ensure_future(asyncio.to_thread(self._build))
+        try:
+            while not building.done():
+                await asyncio.wait({building}, timeout=_LOOK_AT_FILES_S)
+                if self._config.rollout.tensor > 1:
+                    await asyncio.to_thread(self._note_processes, before)
+            return building.result()
+        finally:
+            building.cancel()
 
     def _build(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -205,15 +226,12 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     def _end_build(self, before: Collection[int]) -> None:
         """A thread that builds cannot be interrupted; it ends when the core does that it starts and waits for."""
         deadline = time.monotonic() + _BUILD_END_S
-        files: set[Path] = set()
         while True:
             built = self._built.wait(_LOOK_AT_BUILD_S)
             self._note_processes(before)
-            files.update(self._shared_files)
             if built or time.monotonic() > deadline:
                 break
             end_processes(self._process_ids, 0.0)
-        self._shared_files = tuple(files)
 
     def _start_error(self, error: BaseException, timeout: float) -> BaseException:
         if isinstance(error, TimeoutError):

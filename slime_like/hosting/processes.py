@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_TRACKER = "multiprocessing.resource_tracker"
+from slime_like.hosting.tracker import is_tracker
 
 
 def process_ids() -> frozenset[int]:
@@ -30,7 +30,7 @@ def descendants(process_id: int) -> list[int]:
         children = psutil.Process(process_id).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child.pid for child in children if not _is_tracker(child)]
+    return [child.pid for child in children if not is_tracker(child)]
 
 
 def is_alive(process_id: int) -> bool:
@@ -78,10 +78,3 @@ def _signal(process: psutil.Process, hard: bool) -> None:
         process.kill() if hard else process.terminate()
     except psutil.NoSuchProcess:
         return
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    try:
-        return any(_TRACKER in part for part in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False

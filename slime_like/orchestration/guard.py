@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from slime_like.hosting.tracker import is_tracker
 from slime_like.orchestration.ray_session import Sessions, put_away
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -121,18 +122,23 @@ def session_processes(sessions: Sessions) -> list[psutil.Process]:
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
-    """Living processes other than ``but`` that have a file below ``directories`` open for writing."""
+    """Living processes other than ``but`` that have a file below ``directories`` open for writing.
+
+    Python's resource trackers are left out: killed, they would leave behind what they are there to remove.
+    """
     places = tuple(f"{directory.resolve()}/" for directory in directories)
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != but and any(
-                file.path.startswith(places) and file.mode != "r" for file in process.open_files()
-            ):
+            if process.pid != but and _writes_below(process, places) and not is_tracker(process):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
             continue
     return found
+
+
+def _writes_below(process: psutil.Process, places: tuple[str, ...]) -> bool:
+    return any(file.path.startswith(places) and file.mode != "r" for file in process.open_files())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from rollout.vllm.engine import VllmEngine
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.hosting.processes import mapped_files, new_children, process_ids
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
+from slime_like.weights.transports.leftovers import SHARED_MEMORY
 from tests.engines.harness import run_config
 
 LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
@@ -61,7 +63,8 @@ from tests.engines.harness import run_config
 from tests.engines.test_lifecycle import stops_cleanly_and_starts_again
 
 async def main():
-    engine = load_engine(sys.argv[3])(run_config(Path(sys.argv[1]), Path(sys.argv[2])), 0)
+    config = run_config(Path(sys.argv[1]), Path(sys.argv[2]), tensor=int(sys.argv[4]))
+    engine = load_engine(sys.argv[3])(config, 0)
     print("pids", *await stops_cleanly_and_starts_again(engine), flush=True)
     await asyncio.sleep(300)
 
@@ -70,21 +73,22 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("sglang", 1)])
 def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
-    models: list[Path], tmp_path: Path, kind: str
+    models: list[Path], tmp_path: Path, kind: str, ranks: int
 ) -> None:
-    """Even if that is killed outright and can clean up nothing."""
+    """Even if that is killed outright and can clean up nothing, with all of its process group, as Ray does it."""
     script, log = tmp_path / "owner.py", tmp_path / "owner.log"
     script.write_text(OWNER)
     root = Path(__file__).parents[2]
     with log.open("w") as errors:
         owner = subprocess.Popen(
-            [sys.executable, script, models[0], tmp_path, kind],
+            [sys.executable, script, models[0], tmp_path, kind, str(ranks)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             env={**os.environ, "PYTHONPATH": str(root)},
+            process_group=0,
         )
     try:
         assert owner.stdout is not None
@@ -92,13 +96,16 @@ def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
         pids = [int(word) for word in line.split()[1:]]
         assert pids, log.read_text()
         assert files_of_sglang(pids) == set()
+        shared = set(mapped_files([owner.pid, *pids], f"{SHARED_MEMORY}/")) & set(SHARED_MEMORY.iterdir())
+        assert shared or kind == "sglang"  # which leaves none in any case
     finally:
-        owner.kill()
+        os.killpg(owner.pid, signal.SIGKILL)
         owner.wait()
     deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+    while (any(map(psutil.pid_exists, pids)) or any(file.exists() for file in shared)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(map(psutil.pid_exists, pids))
+    assert [file for file in shared if file.exists()] == []
 
 
 @pytest.mark.parametrize(
