@@ -82,7 +82,9 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         previous = self._receivers.pop(transport, None)
         if previous is not None:
             previous.close()
-        self._receivers[transport] = open_receiver(transport, rendezvous)
+        # In a thread: it waits for the trainers, and this engine must be able to end if they never come.
+        opening = asyncio.to_thread(open_receiver, transport, rendezvous)
+        self._receivers[transport] = await self._sync_call("connect", opening)
 
     async def stop(self) -> None:
         """End the decode thread and free the model. May be called twice."""

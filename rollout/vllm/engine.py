@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rollout.base import EngineBase, one_line
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.processes import end_processes, is_alive, mapped_files, new_children, process_ids
-from slime_like.hosting.tracker import remove_tracked, start_tracker, track
+from slime_like.hosting.tracker import start_tracker
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.wire import metadata_to_wire
 
@@ -33,7 +33,6 @@ _LOOK_EVERY_S = 1.0
 """Between looks at the engine core's process while a call to it is under way."""
 _SHARED_FILES = "/dev/shm/vllm_dist_"
 """Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind, and no tracker knows them."""
-_LOOK_AT_FILES_S = 0.5
 
 T = TypeVar("T")
 
@@ -68,7 +67,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             async with asyncio.timeout(timeout):
                 # In a call of its own: something that vLLM imports keeps the importing frames, and all they refer to.
                 await asyncio.to_thread(self._import)
-                llm = self._llm = await self._built_and_watched(before)
+                llm: AsyncLLM = await asyncio.to_thread(self._build)
+                self._llm = llm
                 await llm.update_weight_version("0")
                 # Asked once here, so that adding a request later never waits between its check and its registration.
                 await llm.get_supported_tasks()
@@ -185,32 +185,18 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # -------------------------------------------------------------------------------------------------------- helpers
     def _note_processes(self, before: Collection[int]) -> None:
         self._process_ids = tuple(new_children(before))
-        for file in {*mapped_files(self._process_ids, _SHARED_FILES)} - self._shared_files:
-            track(file)
-            self._shared_files.add(file)
+        self._shared_files.update(mapped_files(self._process_ids, _SHARED_FILES))
 
     def _remove_files(self) -> None:
         """Ranks that have mapped them need their names no more, and without names nothing of them can be left."""
         while self._shared_files:
-            remove_tracked(self._shared_files.pop())
+            self._shared_files.pop().unlink(missing_ok=True)
 
     def _import(self) -> None:
         from rollout.vllm.arguments import prepare_environment
 
         prepare_environment(self._config)
         import vllm.v1.engine.async_llm  # noqa: F401
-
-    async def _built_and_watched(self, before: Collection[int]) -> AsyncLLM:
-        """Files are noted as they appear, for this process may be killed before all of them are there."""
-        building = asyncio.ensure_future(asyncio.to_thread(self._build))
-        try:
-            while not building.done():
-                await asyncio.wait({building}, timeout=_LOOK_AT_FILES_S)
-                if self._config.rollout.tensor > 1:
-                    await asyncio.to_thread(self._note_processes, before)
-            return building.result()
-        finally:
-            building.cancel()
 
     def _build(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM

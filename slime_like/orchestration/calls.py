@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -21,8 +21,18 @@ _LOOK_EVERY_S = 5.0
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
+def nobody() -> None:
+    """Nobody else to look at."""
+
+
 def gather(
-    references: Sequence[Any], names: Sequence[str], *, phase: str, timeout_s: float, error: type[SlimeLikeError]
+    references: Sequence[Any],
+    names: Sequence[str],
+    *,
+    phase: str,
+    timeout_s: float,
+    error: type[SlimeLikeError],
+    watch: Callable[[], None] = nobody,
 ) -> list[Any]:
     """Wait for every reference; the first failure ends the wait.
 
@@ -32,6 +42,7 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         error: class of the error to raise.
+        watch: called every few seconds of waiting; raises where an answer needs somebody who has died.
 
     Raises:
         error: a worker died, raised, or did not answer in time.
@@ -44,6 +55,8 @@ def gather(
         left = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
         raise_if_interrupted()
+        if not ready:
+            watch()
         if not ready and left > _LOOK_EVERY_S:
             continue
         if not ready:

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from slime_like.weights.transports.leftovers import SHARED_MEMORY
+
 _LOGS = "logs"
 _REMOVE_S = 2.0
+_MEETING = "vllm_dist_*"
+"""Files at which vLLM's ranks meet; what they share in memory is named after them. An engine that has started removes
+that itself, one that was killed while it started cannot."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,13 @@ def link_logs(session: Path, logs: Path) -> None:
 
 
 def put_away(session: Path, logs: Path) -> None:
-    """End of a session: its logs take the place of the link to them, and its directory goes.
+    """End of a session: its logs take the place of the link to them, and its directory and shared memory go.
 
     If there is no room for them, logs and link stay as they are.
     """
+    for meeting in session.glob(_MEETING):
+        for shared in SHARED_MEMORY.glob(f"{meeting.name}-*"):
+            shared.unlink(missing_ok=True)
     if logs.is_symlink() and logs.readlink() == session / _LOGS:
         moving = logs.with_name(f".{logs.name}-moving")
         try:

@@ -15,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, Generation, GenerationRequest, UpdateReceipt
 from slime_like.interrupts import raise_if_interrupted
-from slime_like.orchestration.calls import gather, located, one
+from slime_like.orchestration.calls import gather, located, nobody, one
 from slime_like.orchestration.engine_actor import EngineActor
 from slime_like.orchestration.flight import Flight, NoEngineLeft
 from slime_like.orchestration.mailbox import Answer
@@ -37,10 +37,15 @@ class _Member:
 
 
 class RolloutManager:
-    """The generation pool. Engines that die leave it; ``restart_dead`` brings them back. Thread-safe."""
+    """The generation pool. Engines that die leave it; ``restart_dead`` brings them back. Thread-safe.
 
-    def __init__(self, config: RunConfig, placement: Placement) -> None:
+    Args:
+        watch: called whenever engines are waited for; raises where somebody has died without whom it is in vain.
+    """
+
+    def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = nobody) -> None:
         self._config = config
+        self._watch = watch
         self._placement = placement
         self._shared_devices: Sequence[str] = ()
         self._engines: list[Any] = []
@@ -115,6 +120,7 @@ class RolloutManager:
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """See ``EnginePool``."""
         ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+        self._watch()
         if ready:
             ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         return list(ready)
@@ -180,7 +186,14 @@ class RolloutManager:
             self._engines[index] = self._new_actor(index)
         names = [self._name(index) for index in dead]
         references = [self._engines[index].start.remote() for index in dead]
-        gather(references, names, phase="starting again", timeout_s=self._start_timeout_s, error=EngineError)
+        gather(
+            references,
+            names,
+            phase="starting again",
+            timeout_s=self._start_timeout_s,
+            error=EngineError,
+            watch=self._watch,
+        )
         self._restarts += len(dead)
         self._restarted += dead
         return [f"{name} was started again ({dead[index]})" for name, index in zip(names, dead, strict=True)]
@@ -271,7 +284,7 @@ class RolloutManager:
 
     def _gather(self, references: list[Any], *, phase: str, timeout_s: float) -> list[Any]:
         names = [self._name(index) for index in range(len(references))]
-        return gather(references, names, phase=phase, timeout_s=timeout_s, error=EngineError)
+        return gather(references, names, phase=phase, timeout_s=timeout_s, error=EngineError, watch=self._watch)
 
 
 def _is_alive(actor: Any) -> bool:

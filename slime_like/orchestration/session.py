@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,6 +18,7 @@ from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.batcher import ExperienceBatcher
 from slime_like.orchestration.bundles import bundle_sizes
+from slime_like.orchestration.calls import nobody
 from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.cluster import Cluster
 from slime_like.orchestration.credit import require_group_scope
@@ -50,10 +51,18 @@ class RolloutSide:
 
 
 def launch_engines(
-    config: RunConfig, stack: ExitStack, placement: Placement, shared_devices: Sequence[str] = ()
+    config: RunConfig,
+    stack: ExitStack,
+    placement: Placement,
+    shared_devices: Sequence[str] = (),
+    watch: Callable[[], None] = nobody,
 ) -> tuple[RolloutManager, RewardPool]:
-    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both."""
-    engines = RolloutManager(config, placement)
+    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
+
+    Args:
+        watch: see ``RolloutManager``.
+    """
+    engines = RolloutManager(config, placement, watch)
     stack.callback(engines.shutdown)
     engines.launch(shared_devices)
     pool = RewardPool(config.reward)
@@ -188,7 +197,8 @@ class Session:
         config, colocated = self.config, self.config.cluster.placement == "colocated"
         if warning := version_warning(config.rollout.python, config.rollout.engine):
             self.progress.note(warning)
-        engines, pool = launch_engines(config, stack, placement, self.trainers.devices() if colocated else ())
+        devices = self.trainers.devices() if colocated else ()
+        engines, pool = launch_engines(config, stack, placement, devices, self.trainers.liveness().check)
         scorer = Scorer(config, pool, self.tokenizer)
         workers = launch_references(config, stack, placement)
         self.trainers.setup()

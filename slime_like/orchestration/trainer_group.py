@@ -17,6 +17,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, ScoredLogprobs
 from slime_like.orchestration.calls import gather, one
+from slime_like.orchestration.liveness import Liveness
 from slime_like.orchestration.placement import Placement
 from slime_like.orchestration.trainer_rank import FrozenLogprobs, StreamedStep, TrainerRank
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -110,6 +111,11 @@ class TrainerGroup:
         """Every rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""
         timeout = self._config.trainer.start_timeout_s
         return self._call_each("device", [()] * len(self._ranks), phase="starting", timeout_s=timeout)
+
+    def liveness(self) -> Liveness:
+        """Of the ranks, for whoever waits for somebody else."""
+        names = [self._name(rank) for rank in range(len(self._ranks))]
+        return Liveness(self._ranks, names, "waiting for the engines", TrainerError)
 
     # ----------------------------------------------------------------------------------------------------- training
     @property

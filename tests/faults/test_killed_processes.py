@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.processes import Command
 
 # vLLM renames its process, where the operating system lets it.
 VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
+_ENGINE_HANGS_S = 20.0
+"""Longer than a rank's death stays unnoticed, and a bound on how long the run's end waits for the engine."""
 
 
 @pytest.mark.parametrize(
@@ -80,17 +83,28 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
         assert row.get("rollout/staleness_max", 0) <= ahead
 
 
+def test_a_rank_killed_while_an_engine_is_waited_for_is_told_before_the_engine_answers(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """An engine that joins a transport waits for the rank that opened it, for minutes."""
+    with Command(quick(tiny, tmp_path / "run"), tmp_path / "log") as command:
+        engine = _running(command, "ray::EngineActor.start")
+        engine.suspend()
+        answering = threading.Timer(_ENGINE_HANGS_S, engine.resume)
+        answering.start()
+        command.named("ray::TrainerRank").kill()
+        finished = command.finish(timeout_s=90)
+        answering.join()
+    assert finished.code == 1
+    assert "trainer rank 0 died while waiting for the engines" in one_sentence(finished)
+
+
 def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
     """The only one: rewarded groups wait for its successor, and each is trained once, with reference logprobs."""
     flags = ["--steps", "6", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags, "--reference.placement", "workers"), tmp_path / "log") as command:
-        victim = None
-        while victim is None:
-            assert command.process.poll() is None, command.output
-            victim = next((own for own in command.descendants() if _runs(own, "ray::TrainerRank.score")), None)
-            time.sleep(0.01)
-        victim.kill()
+        _running(command, "ray::TrainerRank.score").kill()
         finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
@@ -103,8 +117,17 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert rows[-1]["train_actor_training/kl_loss"] > 0
 
 
+def _running(command: Command, call: str) -> psutil.Process:
+    """The first process seen at ``call``, which Ray shows as the title of an actor's process."""
+    while True:
+        assert command.process.poll() is None, command.output
+        for own in command.descendants():
+            if _runs(own, call):
+                return own
+        time.sleep(0.01)
+
+
 def _runs(process: psutil.Process, call: str) -> bool:
-    """Ray shows an actor's present call as the title of its process."""
     try:
         return process.cmdline()[:1] == [call]
     except psutil.NoSuchProcess:
