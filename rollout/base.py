@@ -34,6 +34,8 @@ class EngineBase(Generic[Running]):
         self._config = config
         self._index = engine_index
         self._name = f"{kind} engine {engine_index}"
+        self._log = f"its log is in {config.run_dir}/worker_logs"
+        self._death = f"most often the kernel has killed it for want of memory (dmesg tells), and {self._log}"
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._expected = expected_tensors(config.model.path)
         self._promised: dict[str, int] = {}

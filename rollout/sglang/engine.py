@@ -66,7 +66,7 @@ class SglangEngine(EngineBase[ChildProcess]):
                 answered = True
                 return samples
             except ProcessEnded as error:
-                raise EngineError(f"{self._name} died while it ran request {name}; see its log") from error
+                raise EngineError(f"{self._name} died while it ran request {name}; {self._death}") from error
             except EngineError as error:
                 answered = True
                 raise EngineError(f"request {name} failed on {self._name}: {error}") from error
@@ -92,7 +92,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         if self._process is None:
             raise EngineError(f"{self._name} is not running; call start first")
         if not self._process.alive:
-            raise EngineError(f"{self._name}: its process has died; see its log")
+            raise EngineError(f"{self._name}: its process has died; {self._death}")
         return self._process
 
     async def _is_alive(self) -> bool:
@@ -150,11 +150,10 @@ class SglangEngine(EngineBase[ChildProcess]):
     def _start_error(self, error: BaseException, timeout: float) -> BaseException:
         if isinstance(error, TimeoutError):
             return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s")
-        log = f"its log is in {self._config.run_dir}/worker_logs"
         if isinstance(error, ProcessEnded):
-            return EngineError(f"{self._name} did not start: its process ended; {log}")
+            return EngineError(f"{self._name} did not start: its process ended; {self._log}")
         if isinstance(error, EngineError):
-            return EngineError(f"{self._name} did not start: {error}; {log}")
+            return EngineError(f"{self._name} did not start: {error}; {self._log}")
         return error
 
     def _gives_memory_back(self) -> bool:
@@ -173,7 +172,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         try:
             return await self._bounded(phase, self._alive().call(method, *arguments))
         except ProcessEnded as error:
-            raise EngineError(f"{self._name} died during {phase}; see its log") from error
+            raise EngineError(f"{self._name} died during {phase}; {self._death}") from error
         except EngineError as error:
             if str(error).startswith(self._name):
                 raise
@@ -187,6 +186,6 @@ class SglangEngine(EngineBase[ChildProcess]):
             try:
                 return await process.call(method, *arguments)
             except ProcessEnded as error:
-                raise EngineError("its process has died; see its log") from error
+                raise EngineError(f"its process has died; {self._death}") from error
 
         return await self._sync_call(phase, call())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slime_like.config import RunConfig
+    from slime_like.config.dimensions import ModelDimensions
 
 _SHUTDOWN_S = 3.0
 """For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
@@ -51,6 +52,16 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         self._shared_files: set[Path] = set()
         self._built = threading.Event()
         self._built.set()
+
+    @staticmethod
+    def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
+        """Why it cannot be trained with this engine on these devices, if so."""
+        if dimensions.num_experts and not on_cuda:
+            return (
+                "vLLM cannot update the weights of a mixture-of-experts model on a CPU; use rollout.engine=sglang or "
+                "transformers there"
+            )
+        return None
 
     async def start(self) -> None:
         """Load the model and start the engine core's process.
@@ -99,11 +110,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         """
         from rollout.vllm.arguments import on_cpu
 
-        if self._dimensions.num_experts and on_cpu():
-            raise EngineError(
-                f"{self._name}: vLLM cannot update the weights of a mixture-of-experts model on a CPU; "
-                "use rollout.engine=sglang or transformers there"
-            )
+        if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
+            raise EngineError(f"{self._name}: {refusal}")
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
         await self._sync_call("connect", self._workers("init_weight_transfer_engine", **arguments))
 
@@ -125,7 +133,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         if self._llm is None:
             raise EngineError(f"{self._name} is not running; call start first")
         if self._llm.errored:
-            raise EngineError(f"{self._name}: its process has died; see its log")
+            raise EngineError(f"{self._name}: its process has died; {self._death}")
         return self._llm
 
     async def _is_alive(self) -> bool:
@@ -224,9 +232,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s")
         if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
             return error
-        return EngineError(
-            f"{self._name} did not start: {one_line(error)}; its log is in {self._config.run_dir}/worker_logs"
-        )
+        return EngineError(f"{self._name} did not start: {one_line(error)}; {self._log}")
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
         """The final output. vLLM's own exceptions become one sentence."""
@@ -242,7 +248,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 if output.finished:
                     return output
         except EngineDeadError as error:
-            raise EngineError(f"{self._name} died while it ran request {request.request_id}; see its log") from error
+            raise EngineError(f"{self._name} died while it ran request {request.request_id}; {self._death}") from error
         except Exception as error:  # vLLM's own classes change with its versions
             raise EngineError(f"request {request.request_id} failed on {self._name}: {one_line(error)}") from error
         raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
@@ -282,7 +288,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 if not task.done():
                     self._alive()
                     if not all(map(is_alive, self._process_ids)):
-                        raise EngineError(f"{self._name}: its process has died; see its log")
+                        raise EngineError(f"{self._name}: its process has died; {self._death}")
             return task.result()
         finally:
             task.cancel()

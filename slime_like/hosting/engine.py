@@ -39,6 +39,7 @@ class HostedEngine:
         self._config = config
         self._index = engine_index
         self._name = f"engine {engine_index} ({config.rollout.engine} in {config.rollout.python})"
+        self._log = f"its log is in {config.run_dir}/worker_logs"
         self._process: _Hosted | None = None
         self._version = 0
 
@@ -51,12 +52,11 @@ class HostedEngine:
                 await process.call("start")
         except BaseException as error:
             await self._end()
-            log = f"its log is in {self._config.run_dir}/worker_logs"
             if isinstance(error, TimeoutError):
-                reason = f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s; {log}"
+                reason = f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s; {self._log}"
                 raise EngineError(reason) from error
             if isinstance(error, ProcessEnded):
-                raise EngineError(f"{self._name} did not start: its process ended; {log}") from error
+                raise EngineError(f"{self._name} did not start: its process ended; {self._log}") from error
             raise
         process.note_processes()
         self._version = 0
@@ -146,7 +146,7 @@ class HostedEngine:
         except TimeoutError as error:
             raise EngineError(f"{self._name} gave no answer to {method} within {bound:g} s") from error
         except ProcessEnded as error:
-            raise EngineError(f"{self._name} died, at the latest during {method}; see its log") from error
+            raise EngineError(f"{self._name} died, at the latest during {method}; {self._log}") from error
 
 
 class _Hosted(ChildProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ def one(
     except RayTaskError as cause:
         raise _from_worker(cause, name, phase, error) from cause
     except RayActorError as cause:
-        raise error(f"{name} died while {phase}: {_first_line(cause)}") from cause
+        raise error(f"{name} died while {phase}: {_death(cause)}") from cause
     except RayError as cause:
         raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
 
@@ -96,6 +97,17 @@ def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLi
         # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
         return located(original, name, phase)
     return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
+
+
+def _death(cause: RayActorError) -> str:
+    """Of an actor's process that ended without an exception Ray says no more than that, and its id."""
+    process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
+    if process is None or "worker process has died" not in str(cause):
+        return _first_line(cause)
+    return (
+        f"its process {process[1]} ended without an exception; most often the kernel has killed it for want of memory "
+        f"(dmesg tells), and its log is worker-*-{process[1]}.err in worker_logs"
+    )
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -25,11 +25,12 @@ from slime_like.orchestration.credit import require_group_scope
 from slime_like.orchestration.evaluation import Evaluator, held_out
 from slime_like.orchestration.moving_reference import REFERENCE, MovingReference
 from slime_like.orchestration.placement import Placement
+from slime_like.orchestration.plugins import require_servable
 from slime_like.orchestration.reference_pool import ReferencePool
 from slime_like.orchestration.reference_workers import launch_references, reference_pool
 from slime_like.orchestration.rollout_manager import RolloutManager
 from slime_like.orchestration.rollout_source import RolloutSource
-from slime_like.orchestration.run_directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run_directory import find_checkpoint, latest_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run_lock import RunLock
 from slime_like.orchestration.scoring import Scorer
 from slime_like.orchestration.sources import DemonstrationSource, DumpedSource, ExperienceSource
@@ -115,7 +116,15 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        with self._stack:
+            if kind is not None:
+                self.checkpoints.rescue()
+                self._tell_where_it_goes_on()
+
+    def _tell_where_it_goes_on(self) -> None:
+        latest = latest_checkpoint(self.config.run_dir)
+        if latest is not None:
+            self.progress.note(f"started again with --resume auto, the run goes on from {latest.resolve()}")
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
@@ -149,12 +158,12 @@ class Session:
         )
         placement = stack.enter_context(Placement(config))
         if prompts is not None and not config.supervised:
-            transport_of(config, placement)  # one that does not reach is refused before minutes of starting
+            transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
+            require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
         self.trainers = TrainerGroup(config, placement)
         self.checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, self.trainers)
         stack.callback(self.checkpoints.abandon)  # after the trainers have ended
         stack.callback(self.trainers.shutdown)
-        stack.callback(self.checkpoints.rescue)
         self.trainers.launch()
         self.rollout = None
         if prompts is None:

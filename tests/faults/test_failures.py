@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_like.data.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.processes import Command, Finished, run
 
@@ -46,6 +47,15 @@ def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: T
     assert one_sentence(finished).endswith(
         "sync.transport=nccl needs GPUs, and there are none; use shared_memory, or auto"
     )
+
+
+def test_an_engine_that_cannot_take_the_weights_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
+    """This one could not start: nobody has tried."""
+    make_tiny_model(tmp_path / "model", family="qwen3_moe")
+    flags = ["--model.path", str(tmp_path / "model"), "--rollout.engine_args.kv_cache_memory_bytes", "1000"]
+    finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
+    assert finished.code == 1
+    assert one_sentence(finished).startswith("slime-like: rollout.engine=vllm: vLLM cannot update the weights of a mix")
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
