@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,10 +16,7 @@ from pathlib import Path
 import psutil
 from ray._common.utils import get_default_ray_temp_dir
 
-from slime_like.hosting.processes import mapped_files
-
 _PR_SET_CHILD_SUBREAPER = 36
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Command:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
-        self._memory_before = set(_SHARED_MEMORY.iterdir())
+        self._memory_before = _shared_memory()
         self._sessions_before = _ray_sessions()
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
@@ -146,19 +142,20 @@ class Command:
 
     def _memory_left(self) -> list[Path]:
         """Of this command, or of one beside it whose guard is just about to remove it."""
-        new = set(_SHARED_MEMORY.iterdir()) - self._memory_before
-        mapped = set(mapped_files(psutil.pids(), f"{_SHARED_MEMORY}/")) if new else set()
-        return [path for path in new - mapped if path.exists() and not _maker_lives(path)]
+        return [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
 
 
 def _ray_sessions() -> set[Path]:
     return set(Path(get_default_ray_temp_dir()).glob("session_*"))
 
 
-def _maker_lives(file: Path) -> bool:
-    """Known of weight buckets, ``slime-RUN.PID.NUMBER``, alone."""
-    bucket = re.fullmatch(r"slime-[^.]+\.(\d+)\..+", file.name)
-    return bucket is not None and psutil.pid_exists(int(bucket[1]))
+def _shared_memory() -> set[Path]:
+    """Weight buckets in shared memory: ``slime-RUN.PID.NUMBER``."""
+    return set(Path("/dev/shm").glob("slime-*.*.*"))
+
+
+def _maker_lives(bucket: Path) -> bool:
+    return psutil.pid_exists(int(bucket.name.split(".")[1]))
 
 
 def _adopt_orphans(on: bool) -> None:

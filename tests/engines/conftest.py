@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,20 @@ EOS_IDS = list(range(200, 230))
 """Many, so that a random model meets one soon."""
 RARE_ID = 263
 """Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _temporary_files() -> Iterator[None]:
+    """Sockets and files that engines leave behind go with the module; in a run they go with Ray's session."""
+    usual = tempfile.gettempdir()
+    with (
+        tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as own,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")  # found again
+        patch.setenv("TMPDIR", own)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(scope="session")

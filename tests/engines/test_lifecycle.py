@@ -77,7 +77,8 @@ if __name__ == "__main__":
 def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
     models: list[Path], tmp_path: Path, kind: str, ranks: int
 ) -> None:
-    """Even if that is killed outright and can clean up nothing, with all of its process group, as Ray does it."""
+    """Even if that is killed outright and can clean up nothing, with its children and all of its process group, as Ray
+    does it."""
     script, log = tmp_path / "owner.py", tmp_path / "owner.log"
     script.write_text(OWNER)
     root = Path(__file__).parents[2]
@@ -99,7 +100,10 @@ def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
         shared = set(mapped_files([owner.pid, *pids], f"{SHARED_MEMORY}/")) & set(SHARED_MEMORY.iterdir())
         assert shared or kind == "sglang"  # which leaves none in any case
     finally:
+        children = psutil.Process(owner.pid).children()
         os.killpg(owner.pid, signal.SIGKILL)
+        for child in children:
+            child.kill()
         owner.wait()
     deadline = time.monotonic() + 60
     while (any(map(psutil.pid_exists, pids)) or any(file.exists() for file in shared)) and time.monotonic() < deadline:
