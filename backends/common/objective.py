@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from backends.common.step import StepSums
-from slime_like.algorithms.losses import LossInputs, build_loss
+from backends.common.users_loss import configured_loss
+from slime_like.algorithms.losses import LossInputs
 from slime_like.config import RunConfig
 from slime_like.trajectory import PackedTrajectory
 
@@ -14,7 +15,7 @@ class Objective:
     """The configured loss, and where its old logprobs come from."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._loss = build_loss(config.algorithm)
+        self._loss = configured_loss(config.algorithm)
         self._freezes = not (config.supervised or config.algorithm.scores_policy)
 
     def add(

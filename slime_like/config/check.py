@@ -22,7 +22,6 @@ from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP, installe
 from slime_like.config.families import family_problems
 from slime_like.config.files import data_problems
 from slime_like.config.fsdp import fsdp_problems
-from slime_like.config.import_path import import_path_problem
 from slime_like.config.latent import latent_problems
 from slime_like.config.layout import engine_rank_problems, layout_problems
 from slime_like.config.model_directories import (
@@ -37,6 +36,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sampling import sampling_problems, streaming_problems
 from slime_like.config.schedule import schedule_problems
 from slime_like.config.user_code import environment_problems, reward_problems
+from slime_like.config.written_function import own_problem
 from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
@@ -239,7 +239,7 @@ def _names(config: RunConfig) -> Iterator[str]:
             yield from interpreter_problems(config.rollout.python, config.rollout.engine)
     for field, name, known, otherwise in named:
         if otherwise and ":" in name:
-            problem = import_path_problem(name)
+            problem = own_problem(name)
             if problem:
                 yield f"{field}={name} {problem}"
         else:

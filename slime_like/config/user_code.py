@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from slime_like.config.import_path import import_path_problem
 from slime_like.config.rollout import RewardFunction
 from slime_like.config.run import RunConfig
-from slime_like.config.written_function import written_function
+from slime_like.config.written_function import own_problem, written_function
 from slime_like.environments.observations import PLACE
 from slime_like.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.environments.registry import build_environment
@@ -43,7 +42,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
                 yield f"{field} is unknown; use {known_names()} or `package.module:name`"
-            elif problem := import_path_problem(function.name):
+            elif problem := own_problem(function.name):
                 yield f"{field} {problem}"
             else:
                 yield from _written_problems(index, function)
@@ -106,7 +105,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
             yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
     elif ":" not in environment.name:
         yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or `package.module:name`"
-    elif problem := import_path_problem(environment.name):
+    elif problem := own_problem(environment.name):
         yield f"{prefix}.name={environment.name} {problem}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
         yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"

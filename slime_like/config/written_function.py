@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.import_path import find_module
+from slime_like.config.import_path import import_path_problem
+from slime_like.users_code import find_module
+
+_LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
+"""What no call can be made of, whatever stands in it."""
+
+_LONGEST = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +38,59 @@ class WrittenFunction:
     is_async: bool
 
 
+def own_problem(path: str) -> str | None:
+    """What is certainly wrong with ``package.module:name`` for whoever wants to call what is there.
+
+    Half a sentence with its remedy, as of ``import_path_problem``.
+    """
+    if problem := import_path_problem(path):
+        return problem
+    origin, node = _written(path)
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    if not isinstance(value, _LITERALS):
+        return None
+    return f"is {ast.unparse(value)[:_LONGEST]} ({origin}:{value.lineno}), which cannot be called; correct the name"
+
+
 def written_function(path: str) -> WrittenFunction | None:
     """The function at ``package.module:name``; ``None`` where its source does not tell for certain."""
-    module, _, name = path.partition(":")
-    spec, _ = find_module(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    origin, function = _written(path)
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    try:
-        tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
-    except (OSError, SyntaxError, ValueError):
-        return None
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = [node for node in found if node.name == name]
-    if len(found) != 1 or sum(bound == name for node in ast.walk(tree) for bound in _bound(node)) != 1:
-        return None
-    [function] = found
     return WrittenFunction(
-        f"{spec.origin}:{function.lineno}",
+        f"{origin}:{function.lineno}",
         Signature(list(_parameters(function.args))),
         tuple(_last_name(decorator) for decorator in function.decorator_list),
         function.returns,
         isinstance(function, ast.AsyncFunctionDef),
     )
+
+
+def _written(path: str) -> tuple[str, ast.stmt | None]:
+    """The module's file, and the one statement at its top that binds the name; none where others may bind it too."""
+    module, _, name = path.partition(":")
+    spec, _ = find_module(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return "", None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told when it is imported
+            tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+    except (OSError, SyntaxError, ValueError):
+        return "", None
+    found = [node for node in tree.body if name in _bound_by(node)]
+    if len(found) != 1 or sum(bound == name for node in ast.walk(tree) for bound in _bound(node)) != 1:
+        return "", None
+    return spec.origin, found[0]
+
+
+def _bound_by(statement: ast.stmt) -> list[str]:
+    """Names that a function's definition or the assignment to a name binds."""
+    if isinstance(statement, ast.Assign):
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    if isinstance(statement, ast.AnnAssign):
+        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
+    return [statement.name] if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) else []
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

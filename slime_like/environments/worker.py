@@ -8,7 +8,8 @@ from typing import Any
 
 from slime_like.environments.environment import Step, Task
 from slime_like.environments.registry import REGISTERED, build_environment
-from slime_like.workers.serving import Handler, code_of, failure, serve
+from slime_like.users_code import code_of
+from slime_like.workers.serving import Handler, failure, serve
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:

@@ -88,7 +88,9 @@ def located(original: _Error, name: str, phase: str) -> _Error:
     if name in str(original):
         return original
     problems = getattr(original, "problems", None)
-    return type(original)(problems if problems is not None else f"{name}, {phase}: {original}")
+    same = type(original)(problems if problems is not None else f"{name}, {phase}: {original}")
+    same.users_traceback = original.users_traceback
+    return same
 
 
 def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.orchestration.trainer_group import TrainerGroup
 from slime_like.trajectory import ScoredTrajectory
+from slime_like.users_code import full_traceback, told
 
 
 def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
@@ -37,10 +37,9 @@ def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int],
     try:
         advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
     except Exception as error:
-        raise RewardError(
-            f"step {step}: algorithm.advantage={name} failed with {type(error).__name__}: {error} "
-            f"({_innermost(error)}); correct it"
-        ) from error
+        failure = RewardError(f"step {step}: {_told(name, error)}; correct it")
+        failure.users_traceback = full_traceback(error)
+        raise failure from error
     if config.debug.shuffle_advantages:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         advantages = advantages[torch.randperm(len(advantages), generator=generator)]
@@ -57,10 +56,7 @@ def require_group_scope(config: RunConfig) -> None:
     try:
         scope = find_estimator(name).scope
     except Exception as error:
-        kind = type(error).__name__
-        raise ConfigError(
-            [f"algorithm.advantage={name} failed with {kind}: {error} ({_innermost(error)}); correct it"]
-        ) from error
+        raise ConfigError([f"{_told(name, error)}; correct it"]) from error
     if scope != "group":
         raise ConfigError(
             [
@@ -70,10 +66,8 @@ def require_group_scope(config: RunConfig) -> None:
         )
 
 
-def _innermost(error: BaseException) -> str:
-    """File and line where it was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+def _told(name: str, error: Exception) -> str:
+    return told("algorithm.advantage", name, error, "compute")
 
 
 def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:

@@ -32,6 +32,8 @@ SERVICE = "http"
 LOCAL = frozenset(REGISTERED) - {SERVICE}
 """Those of them that compute their reward here, from response and answer alone."""
 
+_GIVEN = ["prompt", "response", "answer"]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _PURE = frozenset({"format", "length"})
 """Those that only look at their arguments, at once and with nothing to import."""
@@ -75,11 +77,19 @@ def check_options(name: str, function: RewardCallable, options: Mapping[str, Any
 
 
 def check_parameters(name: str, signature: inspect.Signature, of_groups: bool) -> None:
-    """Raise ``ValueError`` unless prompt, response (or all responses) and answer can be given by position."""
+    """Raise ``ValueError`` unless prompt, response (or all responses) and answer can be given by position, and in
+    this order: names that say another one would be given each other's values."""
+    given = "prompt, responses and answer" if of_groups else "prompt, response and answer"
+    names = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:3]
+    meant = ["response" if name == "responses" else name for name in names]
+    if sorted(meant) == sorted(_GIVEN) and meant != _GIVEN:
+        raise ValueError(
+            f"reward function {name!r} takes ({', '.join(names)}), but is given {given} by position; put its "
+            "parameters in this order"
+        )
     try:
         signature.bind_partial("", "", "")
     except TypeError as error:
-        given = "prompt, responses and answer" if of_groups else "prompt, response and answer"
         raise ValueError(
             f"reward function {name!r} takes {signature}, but is called with {given} before its options; give it these "
             "three parameters first"

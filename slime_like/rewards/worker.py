@@ -9,8 +9,9 @@ from typing import Any
 
 from slime_like.rewards.registry import LOCAL, REGISTERED, check_options, is_group_reward, resolve_reward
 from slime_like.rewards.result import RewardResult
+from slime_like.users_code import code_of
 from slime_like.workers.protocol import encode
-from slime_like.workers.serving import Handler, code_of, failure, serve
+from slime_like.workers.serving import Handler, failure, serve
 
 _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
 

@@ -13,13 +13,12 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from inspect import unwrap
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
+from slime_like.users_code import full_traceback, place
 from slime_like.workers.protocol import encode, read_message
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
@@ -70,30 +69,15 @@ def failure(error: BaseException, where: str, code: CodeType | None = None) -> d
     """
     if isinstance(error, MemoryError):
         return {"reason": "memory", "function": where}
-    place = "" if code is None else f" ({_place(error, code)})"
+    where_raised = "" if code is None else f" ({place(error, code)})"
     if isinstance(error, TimeoutError):  # of something that the item's code has waited for
-        return {"reason": "timeout", "function": where, "detail": f"{str(error)[:_LONGEST]}{place}"}
+        return {"reason": "timeout", "function": where, "detail": f"{str(error)[:_LONGEST]}{where_raised}"}
     return {
         "reason": "error",
         "function": where,
-        "detail": f"{type(error).__name__}: {error}"[:_LONGEST] + place,
-        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+        "detail": f"{type(error).__name__}: {error}"[:_LONGEST] + where_raised,
+        "traceback": full_traceback(error)[-_LONGEST_TRACEBACK:],
     }
-
-
-def code_of(function: Any) -> CodeType | None:
-    """What a call of it executes, behind decorators that say what they wrap; none where it is not Python's."""
-    function = unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _place(error: BaseException, code: CodeType) -> str:
-    """File and line: of the innermost frame in the code's own file, or, where what it returned is refused, of its
-    definition."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
 def _send(stream: BinaryIO, message: dict[str, Any]) -> None:

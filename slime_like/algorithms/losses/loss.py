@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,13 +37,22 @@ def build_loss(config: AlgorithmConfig) -> Loss:
         >>> build_loss(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)).needs_old
         True
     """
-    found = resolve_callable("loss", config.loss, POLICY_LOSSES)
-    missing = [name for name in ("name", "needs_old", "needs_advantages") if not hasattr(found, name)]
+    return Loss(config, find_policy(config.loss)(config))
+
+
+def find_policy(name: str) -> Callable[[AlgorithmConfig], PolicyLoss]:
+    """The class of the policy term registered under this name, or the one at ``package.module:name``.
+
+    Raises:
+        ValueError: as in ``build_loss``.
+    """
+    found: Any = resolve_callable("loss", name, POLICY_LOSSES)
+    missing = [attribute for attribute in ("name", "needs_old", "needs_advantages") if not hasattr(found, attribute)]
     if missing:
         raise ValueError(
-            f"loss {config.loss!r} has no {' and no '.join(missing)}; a loss is a class as `PolicyLoss` describes it"
+            f"loss {name!r} has no {' and no '.join(missing)}; a loss is a class as `PolicyLoss` describes it"
         )
-    return Loss(config, found(config))
+    return cast("Callable[[AlgorithmConfig], PolicyLoss]", found)
 
 
 class Loss:
@@ -89,7 +99,7 @@ class Loss:
         self._check(inputs)
         inputs = inputs.cut_masked()
         terms = self._policy(inputs)
-        _check_terms(self.name, terms, inputs)
+        check_terms(self.name, terms, inputs)
         correction = self._correction(inputs)
         policy = self._corrected(terms.per_token, correction, inputs)
         kl = self._kl(inputs)
@@ -162,8 +172,8 @@ def _check_coefficients(config: AlgorithmConfig) -> None:
             raise ValueError(f"{name}={value} is no coefficient or threshold; give a finite one, 0 or more")
 
 
-def _check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
-    """A scalar would be broadcast, and a mean counted once for every token."""
+def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
+    """Raise ``ValueError`` where a scalar would be broadcast, and a mean counted once for every token."""
     if not isinstance(terms, PolicyTerms):
         raise ValueError(f"loss {name!r} returned a {type(terms).__name__}; return PolicyTerms(per_token, ...)")
     for field in ("per_token", "ratio", "clipped"):

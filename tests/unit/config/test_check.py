@@ -466,6 +466,32 @@ OWN_REWARDS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "NAME (PLACE:3) says that it returns list[float]; return a list of RewardResults, ",
         "one for each response",
     ),
+    (
+        "def f(response, prompt, answer): ...",
+        {},
+        "NAME (PLACE:2) does not fit: reward function 'own_rewards:f' takes (response, prompt, answer), but is given "
+        "prompt, response and answer by position; ",
+        "put its parameters in this order",
+    ),
+    (
+        "@group_reward\ndef f(answer, responses, prompt, *, scale=1): ...",
+        {},
+        "NAME (PLACE:3) does not fit: reward function 'own_rewards:f' takes (answer, responses, prompt), ",
+        "but is given prompt, responses and answer by position; put its parameters in this order",
+    ),
+    ("f = 3", {}, "NAME is 3 (PLACE:2), which cannot be called; correct the name", ""),
+    ("f: object = ['a']", {}, "NAME is ['a'] (PLACE:2), which cannot be called; correct the name", ""),
+    (
+        "def f(prompt, response, answer)\n    pass",
+        {},
+        "NAME cannot be imported: PLACE:2: SyntaxError: ",
+        "; correct it",
+    ),
+    ("return f", {}, "NAME cannot be imported: PLACE:2: SyntaxError: 'return' outside function", "; correct it"),
+    ("f = 3\nf = filled(f)", {}, None, ""),
+    ("f = partial(g, 3)", {}, None, ""),
+    ("def f(answer, completion, gold): ...", {}, None, ""),
+    ("def f(*arguments, response, prompt, answer): ...", {}, "OPTIONS={} do not fit: ", "(PLACE:2)"),
     ("def f(prompt, response, answer, *, scale=1) -> RewardResult: ...", {"scale": 2}, None, ""),
     ("def f(prompt, response, answer, **options) -> 'RewardResult': ...", {"scale": 2}, None, ""),
     ("def f(*arguments): ...", {}, None, ""),
@@ -500,6 +526,24 @@ def test_what_the_source_tells_of_an_own_reward_is_told_before_it_is_imported(
     start = start.replace("OPTIONS", "reward.functions.0.options")
     assert problem.startswith(start.replace("PLACE", str(file))), problem
     assert problem.endswith(end.replace("PLACE", str(file))), problem
+
+
+@pytest.mark.parametrize("field", ["algorithm.loss", "algorithm.advantage", "rollout.environment.name"])
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("thing = (", "cannot be imported: PLACE:2: SyntaxError: '(' was never closed; correct it"),
+        ("thing = 'text'", "is 'text' (PLACE:2), which cannot be called; correct the name"),
+    ],
+)
+def test_what_the_source_tells_of_ones_own_code_is_told_before_it_is_imported(
+    tmp_path: Path, flags: list[str], field: str, source: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own_things.py"
+    file.write_text(f"raise RuntimeError('imported')\n{source}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = check(load_config(None, [*flags, f"--{field}", "own_things:thing"]))
+    assert f"{field}=own_things:thing {sentence.replace('PLACE', str(file))}" in problems
 
 
 @pytest.mark.parametrize("spelled", ["home", "home/", "link", "home/run/.."])

@@ -49,13 +49,19 @@ def test_what_it_does_not_bind_is_refused(package: str, name: str) -> None:
 
 def test_what_cannot_be_known_is_believed(package: str) -> None:
     assert import_path_problem(f"{package}:sin") is None  # may come from `import *`
-    assert import_path_problem(f"{package}.broken:anything") is None  # importing it says where the error is
     assert import_path_problem("math:sqrt") is None  # no source
 
 
 @pytest.mark.parametrize("path", ["a:", ":b", "a.b", "a b:c", "a:b.c", "a..b:c"])
 def test_what_is_no_import_path(path: str) -> None:
     assert import_path_problem(path) == "is no import path; give `package.module:name`"
+
+
+def test_a_module_that_is_no_python_is_told_with_its_line(package: str, tmp_path: Path) -> None:
+    problem = import_path_problem(f"{package}.broken:anything")
+    assert problem is not None
+    assert problem.startswith(f"cannot be imported: {tmp_path / package / 'broken.py'}:1: SyntaxError: ")
+    assert problem.endswith("; correct it")
 
 
 def test_the_missing_part_is_named(package: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,23 @@ FAULTY = [
 ]
 
 
+ESTIMATORS = """
+from slime_like.algorithms import AdvantageEstimator
+
+def divided(rewards, groups, eps):
+    return rewards.reshape(3, 5)
+
+def short(rewards, groups, eps):
+    return rewards[1:]
+
+def function(rewards, groups, eps):
+    return rewards
+
+raises = AdvantageEstimator(divided, "group")
+one_too_few = AdvantageEstimator(short, "group")
+"""
+
+
 # The same, where the batch is streamed.
 GROUPWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
 BATCHWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
@@ -73,7 +91,30 @@ def test_a_users_estimator_that_fails_is_named(name: str, what: str) -> None:
     with pytest.raises(RewardError) as caught:
         step_advantages(config(advantage=f"{__name__}:{name}"), torch.arange(4.0), [0, 0, 1, 1], step=7)
     assert str(caught.value).startswith(f"step 7: algorithm.advantage={__name__}:{name} {what}")
-    assert name != "RAISES" or f"({__file__}:" in str(caught.value)
+    assert f"({__file__}" in str(caught.value) and str(caught.value).endswith("); correct it")
+    assert f"{type(caught.value.__cause__).__name__}: " in (caught.value.users_traceback or "")
+
+
+def test_a_users_estimator_is_told_with_the_line_that_failed_or_else_its_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own_estimators.py"
+    file.write_text(ESTIMATORS)
+    (tmp_path / "own_broken.py").write_text("import os\nos.environ['there is no such thing']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, place in {
+        "own_estimators:raises": f"{file}:5",
+        "own_estimators:one_too_few": f"{file}:7",
+        "own_estimators:function": f"{file}:10",
+        "own_estimators:missing": str(file),
+        "own_broken:anything": f"{tmp_path / 'own_broken.py'}:2",
+    }.items():
+        with pytest.raises(RewardError) as caught:
+            step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
+        assert str(caught.value).endswith(f" ({place}); correct it")
+    with pytest.raises(ConfigError) as refused:
+        require_group_scope(config(advantage="own_estimators:function"))
+    assert str(refused.value).endswith(f" ({file}:10); correct it")
 
 
 class OneRank:

@@ -1,0 +1,98 @@
+"""Where a user's own code stands, given as ``package.module:name``, and which line of it an error comes from.
+
+Imports neither torch nor the configuration: workers that must start quickly use it.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Collection
+from importlib.machinery import ModuleSpec, PathFinder
+from inspect import unwrap
+from types import CodeType
+from typing import Any
+
+_OURS = frozenset({"slime_like", "backends", "rollout", "builtins"})
+_LONGEST = 300
+
+
+def find_module(module: str) -> tuple[ModuleSpec | None, str]:
+    """The module's spec, or none and the name of the first part that is missing; nothing is imported."""
+    places: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None, name
+        places = list(spec.submodule_search_locations or [])
+    return spec, module
+
+
+def code_of(function: Any) -> CodeType | None:
+    """What a call of it executes, behind decorators that say what they wrap; none where it is not Python's."""
+    function = unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def raised_at(error: BaseException, files: Collection[str]) -> str | None:
+    """File and line of the innermost frame in one of these files, of the error or else of what caused it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        frames = [frame for frame in traceback.extract_tb(link.__traceback__) if frame.filename in files]
+        if frames:
+            return f"{frames[-1].filename}:{frames[-1].lineno}"
+        link = link.__cause__
+    return None
+
+
+def place(error: BaseException, code: CodeType) -> str:
+    """File and line: where the code's own file raised, or, where what it returned is refused, of its definition."""
+    return raised_at(error, [code.co_filename]) or _definition(code)
+
+
+def named_place(error: BaseException, path: str, member: str) -> str:
+    """As ``place``, of the object at ``package.module:name``, which may be what could not be imported.
+
+    Args:
+        error: what came of it.
+        path: as the configuration has it.
+        member: attribute of the object that was called, whose definition is meant; without it, the object itself.
+    """
+    module, _, name = path.partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    code = None if found is None else code_of(getattr(found, member, found))
+    spec, _ = find_module(module)
+    own = None if spec is None else spec.origin
+    files = {own, None if code is None else code.co_filename, *_files_of_classes(found)} - {None}
+    raised = raised_at(error, [file for file in files if file is not None])
+    return raised or (_definition(code) if code is not None else own or module)
+
+
+def told(field: str, path: str, error: BaseException, member: str = "__call__") -> str:
+    """One clause about a failure of a user's own object: its field and name, what was raised, and where."""
+    what = f"{type(error).__name__}: {error}".strip()
+    first = what.splitlines()[0][:_LONGEST]
+    return f"{field}={path} failed with {first} ({named_place(error, path, member)})"
+
+
+def full_traceback(error: BaseException) -> str:
+    """For a file: whole, with what caused it."""
+    return "".join(traceback.format_exception(error))
+
+
+def _definition(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _files_of_classes(found: Any) -> list[str]:
+    """Of a class, the files of itself and of those it inherits from, but for this package's."""
+    if not isinstance(found, type):
+        return []
+    modules = [sys.modules.get(base.__module__) for base in found.__mro__ if base.__module__.split(".")[0] not in _OURS]
+    return [file for module in modules if (file := getattr(module, "__file__", None))]

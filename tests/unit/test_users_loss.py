@@ -1,0 +1,137 @@
+"""A user's own loss that fails is told with its name, file and line; built-in ones fail as they do."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.common.users_loss import configured_loss
+from slime_like.algorithms import LossInputs
+from slime_like.config import AlgorithmConfig
+from slime_like.errors import DataError, TrainerError
+from slime_like.orchestration.calls import located
+
+SOURCE = """
+from slime_like.algorithms.losses import PolicyTerms
+from slime_like.errors import DataError
+
+class Fine:
+    name, needs_old, needs_advantages = "own", False, False
+    def __init__(self, config):
+        pass
+    def __call__(self, inputs):
+        return PolicyTerms(-inputs.logprobs)
+
+class Boom(Fine):
+    def __call__(self, inputs):
+        raise ValueError("loss boom\\nand more")
+
+class Shapes(Fine):
+    def __call__(self, inputs):
+        return PolicyTerms(inputs.logprobs.reshape(3, 5))
+
+class Mean(Fine):
+    def __call__(self, inputs):
+        return PolicyTerms(-inputs.logprobs.mean())
+
+class Inherits(Boom):
+    pass
+
+class Unbuilt(Fine):
+    def __init__(self, config):
+        {}["missing thing"]
+
+class NoArguments(Fine):
+    def __init__(self):
+        pass
+
+class NoLoss:
+    def __call__(self, inputs):
+        pass
+
+class Ours(Fine):
+    def __call__(self, inputs):
+        raise DataError("row 3 is bad; correct it")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    file = tmp_path / "own_losses.py"
+    file.write_text(SOURCE)
+    (tmp_path / "own_broken.py").write_text("\n\n1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield file
+    sys.modules.pop("own_losses", None)
+
+
+def inputs() -> LossInputs:
+    logprobs = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.5])).requires_grad_()
+    mask, weights = torch.ones(4, dtype=torch.bool), torch.ones(4)
+    return LossInputs(logprobs, None, None, None, None, None, mask, weights)
+
+
+def test_one_that_works_is_computed(file: Path) -> None:
+    output = configured_loss(AlgorithmConfig(loss="own_losses:Fine"))(inputs())
+    assert float(output.loss.detach() / torch.log(torch.tensor(2.0))) == pytest.approx(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "line"),
+    [
+        ("Boom", "ValueError: loss boom", 14),
+        ("Inherits", "ValueError: loss boom", 14),
+        ("Shapes", "RuntimeError: shape '[3, 5]' is invalid", 18),
+        ("Mean", "ValueError: loss 'own' returned per_token of shape ()", 21),
+    ],
+)
+def test_one_that_fails_in_a_call_is_told_with_its_line(file: Path, name: str, what: str, line: int) -> None:
+    loss = configured_loss(AlgorithmConfig(loss=f"own_losses:{name}"))
+    with pytest.raises(TrainerError) as caught:
+        loss(inputs())
+    text = str(caught.value)
+    assert text.startswith(f"algorithm.loss=own_losses:{name} failed with {what}"), text
+    assert text.endswith(f" ({file}:{line}); correct it"), text
+    assert "\n" not in text
+    assert type(caught.value.__cause__).__name__ == what.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "place"),
+    [
+        ("own_losses:Unbuilt", "KeyError: 'missing thing'", "own_losses.py:29"),
+        ("own_losses:NoArguments", "TypeError: ", "own_losses.py:32"),
+        ("own_losses:NoLoss", "ValueError: loss 'own_losses:NoLoss' has no name", "own_losses.py"),
+        ("own_losses:Nothing", "ValueError: loss 'own_losses:Nothing' cannot be imported", "own_losses.py"),
+        ("own_broken:Boom", "ValueError: loss 'own_broken:Boom': importing own_broken fails", "own_broken.py:3"),
+    ],
+)
+def test_one_that_cannot_be_built_is_told_with_its_line(file: Path, name: str, what: str, place: str) -> None:
+    with pytest.raises(TrainerError) as caught:
+        configured_loss(AlgorithmConfig(loss=name))
+    assert str(caught.value).startswith(f"algorithm.loss={name} failed with {what}")
+    assert str(caught.value).endswith(f" ({file.parent / place}); correct it")
+
+
+def test_its_traceback_reaches_who_waits_for_the_rank(file: Path) -> None:
+    """Over what carries exceptions between processes, and with the rank's name."""
+    with pytest.raises(TrainerError) as caught:
+        configured_loss(AlgorithmConfig(loss="own_losses:Boom"))(inputs())
+    received = located(pickle.loads(pickle.dumps(caught.value)), "trainer rank 0", "training")
+    assert str(received).startswith("trainer rank 0, training: algorithm.loss=own_losses:Boom failed with ")
+    assert 'raise ValueError("loss boom' in (received.users_traceback or "")
+
+
+def test_our_own_errors_pass_unchanged(file: Path) -> None:
+    with pytest.raises(DataError, match=r"^row 3 is bad; correct it$"):
+        configured_loss(AlgorithmConfig(loss="own_losses:Ours"))(inputs())
+
+
+def test_built_in_ones_are_not_told_as_somebodys_own() -> None:
+    with pytest.raises(ValueError, match="needs advantages"):
+        configured_loss(AlgorithmConfig(loss="policy_gradient"))(inputs())
