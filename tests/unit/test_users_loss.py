@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.common.objective import Objective
 from backends.common.users_loss import configured_loss
 from slime_like.algorithms import LossInputs
-from slime_like.config import AlgorithmConfig
+from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.errors import DataError, TrainerError
 from slime_like.orchestration.calls import located
 
@@ -116,6 +117,13 @@ def test_one_that_cannot_be_built_is_told_with_its_line(file: Path, name: str, w
         configured_loss(AlgorithmConfig(loss=name))
     assert str(caught.value).startswith(f"algorithm.loss={name} failed with {what}")
     assert str(caught.value).endswith(f" ({file.parent / place}); correct it")
+
+
+def test_a_trainer_s_objective_is_told_so(file: Path) -> None:
+    algorithm = AlgorithmConfig(loss="own_losses:Unbuilt")
+    model = ModelConfig(path=file.parent)
+    with pytest.raises(TrainerError, match=r"algorithm\.loss=own_losses:Unbuilt failed with KeyError"):
+        Objective(RunConfig(run_dir=file.parent / "run", model=model, algorithm=algorithm))
 
 
 def test_its_traceback_reaches_who_waits_for_the_rank(file: Path) -> None:
