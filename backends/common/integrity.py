@@ -201,7 +201,7 @@ class Checksums:
 
 def damaged(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
-    remedy = again(directory, "resume from an older checkpoint in RUN_DIR/checkpoints")
+    remedy = again(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
     return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
 
 

@@ -18,7 +18,12 @@ from slime_like.workers.process import STARTS, WorkerProcess
 _MODULE = "slime_like.rewards.worker"
 _CLOSE_TIMEOUT_S = 2.0
 _CHUNK_ITEMS = 64
+_SHOWN_CHARS = 60
 _SUSPICIOUS_ITEMS = 8
+"""Responses that hang, one after the other, before any other one is answered."""
+_SUSPICIOUS_PROMPTS = 8
+"""Prompts in succession all of whose responses failed. Not responses: eight to one prompt fail together where its row
+has an answer that nothing can be compared with, and a call may be about one prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class RewardPool:
         self._broken = ("error", "crash", "timeout") if self._has_foreign else ("error",)
         self._of_groups: frozenset[str] | None = None  # the workers, which import the functions, know
         self._killed_starts = 0  # in succession, as the next two are
-        self._failed_items = 0
+        self._failed_prompts = 0
         self._failed_groups = 0
+        self._has_answered = False
         try:
             for _ in range(config.workers if self._functions else 0):
                 self._workers.append(self._start_worker())
@@ -113,9 +119,10 @@ class RewardPool:
         answers = _Round(self, [*samples, *wholes]).run()
         of_items = [answers[index] for index in which] if samples else [_NOTHING] * len(items)
         of_groups = answers[len(samples) :]
-        if len(samples) > 1:  # the same response over and over says nothing about others
-            self._refuse_broken_function(of_items)
-        self._refuse_broken_group_function(of_groups)
+        if samples:
+            alike = {tuple(which[index] for index in group) for group in members}
+            self._failed_prompts = self._count(of_items, self._failed_prompts + len(alike), "prompts", items)
+        self._failed_groups = self._count(of_groups, self._failed_groups + len(of_groups), "groups", items)
         return self._outcomes(of_items, _each_sample(of_groups, members, len(items)))
 
     def close(self) -> None:
@@ -177,26 +184,23 @@ class RewardPool:
             )
         return outcomes
 
-    def _refuse_broken_function(self, answers: list[dict[str, Any]]) -> None:
-        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0.
+    def _count(self, answers: Sequence[dict[str, Any]], failed: int, what: str, items: Sequence[RewardItem]) -> int:
+        """How many prompts, or groups, have failed in succession with these: ``failed`` of them, or none.
 
-        Counted over batches, of which each may be a group of few samples.
+        One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0. Counted over
+        calls, of which each may be about a single prompt.
         """
-        failed = [answer for answer in answers if answer.get("reason") in self._broken]
-        self._failed_items = self._failed_items + len(failed) if len(failed) == len(answers) else 0
-        if self._failed_items >= _SUSPICIOUS_ITEMS:
-            self._refuse(failed[0], f"failed on all {self._failed_items} responses in succession, last")
+        if not answers or any(answer.get("reason") not in self._broken for answer in answers):
+            return 0
+        if failed >= _SUSPICIOUS_PROMPTS:
+            last = f"prompt {_shown(items[-1].prompt)} and answer {_shown(items[-1].answer)}"
+            self._refuse(answers[-1], f"failed on all responses to {failed} {what} in succession, last ({last})")
+        return failed
 
-    def _refuse_broken_group_function(self, answers: list[dict[str, Any]]) -> None:
-        """The same of whole groups."""
-        for answer in answers:
-            self._failed_groups = self._failed_groups + 1 if answer.get("reason") in self._broken else 0
-            if self._failed_groups >= _SUSPICIOUS_ITEMS:
-                self._refuse(answer, f"failed on {self._failed_groups} groups in succession, last")
-
-    def _refuse_hanging_functions(self, failed: dict[str, Any]) -> None:
-        """At the eighth time, not after a batch of hundreds."""
-        if self._has_foreign:
+    def _refuse_hanging_functions(self, failed: dict[str, Any], prompts: int) -> None:
+        """At the eighth time, not after a batch of hundreds; where one prompt may be to blame, only of a function that
+        has never answered."""
+        if self._has_foreign and (prompts > 1 or not self._has_answered):
             self._refuse(failed, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
 
     def _refuse(self, failed: dict[str, Any], what: str) -> None:
@@ -209,7 +213,8 @@ class RewardPool:
             remedy = "raise that, or correct the function"
         elif why is None:
             why = "the end of its worker"
-        who = f"reward function {name}" if name else "reward functions"
+        own = ", ".join(function.name for function in self._functions)
+        who = f"reward function {name}" if name else f"reward.functions ({own})"
         refusal = RewardError(f"{who} {what} with {why}; {remedy}")
         refusal.users_traceback = failed.get("traceback")
         raise refusal
@@ -217,6 +222,10 @@ class RewardPool:
 
 _NOTHING: dict[str, Any] = {"rewards": (), "successes": (), "metadata": {}}
 """What functions that are not there say."""
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
 def _members(groups: Sequence[Hashable], count: int) -> list[list[int]]:
@@ -262,6 +271,7 @@ class _Round:
         self._answers: list[dict[str, Any] | None] = [None] * len(items)
         self._left = len(items)
         self._timed_out = 0  # as long as nothing else has happened in this round; far below 0 afterwards
+        self._timed_out_prompts: set[str] = set()
 
     def run(self, until_ready: bool = False) -> list[dict[str, Any]]:
         for index, worker in enumerate(self._workers):
@@ -342,8 +352,12 @@ class _Round:
         self._workers[index] = self._pool._start_worker()
 
     def _settle(self, item: int, message: dict[str, Any]) -> None:
-        self._timed_out = self._timed_out + 1 if message.get("reason") == "timeout" else -len(self._items)
+        timed_out = message.get("reason") == "timeout"
+        self._timed_out = self._timed_out + 1 if timed_out else -len(self._items)
+        if timed_out:
+            self._timed_out_prompts.add(self._items[item]["prompt"])
         if self._timed_out == _SUSPICIOUS_ITEMS:
-            self._pool._refuse_hanging_functions(message)
+            self._pool._refuse_hanging_functions(message, len(self._timed_out_prompts))
+        self._pool._has_answered |= "reason" not in message
         self._answers[item] = message
         self._left -= 1

@@ -323,7 +323,7 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
     """Nothing there, every kind of damaged file, another model, another schedule."""
     saved = saved_by("single")
     whole, config = saved.checkpoint, saved.config
-    directories = [tmp_path / f"damaged-{number}" for number in range(len(DAMAGE))]
+    directories = [tmp_path / f"step-{number}" / "trainer" for number in range(len(DAMAGE))]
     names = [
         _damaged_copy(whole, directory, pattern, damage)
         for directory, (pattern, damage) in zip(directories, DAMAGE, strict=True)
@@ -333,7 +333,7 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
     for directory, name, message in zip(directories, names, damaged, strict=True):
         absent = f"{directory}: not a whole training checkpoint ({name} is missing); use another one"
         assert message == absent or message.startswith(f"{directory}: is damaged (")
-        assert message == absent or message.endswith("); resume from an older checkpoint in RUN_DIR/checkpoints")
+        assert message == absent or message.endswith(f"); resume from a checkpoint before {directory.parent.name}")
         assert name in message
         written = (whole / name).stat().st_size
         length = (directory / name).stat().st_size if (directory / name).exists() else written

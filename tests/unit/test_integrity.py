@@ -11,7 +11,7 @@ from backends.fsdp.checkpoint_writer import PLAIN_FILES as FSDP_FILES
 from backends.megatron.verified_reading import PLAIN_FILES as MEGATRON_FILES
 from slime_like.errors import CheckpointError
 
-OLDER = "resume from an older checkpoint in RUN_DIR/checkpoints"
+OLDER = "resume from a checkpoint before checkpoint"
 AGAIN = "convert the model again"
 
 

@@ -28,7 +28,7 @@ def act(prompt, response, answer, *, log=None):
     if log:
         with open(log, "a") as file:
             file.write(f"{os.getpid()} {prompt} {response}\\n")
-    if response == "hang":
+    if response.startswith("hang"):
         time.sleep(1000)
     if response == "spin":
         10 ** (10 ** 10)
@@ -199,7 +199,8 @@ def test_a_function_that_always_fails_is_no_reward_of_zero(user_config: Callable
         pool.score(items(*["raise"] * 50))  # one distinct item
         batch = [RewardItem(str(i), "raise", "46") for i in range(8)]
         with pytest.raises(
-            RewardError, match=r"user_rewards:act failed on all 8 responses .* LookupError.*user_rewards.py:\d+\);"
+            RewardError,
+            match=r"user_rewards:act failed on all responses to 9 prompts .* LookupError.*user_rewards.py:\d+\);",
         ) as caught:
             pool.score(batch)
         assert 'raise LookupError("no such thing")' in (caught.value.users_traceback or "")
@@ -207,12 +208,39 @@ def test_a_function_that_always_fails_is_no_reward_of_zero(user_config: Callable
         pool.score(batch[:4])  # a group of few samples, as they come where training does not wait
         assert pool.score([*batch[:4], *items("good one")])[-1].rewards == (8.0,)
         pool.score(batch[:4])
-        with pytest.raises(RewardError, match=r"user_rewards:act failed on all 8 responses in succession"):
+        with pytest.raises(RewardError, match=r"user_rewards:act failed on all responses to 8 prompts in succession"):
             pool.score(batch[4:])
     with RewardPool(user_config()) as pool:
         deaths = [RewardItem(str(i), "exit", "46") for i in range(8)]
-        with pytest.raises(RewardError, match=r"failed on all 8 responses in succession, last with the end of its"):
+        with pytest.raises(
+            RewardError, match=r"to 8 prompts in succession, last \(prompt '7' and answer '46'\) with the end of its"
+        ):
             pool.score(deaths)
+
+
+def test_one_prompt_that_no_response_can_be_judged_for_ends_no_run(user_config: Callable[..., RewardConfig]) -> None:
+    """However many samples it has, and also where a call is about it alone."""
+    bad = [RewardItem("bad", response, "46") for response in ("raise", "nested", "deep", "quit") * 2]
+    with RewardPool(user_config()) as pool:
+        for _ in range(7):
+            outcomes = pool.score(bad, ["bad"] * len(bad))
+            assert {outcome.metadata["reason"] for outcome in outcomes} == {"error"}
+        assert pool.score(items("good one"))[0].rewards == (8.0,)
+        pool.score(bad, ["bad"] * len(bad))
+
+
+def test_one_prompt_whose_responses_all_hang_ends_no_run_of_a_function_that_has_answered(
+    user_config: Callable[..., RewardConfig],
+) -> None:
+    hanging = [RewardItem("bad", f"hang {i}", "46") for i in range(8)]
+    with (
+        RewardPool(user_config(timeout_s=0.3)) as pool,
+        pytest.raises(RewardError, match="first 8 responses of a batch"),
+    ):
+        pool.score(hanging, ["bad"] * 8)
+    with RewardPool(user_config(timeout_s=0.3)) as pool:
+        assert pool.score(items("good one"))[0].rewards == (8.0,)
+        assert {outcome.metadata["reason"] for outcome in pool.score(hanging, ["bad"] * 8)} == {"timeout"}
 
 
 def test_equal_items_are_scored_once(user_config: Callable[..., RewardConfig], tmp_path: Path) -> None:
