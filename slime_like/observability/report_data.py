@@ -83,7 +83,10 @@ def read_run(run_dir: Path) -> RunData:
         )
     records = read_metrics(run_dir / METRICS_FILE)
     if not records:
-        raise SlimeLikeError(f"{run_dir}: {METRICS_FILE} holds no step yet; ask again once the run has logged one")
+        raise SlimeLikeError(
+            f"{run_dir}: {METRICS_FILE} holds no step yet; ask again once the run has logged one, or, if it has ended, "
+            "read its last words in worker_logs"
+        )
     for number, record in enumerate(records, start=1):
         if not isinstance(record.get("step"), int):
             raise DataError(f"{run_dir / METRICS_FILE}:{number}: this line names no step; restore or remove the file")

@@ -147,7 +147,8 @@ class Session:
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         if lock.warning:
             self.progress.note(lock.warning)
-        self.progress.note("starting Ray, trainers and engines")
+        samples = prompts is not None and not config.supervised
+        self.progress.note("starting Ray, trainers and engines" if samples else "starting Ray and trainers")
         cluster = stack.enter_context(
             Cluster(
                 config.cluster,
@@ -157,7 +158,7 @@ class Session:
             )
         )
         placement = stack.enter_context(Placement(config))
-        if prompts is not None and not config.supervised:
+        if samples:
             transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
             require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
         self.trainers = TrainerGroup(config, placement)
