@@ -56,6 +56,20 @@ def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
     assert calls == 2 and not own.exists()
 
 
+def test_shared_memory_named_after_a_file_of_the_session_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine that was killed while it started; another session's stays."""
+    own, shared = session(tmp_path / "own", "own"), tmp_path / "shm"
+    monkeypatch.setattr("slime_like.orchestration.ray_session.SHARED_MEMORY", shared)
+    shared.mkdir()
+    (own / "vllm_dist_0af3").touch()
+    for name in ("vllm_dist_0af3-tp:0-[0-1]-cpushm_0", "vllm_dist_0af3-tp:0-[0-1]-cpushm_1", "vllm_dist_b7-tp:0"):
+        (shared / name).touch()
+    put_away(own, tmp_path / "worker_logs")
+    assert [path.name for path in shared.iterdir()] == ["vllm_dist_b7-tp:0"]
+
+
 def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
     link_logs(own, logs)
