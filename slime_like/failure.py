@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.errors import SlimeLikeError
+from slime_like.users_code import full_traceback
 
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
@@ -41,8 +41,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     except Exception as error:
         if _was_interrupted(error):
             raise KeyboardInterrupt from error
-        text = "".join(traceback.format_exception(error))
-        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(text, run_dir)}") from error
+        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(full_traceback(error), run_dir)}") from error
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -139,7 +139,8 @@ class Session:
             if dump
             else PromptSource(config.data.train, tokenizer, config.data, config.seed, need_responses=config.supervised)
         )
-        self._held_out = held_out(config, tokenizer) if prompts is not None and not config.supervised else {}
+        samples = prompts is not None and not config.supervised
+        self._held_out = held_out(config, tokenizer) if samples else {}
         self._position_prompts()
         make_run_dir(config, self.resumed, lock)
         self.metrics = MetricLogger(config.logging, config.run_dir)
@@ -147,7 +148,6 @@ class Session:
         self.progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         if lock.warning:
             self.progress.note(lock.warning)
-        samples = prompts is not None and not config.supervised
         self.progress.note("starting Ray, trainers and engines" if samples else "starting Ray and trainers")
         cluster = stack.enter_context(
             Cluster(
