@@ -23,7 +23,7 @@ from statistics import fmean
 import psutil
 
 from benchmarks.step.machine import describe_machine, load_average
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import IDLE_TIME, STEP_TIME, phase_seconds
 from tests.processes import Command

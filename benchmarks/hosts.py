@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import read_metrics
 from tests.conftest import Tiny
 from tests.hosts.hosts import Network, two_hosts

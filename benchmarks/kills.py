@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from slime_like.data.dump import dump_path, load_trajectories
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import LOSS
 from tests.processes import Command

@@ -26,11 +26,11 @@ from statistics import median
 
 from benchmarks.step.machine import describe_machine, load_average
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.orchestration.rollouts import build_requests, to_group, training_sampling
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 
 GOAL = 0.90
 _WARM_UP_PROMPTS, _TIMEOUT_S = 2, 900.0
@@ -148,7 +148,7 @@ async def _start_vllm(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 async def _start_adapter(config: RunConfig):  # type: ignore[no-untyped-def]
-    from slime_like.orchestration.plugins import load_engine
+    from slime_like.interfaces import load_engine
 
     engine = load_engine(config.rollout.engine)(config, 0)
     await engine.start()
@@ -164,10 +164,10 @@ def measure_in_a_process(options: argparse.Namespace) -> Figures:
 
 # ---------------------------------------------------------------------------------------------------------- whole path
 def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
-    from slime_like.orchestration.cluster import Cluster
-    from slime_like.orchestration.placement import Placement, bundle_sizes
-    from slime_like.orchestration.scoring import Scorer
-    from slime_like.orchestration.session import launch_engines
+    from slime_like.orchestration.cluster.cluster import Cluster
+    from slime_like.orchestration.cluster.placement import Placement, bundle_sizes
+    from slime_like.orchestration.rollout.scoring import Scorer
+    from slime_like.orchestration.run.session import launch_engines
 
     config.run_dir.mkdir(parents=True, exist_ok=True)
     seconds, tokens, sampled = [], [], 0

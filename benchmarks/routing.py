@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 import ray
 
 from slime_like.config import ClusterConfig
-from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.worker_registry import WorkerRegistry
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.rollout.registry import WorkerRegistry
 
 WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10

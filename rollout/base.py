@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
-from slime_like.weights.expected import expected_tensors
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.expected_tensors import expected_tensors
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig

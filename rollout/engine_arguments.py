@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.config.engine_arguments import engine_problems
+from slime_like.checks.engine_arguments import engine_problems
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 

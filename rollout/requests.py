@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest, SamplingParams
+from slime_like.models.dimensions import ModelDimensions
 
 _MASK = (1 << 64) - 1
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import TensorEntry, UpdateReceipt
-from slime_like.weights.expected import require_complete
+from slime_like.weights.expected_tensors import require_complete
 
 
 class WeightUpdateState:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
+from typing import Any
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """What a command ends with, and a node of a launch, that did not do what it was told."""
@@ -30,7 +27,7 @@ class ConfigError(SlimeLikeError):
             what else is wrong.
     """
 
-    def __init__(self, problems: list[str], rest: RunConfig | None = None) -> None:
+    def __init__(self, problems: list[str], rest: Any = None) -> None:
         self.problems = list(problems)
         self.rest = rest
         super().__init__("\n".join(self.problems))

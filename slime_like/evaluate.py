@@ -6,13 +6,13 @@ from contextlib import ExitStack
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import load_tokenizer
-from slime_like.orchestration.bundles import bundle_sizes
-from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.evaluation import EvaluationResult, Evaluator, held_out
-from slime_like.orchestration.placement import Placement
-from slime_like.orchestration.scoring import Scorer
-from slime_like.orchestration.session import launch_engines
-from slime_like.orchestration.trainers_alone import run_directory
+from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
+from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.run.session import launch_engines
+from slime_like.orchestration.trainer.alone import run_directory
 
 
 def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:

@@ -14,16 +14,16 @@ import numpy as np
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.token_rows import RowTotals, TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import ScoredLogprobs
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
-from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.sequence_scoring import score_sequences, window_tokens
-from slime_like.orchestration.trainer_group import TrainerGroup
-from slime_like.orchestration.trainers_alone import run_directory, trainers_alone
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 
 
 @dataclass(frozen=True, slots=True)

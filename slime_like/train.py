@@ -6,9 +6,9 @@ import time
 
 from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.session import Session
-from slime_like.orchestration.step import StepRecorder, TrainedStep, TrainSummary, score, update
-from slime_like.orchestration.window_stream import WindowStream
+from slime_like.orchestration.run.session import Session
+from slime_like.orchestration.run.step import StepRecorder, TrainedStep, TrainSummary, score, update
+from slime_like.orchestration.trainer.window_stream import WindowStream
 
 
 def train(config: RunConfig) -> TrainSummary:

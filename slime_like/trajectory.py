@@ -7,14 +7,31 @@ is an ordinary token).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from slime_like.interfaces import Conversation
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """How a response of several turns came about.
+
+    Attributes:
+        turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
+        reward: sum over the environment's steps.
+        success: what its last step said.
+        failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
+        metadata: of every step, in order.
+    """
+
+    turns: tuple[tuple[int, int], ...]
+    reward: float = 0.0
+    success: bool = False
+    failure: Mapping[str, str] | None = None
+    metadata: tuple[Mapping[str, Any], ...] = ()
 
 
 class TensorsAsArrays:
@@ -302,3 +319,6 @@ class GRPOStats(TensorsAsArrays):
     importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)
+
+
+Trajectory = UnscoredTrajectory | ScoredTrajectory

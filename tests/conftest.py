@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.processes import run
 
 

@@ -48,7 +48,7 @@ class Command:
         self._sessions_before = _ray_sessions()
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "slime_like.cli", *arguments],
+                [sys.executable, "-m", "slime_like.commands.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
-from backends.common.allgather import GatherSegments, allgather_attention
-from backends.common.kernels import Segments, kernel_for
-from backends.common.packed_attention import packed_attention
-from backends.common.ring_flash_attn import Llama3Segments, llama3_attention
+from backends.common.attention.allgather import GatherSegments, allgather_attention
+from backends.common.attention.kernels import Segments, kernel_for
+from backends.common.attention.packed_attention import packed_attention
+from backends.common.attention.ring_flash_attn import Llama3Segments, llama3_attention
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.balance import RoutedTokens, sequence_load
-from slime_like.config.dimensions import ModelDimensions
+from backends.common.step.balance import RoutedTokens, sequence_load
+from slime_like.models.dimensions import ModelDimensions
 
 _RANKED_BY = 2
 """Groups of experts are ranked by the sum of so many of their scores, as in DeepSeek-V3."""

@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from backends.common.agreement import listed, together
-from backends.common.hf_files import Shape
-from backends.common.integrity import Checksums, VerifyingReader, damaged
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
+from backends.common.hugging_face.files import Shape
+from backends.common.process.agreement import listed, together
 from backends.fsdp.checkpoint_writer import COMMON, PLAIN_FILES, CheckpointWriter
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
+from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
-from slime_like.config.schedule import total_updates
 from slime_like.errors import CheckpointError
 
 FORMAT = 1

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.agreement import together
-from backends.common.data_file import refused_by_disk, write_data_file
-from backends.common.integrity import Checksums, Piece
-from backends.common.rank_writing import RankWriting
+from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
+from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.process.agreement import together
 
 COMMON = "common.json"
 PLAIN_FILES = (".metadata", COMMON)

@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backends.common.hf_source import HuggingFaceSource
-from backends.common.hf_writing import to_hugging_face
+from backends.common.hugging_face.source import HuggingFaceSource
+from backends.common.hugging_face.writing import to_hugging_face
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
 from backends.fsdp.model import meta_model
 from backends.fsdp.names import pieces, stored_shapes
 from backends.fsdp.weights import checkpoint_shapes
 from slime_like.config import RunConfig
-from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.errors import ConfigError
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 
 
 class FsdpConverter:
-    """See ``slime_like.conversion.Converter``."""
+    """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         """Nothing is cut or arranged: a model's own parameters are the tensors."""

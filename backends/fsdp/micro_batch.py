@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.allgather import GatherSegments
-from backends.common.balance import BalanceLoss, RoutedTokens
-from backends.common.kernels import Segments
-from backends.common.packs import ResponseRows, on_device
-from backends.common.ring_flash_attn import Llama3Segments
+from backends.common.attention.allgather import GatherSegments
+from backends.common.attention.kernels import Segments
+from backends.common.attention.ring_flash_attn import Llama3Segments
+from backends.common.step.balance import BalanceLoss, RoutedTokens
+from backends.common.step.packs import ResponseRows, on_device
 from backends.fsdp.attention import Boundaries
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
-from slime_like.algorithms.packing import response_tokens
+from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.trajectory import PackedTrajectory
 
 

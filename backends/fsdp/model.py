@@ -13,15 +13,15 @@ from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backends.common.packs import ResponseRows
+from backends.common.step.packs import ResponseRows
 from backends.fsdp import attention
 from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import HEADS, keeps_type
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import HEADS, keeps_type
 
 _PREFIX = "hugging_face."
 _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})

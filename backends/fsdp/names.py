@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from backends.common.agreement import listed
-from backends.common.hf_files import Shape
+from backends.common.hugging_face.files import Shape
+from backends.common.process.agreement import listed
 from slime_like.errors import ConfigError
 
 _STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")

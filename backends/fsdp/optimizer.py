@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.common.learning_rate import learning_rate, weight_decay
+from backends.common.step.learning_rate import learning_rate, weight_decay
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.errors import ConfigError
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 

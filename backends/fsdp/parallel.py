@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from backends.common.rendezvous import join_world
+from backends.common.process.rendezvous import join_world
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from backends.common.balance import BalanceLoss
-from backends.common.collectives import join_context_parts
-from backends.common.hf_directory import SHARD_BYTES, write_hf_directory
-from backends.common.objective import Objective
-from backends.common.rendezvous import prepare_processor
-from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.process.collectives import join_context_parts
+from backends.common.process.rendezvous import prepare_processor
+from backends.common.step.balance import BalanceLoss
+from backends.common.step.objective import Objective
+from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.fsdp import checkpoint, offload, own_forward, parallel
 from backends.fsdp.balance import Routers
 from backends.fsdp.checkpoint_writer import CheckpointWriter
@@ -27,20 +27,20 @@ from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from backends.fsdp.reference import ReferenceWeights, preserved_weights
 from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights
+from slime_like.checks.attention import attention_problems
+from slime_like.checks.families import family_problems
+from slime_like.checks.fsdp import fsdp_problems
+from slime_like.checks.latent import latent_problems
+from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
-from slime_like.config.attention import attention_problems
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.families import family_problems
-from slime_like.config.fsdp import fsdp_problems
-from slime_like.config.latent import latent_problems
-from slime_like.config.schedule import schedule_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.fsdp.converter import FsdpConverter
-    from slime_like.planning.estimate import RankEstimate, RankKind
+    from slime_like.interfaces.estimate import RankEstimate, RankKind
 
 
 class FsdpTrainer:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from backends.common.agreement import together
-from backends.common.hf_files import HfCheckpoint, Shape
+from backends.common.hugging_face.files import HfCheckpoint, Shape
+from backends.common.process.agreement import together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
-from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions
 from slime_like.interfaces import WeightBucket
+from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
 def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from backends.common.allgather import GatherSegments, allgather_attention
-from backends.common.kernels import Segments, kernel_for
-from backends.common.packed_attention import packed_attention
-from backends.common.packs import ResponseRows
-from backends.common.ring_flash_attn import Llama3Segments, llama3_attention
+from backends.common.attention.allgather import GatherSegments, allgather_attention
+from backends.common.attention.kernels import Segments, kernel_for
+from backends.common.attention.packed_attention import packed_attention
+from backends.common.attention.ring_flash_attn import Llama3Segments, llama3_attention
+from backends.common.step.packs import ResponseRows
 from backends.megatron.ring import RingSegments, zigzag_ring_attention
 from backends.megatron.rotary import apply_rotary
 

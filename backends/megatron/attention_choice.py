@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from typing import Literal
 
 from slime_like.algorithms.context import Layout
+from slime_like.checks.attention import attention_problems
 from slime_like.config import RunConfig, TrainerConfig
-from slime_like.config.attention import attention_problems
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"]
 

@@ -17,8 +17,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from backends.common.agreement import listed, together
-from backends.common.integrity import Checksums, damaged, not_whole
+from backends.common.checkpoint.integrity import Checksums, damaged, not_whole
+from backends.common.process.agreement import listed, together
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.verified_reading import PLAIN_FILES, verified_reading
 from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights

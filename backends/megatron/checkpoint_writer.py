@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.agreement import together
-from backends.common.data_file import refused_by_disk, save_to_stream, write_data_file
-from backends.common.integrity import Checksums, Piece
-from backends.common.rank_writing import RankWriting
+from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream, write_data_file
+from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.process.agreement import together
 from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 

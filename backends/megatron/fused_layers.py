@@ -1,4 +1,4 @@
-"""Megatron's layers in fewer passes over memory: float32 on a CPU, by the kernels of ``slime_like.fused``.
+"""Megatron's layers in fewer passes over memory: float32 on a CPU, by the kernels of ``slime_like.cpu.kernels``.
 
 A layer's parameters are the same, and where a kernel does not know what it is given (context parallelism, long
 sequences, a part of a wider array) it computes as it does without.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
-from slime_like.fused.operators import (
+from slime_like.cpu.kernels.operators import (
     FusedAttention,
     FusedBranch,
     FusedRMSNorm,

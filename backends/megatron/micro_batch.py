@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from backends.common.allgather import GatherSegments
-from backends.common.balance import BalanceLoss, RoutedTokens
-from backends.common.kernels import Segments
-from backends.common.packs import ResponseRows, on_device
-from backends.common.ring_flash_attn import Llama3Segments
+from backends.common.attention.allgather import GatherSegments
+from backends.common.attention.kernels import Segments
+from backends.common.attention.ring_flash_attn import Llama3Segments
+from backends.common.step.balance import BalanceLoss, RoutedTokens
+from backends.common.step.packs import ResponseRows, on_device
 from backends.megatron.attention_choice import Attention, context_layout_of
 from backends.megatron.ring import RingSegments
 from backends.megatron.rotary import Rotary, rotary_table
 from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
-from slime_like.algorithms.packing import response_tokens
+from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.trajectory import PackedTrajectory
 
 

@@ -17,9 +17,9 @@ from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import block_spec, is_fused
 from slime_like.algorithms.head import LogitRows
+from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.layout import layers_per_stage
+from slime_like.models.dimensions import ModelDimensions
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times the tensor-parallel size, as Megatron's own tools do."""
@@ -247,6 +247,6 @@ def _build_chunk(
 def _logit_rows(transformer: TransformerConfig) -> LogitRows | None:
     if not is_fused(transformer.params_dtype):
         return None
-    from slime_like.fused.operators import FusedLogitRows
+    from slime_like.cpu.kernels.operators import FusedLogitRows
 
     return FusedLogitRows()

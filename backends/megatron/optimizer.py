@@ -12,8 +12,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from backends.megatron.head import LogprobModel
+from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
-from slime_like.config.schedule import total_updates
 
 
 def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:

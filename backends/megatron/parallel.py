@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from backends.common.rendezvous import join_world
+from backends.common.process.rendezvous import join_world
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.kernels import AttentionKernel, Segments
-from backends.common.partial_results import merged_attention
+from backends.common.attention.kernels import AttentionKernel, Segments
+from backends.common.attention.partial_results import merged_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Megatron's routers with the balancing loss of ``backends.common.balance``."""
+"""Megatron's routers with the balancing loss of ``backends.common.step.balance``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from backends.common.balance import RoutedTokens, sequence_load
+from backends.common.step.balance import RoutedTokens, sequence_load
 from backends.megatron.attention import PackedLayout
 from backends.megatron.weight_state import EXPERT_BIAS
 

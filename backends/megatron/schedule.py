@@ -13,11 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.common.balance import BalanceLoss
-from backends.common.collectives import join_context_parts
+from backends.common.process.collectives import join_context_parts
+from backends.common.step.balance import BalanceLoss
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
-from slime_like.algorithms.packing import zero_weight_pack
+from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import ParallelConfig
 from slime_like.trajectory import PackedTrajectory
 

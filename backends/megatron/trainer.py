@@ -14,10 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from backends.common.balance import BalanceLoss
-from backends.common.objective import Objective
-from backends.common.rendezvous import prepare_processor
-from backends.common.step import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.process.rendezvous import prepare_processor
+from backends.common.step.balance import BalanceLoss
+from backends.common.step.objective import Objective
+from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.megatron import checkpoint, conversion, offload, parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention_choice import attention_of, machine_problems
@@ -32,20 +32,20 @@ from backends.megatron.overlap import Communication
 from backends.megatron.reference import ReferenceWeights, preserved_weights
 from backends.megatron.rotary import Rotary, inverse_frequencies
 from backends.megatron.schedule import Schedule
+from slime_like.checks.families import family_problems
+from slime_like.checks.latent import latent_problems
+from slime_like.checks.layout import layout_problems
+from slime_like.checks.offload import offload_problems
+from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.families import family_problems
-from slime_like.config.latent import latent_problems
-from slime_like.config.layout import layout_problems
-from slime_like.config.offload import offload_problems
-from slime_like.config.schedule import schedule_problems
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.megatron.conversion.offline.converter import MegatronConverter
-    from slime_like.planning.estimate import RankEstimate, RankKind
+    from slime_like.interfaces.estimate import RankEstimate, RankKind
 
 
 class MegatronTrainer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 
-from backends.common.integrity import Checksums, VerifyingReader
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader
 
 PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
 """What Megatron and torch write beside the data files; every rank reads them as a whole."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.conversion.memory import AnonymousPeak
 from slime_like.config import RunConfig
-from slime_like.conversion import ConversionOptions
-from slime_like.convert import converter_of, to_hugging_face, to_megatron
+from slime_like.conversion.convert import converter_of, to_hugging_face, to_megatron
+from slime_like.interfaces.conversion import ConversionOptions
 
 
 def main(what: str, source: str, output: str, tensor: int, pipeline: int, workers: int) -> None:

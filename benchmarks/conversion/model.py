@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from backends.common.hf_files import INDEX
 from backends.megatron.conversion.families import family_of
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import INDEX
 
 _WIDE = {
     "hidden_size": 2048,

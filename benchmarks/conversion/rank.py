@@ -14,8 +14,8 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from benchmarks.conversion.memory import AnonymousPeak
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 
 
 def main(rank: int, port: int, model: Path, tensor: int, pipeline: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.step.measurement import Measurement, from_records
 from benchmarks.step.process import run_bounded
 from benchmarks.step.workload import REWARD, REWARD_OPTIONS, Workload
-from slime_like.rewards.registry import resolve_reward
+from slime_like.sandbox.rewards.registry import resolve_reward
 
 _REWARD = resolve_reward(REWARD)
 

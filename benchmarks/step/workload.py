@@ -66,7 +66,7 @@ def make_inputs(directory: Path) -> tuple[Path, Path]:
     Returns:
         (model, prompts).
     """
-    from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+    from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 
     make_tiny_model(directory)
     make_arithmetic_data(directory / "data")

@@ -28,7 +28,7 @@ from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.table import Row, Workload, render
 from benchmarks.trainer.work import step_flops
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 RECOMPUTE = ("none", "full")
 

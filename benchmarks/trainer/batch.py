@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import pack_sequences, partition_by_tokens
-from slime_like.data.tiny_model import VOCAB_SIZE
+from slime_like.examples.tiny_model import VOCAB_SIZE
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 QUICKSTART_BUDGET = 8192

@@ -11,8 +11,8 @@ from benchmarks.trainer.measure import Figures, measure
 from benchmarks.trainer.sides import BackendSide, HuggingFaceSide, Side
 from benchmarks.trainer.work import matmul_ceiling
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.onednn import use_onednn
+from slime_like.cpu.onednn import use_onednn
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 HUGGING_FACE = ("hf-packed", "hf-padded")

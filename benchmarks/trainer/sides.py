@@ -15,10 +15,9 @@ from transformers.utils import logging
 
 from benchmarks.trainer.batch import PaddedBatch, padded_batches
 from slime_like.algorithms import real_tokens, unpack_sequences
-from slime_like.algorithms.packing import response_logit_index
+from slime_like.algorithms.packing.pack import response_logit_index
 from slime_like.config import RunConfig
-from slime_like.interfaces import RankPlacement
-from slime_like.orchestration.plugins import load_backend
+from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 _HEAD_CHUNK = 1024

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 _SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.weights.model import buckets_of
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.registry import open_receiver, open_sender
 
 RATES = (1e-6, 1e-5)

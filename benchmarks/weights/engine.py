@@ -22,12 +22,12 @@ from torch import Tensor
 from benchmarks.weights.model import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, buckets_of
 from benchmarks.weights.transports import BUCKET_BYTES
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from slime_like.data.tiny_model import make_tiny_model
-from slime_like.hosting.engine import HostedEngine
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams
-from slime_like.weights.exposure import Round, exposed_seconds
-from slime_like.weights.transports.base import Sender
+from slime_like.weights.transport import Sender
 from slime_like.weights.transports.registry import open_sender
+from slime_like.weights.verification_cost import Round, exposed_seconds
 
 _REPEATS = 7
 _PROBE_TOKENS = 32

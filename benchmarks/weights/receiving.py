@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.arrival import Arrivals
+from slime_like.weights.received import Arrivals
 from slime_like.weights.transports.registry import open_receiver
 
 _TIMEOUT_S = 300.0

@@ -24,7 +24,7 @@ from slime_like.weights import buckets as bucket_module
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.hashed_copy import copy_hashed
 from slime_like.weights.stopwatch import Stopwatch
-from slime_like.weights.transports.base import Sender, TransportSettings
+from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_sender
 
 BUCKET_BYTES = 256 << 20

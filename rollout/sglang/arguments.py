@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError
+from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig

@@ -11,7 +11,7 @@ from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
 from rollout.sglang.arguments import environment, on_cpu, sleep_mode
 from slime_like.errors import EngineError
-from slime_like.hosting.child import ChildProcess, ProcessEnded
+from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.wire import metadata_to_wire
 

@@ -31,9 +31,9 @@ from sglang.srt.managers.io_struct import (
 from rollout.requests import sample_seed
 from rollout.sglang.reports import RankReport, Reports, common_checksums, require_success
 from rollout.sglang.sampling import generation, nothing, sampling_params
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PauseMode
+from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine

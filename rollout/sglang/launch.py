@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
     from slime_like.config import RunConfig
-    from slime_like.hosting.owner import Owner
+    from slime_like.hosting.parent import Owner
 
 
 @dataclass(frozen=True, slots=True)

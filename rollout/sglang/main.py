@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollout.sglang.arguments import on_cpu
 from slime_like.hosting.calls import Answer, one_line
-from slime_like.hosting.owner import Owner
+from slime_like.hosting.parent import Owner
 
 
 def main(descriptor: int, scratch: Path) -> None:

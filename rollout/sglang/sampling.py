@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.requests import stop_ids
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.models.dimensions import ModelDimensions
 
 _FINISH_REASONS: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 

@@ -26,10 +26,10 @@ from rollout.sglang import sampler
 from rollout.sglang.arguments import on_cpu
 from rollout.sglang.reports import RankReport, Reports
 from slime_like.errors import WeightSyncError
-from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.arrival import Arrivals
-from slime_like.weights.transports.base import Receiver
+from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import Receiver
 from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
 

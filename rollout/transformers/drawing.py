@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.transformers.samples import Sample, draw_tokens
-from slime_like.fused import draw
+from slime_like.cpu.kernels import draw
 
 
 def draw_tokens_fused(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

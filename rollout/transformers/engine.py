@@ -16,12 +16,12 @@ from torch import Tensor
 from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
 from rollout.requests import sample_seed, stop_ids
+from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.onednn import use_onednn
-from slime_like.weights.arrival import Arrivals
-from slime_like.weights.transports.base import Receiver
+from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import Receiver
 from slime_like.weights.transports.registry import open_receiver
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from transformers import DynamicCache
 
 from rollout.transformers.kv_cache import BufferLayer, KeyValueCache
-from slime_like.fused import decode_attention, decode_heads, decode_norm, decode_swiglu
+from slime_like.cpu.kernels import decode_attention, decode_heads, decode_norm, decode_swiglu
 
 
 @dataclass(frozen=True, slots=True)

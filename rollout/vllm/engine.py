@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollout.base import EngineBase, one_line
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
-from slime_like.hosting.processes import end_processes, is_alive, mapped_files, new_children, process_ids
-from slime_like.hosting.tracker import start_tracker
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids
+from slime_like.system.resource_tracker import start_tracker
 from slime_like.weights.wire import metadata_to_wire
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slime_like.config import RunConfig
-    from slime_like.config.dimensions import ModelDimensions
+    from slime_like.models.dimensions import ModelDimensions
 
 _SHUTDOWN_S = 3.0
 """For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rollout.requests import sample_seed, stop_ids, truncates
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

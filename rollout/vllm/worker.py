@@ -26,10 +26,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.base import one_line
 from rollout.vllm.worker_names import BACKEND
 from slime_like.errors import WeightSyncError
-from slime_like.heap import keep_freed_memory
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.arrival import Arrivals
-from slime_like.weights.transports.base import Receiver
+from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import Receiver
 from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
 

@@ -13,7 +13,7 @@ from slime_like.algorithms.head import fused_logprobs
 from slime_like.algorithms.importance import importance_weights, off_policy_sequence_mask
 from slime_like.algorithms.logprobs import compute_response_logprobs, logprobs_and_entropy, selective_log_softmax
 from slime_like.algorithms.losses import GRPOLoss, Loss, LossInputs, LossOutput, LossSums, build_loss, value_loss
-from slime_like.algorithms.packing import (
+from slime_like.algorithms.packing.pack import (
     pack_sequences,
     real_tokens,
     response_logit_index,
@@ -22,7 +22,7 @@ from slime_like.algorithms.packing import (
     unpack_sequences,
     zero_weight_pack,
 )
-from slime_like.algorithms.partition import (
+from slime_like.algorithms.packing.partition import (
     StreamedPartition,
     partition_by_tokens,
     partition_full_batches,

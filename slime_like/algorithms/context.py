@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing import response_logit_index
+from slime_like.algorithms.packing.pack import response_logit_index
 from slime_like.trajectory import PackedTrajectory
 
 Layout = Literal["zigzag", "contiguous"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.masks import require_temperatures
-from slime_like.algorithms.packing import response_logit_index, response_tokens
+from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_tensors
 from slime_like.trajectory import PackedTrajectory
 

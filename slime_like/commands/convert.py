@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_like.checks.check import check_trainer
+from slime_like.checks.directories import directory_problem
 from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
-from slime_like.config.check import check_trainer
-from slime_like.config.converted import DESCRIPTION, is_converted, training_checkpoint
-from slime_like.config.directories import directory_problem
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.models.converted import DESCRIPTION, is_converted, training_checkpoint
 
 if TYPE_CHECKING:
-    from slime_like.conversion import ConversionOptions, ConversionSummary, TensorSource
+    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, TensorSource
 
 _COMMON = "slime-like convert"
 USAGES = {
@@ -205,7 +205,7 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
-    from slime_like.convert import to_megatron
+    from slime_like.conversion.convert import to_megatron
 
     _print(options.out, to_megatron(config, options.out, _conversion(options)))
     return 0
@@ -217,14 +217,14 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError([f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"])
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(source.flags, flags)
-    from slime_like.convert import to_hugging_face
+    from slime_like.conversion.convert import to_hugging_face
 
     _print(options.out, to_hugging_face(config, source.weights, options.out, _conversion(options)))
     return 0
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    from slime_like.convert import compare
+    from slime_like.conversion.convert import compare
 
     config = _any_config(options, flags)
     a, b = (_open(config, path, flags) for path in (options.a, options.b))
@@ -242,7 +242,7 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
-    from slime_like.convert import open_checkpoint, open_hugging_face
+    from slime_like.conversion.convert import open_checkpoint, open_hugging_face
 
     if any(path.glob("*.safetensors")):
         return open_hugging_face(config, path)
@@ -259,7 +259,7 @@ def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
 
 
 def _conversion(options: argparse.Namespace) -> ConversionOptions:
-    from slime_like.conversion import ConversionOptions
+    from slime_like.interfaces.conversion import ConversionOptions
 
     return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan)
 

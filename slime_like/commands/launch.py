@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.commands.arguments import has_flag
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.launch.membership import HEARTBEAT_S
 from slime_like.launch.node_list import expand_node_list
 from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
-from slime_like.launch.peers import HEARTBEAT_S
 
 USAGE = (
     "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_like.checks.directories import directory_problem
 from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
-from slime_like.config.directories import directory_problem
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 
 if TYPE_CHECKING:

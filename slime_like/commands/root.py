@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like import __version__
+from slime_like.checks.check import check, require_valid
+from slime_like.checks.directories import directory_problem
+from slime_like.checks.engine_install import version_warning
+from slime_like.checks.files import data_problems, with_problems_of_files
 from slime_like.commands import convert as convert_command
 from slime_like.commands import launch as launch_command
 from slime_like.commands import plan as plan_command
+from slime_like.commands import report
 from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path, temporary_run_dir
-from slime_like.config.check import check, require_valid
-from slime_like.config.directories import directory_problem
-from slime_like.config.engine_install import version_warning
+from slime_like.commands.failure import traceback_kept
 from slime_like.config.evaluated import for_evaluation
-from slime_like.config.files import data_problems, with_problems_of_files
-from slime_like.config.help import fields_help
-from slime_like.config.load import load_config
+from slime_like.config.reading.help import fields_help
+from slime_like.config.reading.load import load_config
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
-from slime_like.failure import traceback_kept
-from slime_like.heap import made_to_stay
-from slime_like.interrupts import InterruptHandler
-from slime_like.observability import report_command
+from slime_like.system.interrupts import InterruptHandler
+from slime_like.system.memory import made_to_stay
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
-    from slime_like.orchestration.step import TrainSummary
+    from slime_like.orchestration.run.step import TrainSummary
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Families ``make-tiny-model`` offers; listed here so that ``--help`` need not import torch."""
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
         return convert_command.run(argv[1:])
     arguments = _parser().parse_args(argv)
     if arguments.command == "report":
-        return report_command.run(arguments)
+        return report.run(arguments)
     return _make_tiny_model(arguments.out, arguments.family, arguments.seed, arguments.force)
 
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     verify_command.add_parser(commands)
     convert_command.add_parser(commands)
     _add_make_tiny_model(commands)
-    report_command.add_parser(commands)
+    report.add_parser(commands)
     return parser
 
 
@@ -184,8 +184,8 @@ def _make_tiny_model(out: Path, family: str, seed: int, force: bool) -> int:
         raise ConfigError([f"--seed={seed} is out of range; it must be 0 to {MAX_SEED}"])
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError([f"OUT={out} is not empty; give another directory, or --force to write into it"])
-    from slime_like.data.calculator_data import make_calculator_data
-    from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
+    from slime_like.examples.calculator_data import make_calculator_data
+    from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 
     make_tiny_model(out, family=family, seed=seed)
     make_arithmetic_data(out / "data", seed=seed)

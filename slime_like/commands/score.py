@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_like.checks.check import check_compiler, check_run_dir, check_trainer
+from slime_like.checks.checkpoint_backend import backend_problem
+from slime_like.checks.directories import directory_problem
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
-from slime_like.config.check import check_compiler, check_run_dir, check_trainer
-from slime_like.config.checkpoint_backend import backend_problem
-from slime_like.config.directories import directory_problem
-from slime_like.config.help import fields_help
-from slime_like.config.load import load_config
+from slime_like.config.reading.help import fields_help
+from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_like.checks.check import check_compiler, check_run_dir, check_trainer
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.config import RunConfig
-from slime_like.config.check import check_compiler, check_run_dir, check_trainer
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, step_flags, tolerances_of
 
@@ -83,7 +83,10 @@ def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> i
     layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
     config = _config(model, flags, synthetic=options.batch is None)
     from slime_like.verification.table import print_table
-    from slime_like.verify import LayoutsRequest, verify_layouts  # imports torch and Ray: only once all is right
+    from slime_like.verification.verify import (  # imports torch and Ray: only once all is right
+        LayoutsRequest,
+        verify_layouts,
+    )
 
     temporary = not has_flag(flags, "run_dir")
     batch = _batch(options.batch, model)
@@ -142,7 +145,7 @@ def _model(given: Path | None) -> Iterator[Path]:
     if given is not None:
         yield given
         return
-    from slime_like.data.tiny_model import make_tiny_model
+    from slime_like.examples.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
         make_tiny_model(Path(directory), num_hidden_layers=4)  # two stages of two chunks

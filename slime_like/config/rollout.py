@@ -8,10 +8,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slime_like.config.base import Section
-from slime_like.rewards.registry import ENVIRONMENT
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines sample with as asked."""
+
+ENVIRONMENT = "environment"
+"""Stands for the rewards that ``rollout.environment`` gave on the way: nothing is left to compute."""
 
 
 class EnvironmentConfig(Section):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.algorithms.context import padded_length
-from slime_like.algorithms.packing import Trajectory
 from slime_like.config import TrainerConfig
 from slime_like.errors import DataError
+from slime_like.trajectory import Trajectory
 
 
 class TokenBudget:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from slime_like.config import TrainerConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.rows import Row, read_rows
 from slime_like.data.token_budget import TokenBudget
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import UnscoredTrajectory
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from slime_like.config import RunConfig
-from slime_like.orchestration.bundles import bundle_sizes, fits_on_nodes, reference_blocks, tensor_blocks
+from slime_like.orchestration.cluster.bundles import bundle_sizes, fits_on_nodes, reference_blocks, tensor_blocks
 
 _GPU = re.compile(r"nvidia\d+")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from slime_like.checks.check import check
 from slime_like.config import RunConfig
-from slime_like.config.check import check
-from slime_like.launch.key import key_path
-from slime_like.launch.node_commands import devices_per_node, plan_arguments, plan_path, train_arguments
+from slime_like.launch.arguments import devices_per_node, plan_arguments, plan_path, train_arguments
+from slime_like.launch.cluster_key import key_path
 from slime_like.launch.options import LaunchOptions
-from slime_like.orchestration.bundles import bundle_sizes, tensor_blocks
+from slime_like.orchestration.cluster.bundles import bundle_sizes, tensor_blocks
 
 
 def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> None:

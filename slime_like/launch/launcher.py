@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 import socket
 
+from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
-from slime_like.config.check import require_valid
 from slime_like.errors import FAILED, SlimeLikeError
-from slime_like.launch.child import Child
-from slime_like.launch.ending import failure
-from slime_like.launch.following import follow
-from slime_like.launch.key import key_path
-from slime_like.launch.last_words import Awaited, LastWords
-from slime_like.launch.leading import lead
+from slime_like.launch.arguments import devices_per_node, fresh_plan_path, plan_arguments, train_arguments
+from slime_like.launch.cluster_key import key_path
+from slime_like.launch.coordinator import lead
+from slime_like.launch.exit import failure
+from slime_like.launch.exit_notes import Awaited, LastWords
 from slime_like.launch.messages import Verdict
-from slime_like.launch.node_commands import devices_per_node, fresh_plan_path, plan_arguments, train_arguments
 from slime_like.launch.options import LaunchOptions, find_place
+from slime_like.launch.participant import follow
+from slime_like.launch.subcommand import Child
 
 
 def launch(options: LaunchOptions, config: RunConfig) -> Verdict:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_like.errors import ConfigError
-from slime_like.network import address_towards, interface_of, interfaces, is_loopback, resolve
+from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback, resolve
 
 DEFAULT_PORT = 6380
 _RAYS_LOCALHOST = ("127.0.0.1", "::1")

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slime_like.errors import LaunchError
-from slime_like.interrupts import raise_if_interrupted
+from slime_like.system.interrupts import raise_if_interrupted
 
 _STOP_S = 30.0
 _LOOK_EVERY_S = 0.2

@@ -20,11 +20,11 @@ from ray._private.parameter import RayParams
 
 from slime_like.errors import LaunchError
 from slime_like.launch.ray_node import RayNodeSpec, Ready
-from slime_like.orchestration.bundles import RANK_LABEL
-from slime_like.orchestration.guard import end_writers
-from slime_like.orchestration.object_store import object_store_problem
-from slime_like.orchestration.ray_helpers import without_dashboard
-from slime_like.orchestration.ray_session import keep_logs_only
+from slime_like.orchestration.cluster.bundles import RANK_LABEL
+from slime_like.orchestration.cluster.object_store import object_store_problem
+from slime_like.orchestration.cluster.orphan_reaper import end_writers
+from slime_like.orchestration.cluster.ray_helpers import without_dashboard
+from slime_like.orchestration.cluster.ray_session import keep_logs_only
 
 _LOOK_EVERY_S = 0.5
 _VITAL = ("gcs_server", "raylet")

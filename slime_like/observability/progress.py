@@ -9,31 +9,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol, TextIO
 
-from slime_like.observability.names import (
-    ACCURACY,
-    CONVERSION_SPEED,
-    LOSS,
-    MEAN_REWARD,
-    ROLLOUT_SPEED,
-    SCORING_SPEED,
-    STEP_TIME,
-    phase_seconds,
-)
-from slime_like.observability.phases import PHASES
+from slime_like.observability.figures import phase_shares, shown_figures
 
 Mode = Literal["auto", "live", "plain", "off"]
 
 PLAIN_INTERVAL_S = 1.0
-# Metric, label, format. Figures that a run does not have (rewards in supervised mode) are not shown.
-FIGURES = (
-    (STEP_TIME, "step time", "{:.2f} s"),
-    (LOSS, "loss", "{:.4g}"),
-    (MEAN_REWARD, "reward", "{:.3f}"),
-    (ACCURACY, "accuracy", "{:.3f}"),
-    (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
-    (SCORING_SPEED, "tokens/s", "{:,.0f}"),
-    (CONVERSION_SPEED, "GB/s", "{:.2f}"),
-)
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 
 
@@ -94,18 +74,6 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def shown_figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``."""
-    return [(label, form.format(values[name])) for name, label, form in FIGURES if name in values]
-
-
-def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(phase, percent of the phases' total) of every phase that took any time, orchestration last."""
-    seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
-    total = sum(seconds.values())
-    return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
 
 
 def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> Display | None:

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
-from slime_like.orchestration.placement import Placement
-from slime_like.orchestration.rollout_manager import RolloutManager
-from slime_like.orchestration.trainer_group import TrainerGroup
-from slime_like.orchestration.turns import Turns
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.weights.delta.receiver import is_base_lost
-from slime_like.weights.exposure import Round, exposed_seconds
 from slime_like.weights.probe_gap import ProbeGap
 from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
 from slime_like.weights.transports.registry import join_rendezvous
+from slime_like.weights.verification_cost import Round, exposed_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SyncReport:
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
         verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
             trainers' part and of the hashing on both sides was not hidden behind other work
-            (``slime_like.weights.exposure``).
+            (``slime_like.weights.verification_cost``).
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
         restarted: engines that had died and were started anew for it, one sentence each.
     """

@@ -12,9 +12,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.weight_files import header_shapes
-from slime_like.orchestration.bundles import bundle_sizes, num_reference_ranks
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import header_shapes
+from slime_like.orchestration.cluster.bundles import bundle_sizes, num_reference_ranks
 from slime_like.planning.hardware import Hardware
 
 _BYTES_PER_PARAMETER = 2 + 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import ENGINE_RESERVE_BYTES, Hardware
 
 # Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works

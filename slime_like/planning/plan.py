@@ -8,20 +8,19 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
+from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.checks.layout import layout_problems
+from slime_like.checks.model_directories import reference_problems
 from slime_like.config import RunConfig
-from slime_like.config.check import check_machine, check_settings
-from slime_like.config.dimensions import HEADS, ModelDimensions
-from slime_like.config.fsdp import BACKEND as FSDP
-from slime_like.config.layout import layout_problems
-from slime_like.config.model_directories import reference_problems
-from slime_like.config.weight_files import WeightFilesError
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
-from slime_like.interfaces import TrainerBackend
-from slime_like.orchestration.plugins import load_backend
-from slime_like.orchestration.worker_config import worker_config
+from slime_like.interfaces import TrainerBackend, load_backend
+from slime_like.interfaces.estimate import RankEstimate, RankKind
+from slime_like.models.dimensions import HEADS, ModelDimensions
+from slime_like.models.weight_files import WeightFilesError
+from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks, references
 from slime_like.planning.engines import EnginePlan, plan_engine, share_setting
-from slime_like.planning.estimate import RankEstimate, RankKind
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory, engine_phase, host_memory, trainer_phases
 from slime_like.planning.step_time import LinkTraffic, StepTime, Workload, predict, traffic_per_step

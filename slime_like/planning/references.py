@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from slime_like.config import RunConfig
 from slime_like.interfaces import TrainerBackend
-from slime_like.orchestration.sequence_scoring import packs_per_request
-from slime_like.orchestration.worker_config import worker_config
-from slime_like.planning.estimate import RankEstimate, RankKind
+from slime_like.interfaces.estimate import RankEstimate, RankKind
+from slime_like.orchestration.reference.config import worker_config
+from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.hardware import FRAGMENTATION, TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.memory import Item, PhaseMemory
 from slime_like.planning.step_time import Workload, pass_seconds

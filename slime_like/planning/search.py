@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slime_like.checks.check import check_settings
+from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.checks.layout import layout_problems
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.config.check import check_settings
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.fsdp import BACKEND as FSDP
-from slime_like.config.layout import layout_problems
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning import checks
 from slime_like.planning.engines import EnginePlan, plan_engine
 from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.interfaces.estimate import RankEstimate, Work
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.engines import EnginePlan
-from slime_like.planning.estimate import RankEstimate, Work
 from slime_like.planning.hardware import Hardware
 
 SYNC_GB_PER_S = {"nccl": 40.0, "cuda_ipc": 200.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from slime_like.config import RunConfig
 from slime_like.config.gpus import GPUS
-from slime_like.planning.estimate import Work
+from slime_like.interfaces.estimate import Work
 from slime_like.planning.hardware import GIB
 from slime_like.planning.memory import PhaseMemory
 from slime_like.planning.plan import KindPlan, Plan

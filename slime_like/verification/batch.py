@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import DataError
 from slime_like.interfaces import ScoredLogprobs
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 
 SYNTHETIC_BUDGET = 192

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_like.data.calculator_data import make_calculator_data
 from slime_like.data.ledger import audit_run
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.calculator_data import make_calculator_data
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.interpreter import make_interpreter
 from tests.processes import Command
 
@@ -84,7 +84,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     with Command(flags, tmp_path / "log") as command:
         wait_for_steps(command, run_dir / "metrics.jsonl", 4, timeout_s=200)
-        command.named("slime_like.hosting.engine_main").kill()
+        command.named("slime_like.hosting.main").kill()
         finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cli import main
+from slime_like.commands.main import main
 from tests.conftest import Tiny
 from tests.processes import run
 

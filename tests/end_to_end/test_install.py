@@ -13,7 +13,7 @@ REPO = Path(__file__).resolve().parents[2]
 PROBE = """
 import json, slime_like, backends.megatron.trainer, rollout.vllm.engine
 from importlib.metadata import distribution
-from slime_like.orchestration.plugins import load_backend, load_engine
+from slime_like.interfaces import load_backend, load_engine
 found = {p.name: p.value for p in distribution("slime-like").entry_points}
 print(json.dumps({
     "files": [slime_like.__file__, backends.__file__, rollout.__file__],

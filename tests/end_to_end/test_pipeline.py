@@ -12,7 +12,7 @@ import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from slime_like.data.ledger import audit_run
-from slime_like.data.tiny_model import VOCAB_SIZE
+from slime_like.examples.tiny_model import VOCAB_SIZE
 from tests.conftest import Tiny
 from tests.processes import Command, run
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from tests.conftest import Tiny
 from tests.processes import run
 

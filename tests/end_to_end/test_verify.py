@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.data.dump import save_trajectories
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.batch import synthetic_batch
 from tests.conftest import Tiny
 from tests.processes import run

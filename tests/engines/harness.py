@@ -26,7 +26,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
     WeightBucket,
 )
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 MAX_NEW_TOKENS = 700

@@ -20,9 +20,9 @@ from torch import Tensor
 from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt, WeightBucket
-from slime_like.orchestration.turns import OwnDevices
+from slime_like.orchestration.rollout.colocation import OwnDevices
 from slime_like.orchestration.weight_sync import WeightSync
-from slime_like.weights.transports.base import Sender, TransportSettings
+from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ import torch
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, ConversationTask, Generation, GenerationRequest
-from slime_like.orchestration import engine_actor
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.orchestration.rollout import engine_actor
+from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
 
@@ -527,7 +527,7 @@ def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[l
 
 # ------------------------------------------------------------------------------------------------------- conversations
 ECHO = """
-from slime_like.environments import Step
+from slime_like.interfaces import Step
 
 class Echo:
     def reset(self, task):

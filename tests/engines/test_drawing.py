@@ -11,7 +11,7 @@ import torch
 
 from rollout.transformers.drawing import draw_tokens_fused
 from rollout.transformers.samples import Sample, draw_tokens
-from slime_like.fused import draw
+from slime_like.cpu.kernels import draw
 from slime_like.interfaces import SamplingParams
 
 _MANNERS = (

@@ -19,7 +19,7 @@ from rollout.transformers.fused_decoder import FusedDecoder
 from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.plain_decoder import not_plain
 from rollout.transformers.samples import Sample
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import SamplingParams
 
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {

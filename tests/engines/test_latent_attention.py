@@ -9,8 +9,8 @@ import pytest
 
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import EngineError
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.engines.harness import EngineUnderTest, Reference, run_config
 from tests.engines.test_conformance import NO_STOP, check_logprobs
 

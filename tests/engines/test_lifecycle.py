@@ -19,8 +19,8 @@ from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.errors import CheckpointError, ConfigError, EngineError
-from slime_like.hosting.processes import mapped_files, new_children, process_ids
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
+from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 from tests.engines.harness import run_config
 
@@ -58,7 +58,7 @@ def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from slime_like.orchestration.plugins import load_engine
+from slime_like.interfaces import load_engine
 from tests.engines.harness import run_config
 from tests.engines.test_lifecycle import stops_cleanly_and_starts_again
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 import slime_like
-from slime_like.config.engine_install import interpreter_problems, version_warning
+from slime_like.checks.engine_install import interpreter_problems, version_warning
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.hosting.engine import HostedEngine
-from slime_like.hosting.processes import new_children, process_ids
+from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
+from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
 from tests.interpreter import make_interpreter
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from slime_like.rewards.result import RewardResult
+from slime_like.interfaces.reward import RewardResult
 
 
 def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardResult:

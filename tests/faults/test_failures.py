@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.processes import Command, Finished, run
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from backends.fsdp.trainer import FsdpTrainer
-from slime_like.algorithms.packing import pack_sequences, real_tokens
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.fsdp_steps import fsdp_config
 from tests.parallel.parity import Case, samples_with_loss
 from tests.parallel.reference import Reference, ReferenceStep

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.kernels import AttentionKernel, CudaFlash, FlashAttention
+from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from tests.parallel.parity import parity_config
 from tests.parallel.reference import Reference

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences, real_tokens
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, check_tensors, parity_config, samples_with_loss

@@ -38,28 +38,28 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "logits are read at the token instead of before it",
-        "packing.py",
+        "packing/pack.py",
         "nonzero().squeeze(1) - 1",
         "nonzero().squeeze(1)",
         "test_logprobs.py::test_response_logprobs_of_each_sequence_alone",
     ),
     Mutation(
         "the last response token carries no loss",
-        "pack_fields.py",
+        "packing/fields.py",
         "    mask = loss_mask.numpy()\n",
         "    mask = loss_mask.numpy()\n    mask[lengths.response.cumsum() - 1] = False\n",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
     Mutation(
         "padding belongs to the last sequence",
-        "pack_layout.py",
+        "packing/layout.py",
         "np.append(np.arange(lengths.total.size), -1)",
         "np.append(np.arange(lengths.total.size), lengths.total.size - 1)",
         "test_packing.py::test_padding_belongs_to_nobody",
     ),
     Mutation(
         "positions run on over the pack",
-        "pack_layout.py",
+        "packing/layout.py",
         "    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",

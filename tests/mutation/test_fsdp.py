@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from backends.common.allgather import GatherSegments
+from backends.common.attention.allgather import GatherSegments
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
 from backends.fsdp.attention import Boundaries

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.allgather import GatherSegments
-from backends.common.balance import BalanceLoss, RoutedTokens
-from backends.common.ring_flash_attn import Llama3Segments
+from backends.common.attention.allgather import GatherSegments
+from backends.common.attention.ring_flash_attn import Llama3Segments
+from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.megatron import micro_batch, schedule
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rollout.transformers import weights as model_weights
 from rollout.transformers.engine import TransformersEngine
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import WeightSyncError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import BucketMetadata, TensorEntry
-from slime_like.weights.arrival import Arrivals
+from slime_like.weights.received import Arrivals
 from slime_like.weights.transports import shared_memory
 from tests.engines.harness import run_config
 from tests.engines.local_sync import LocalEngines, LocalTrainers, new_sync

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]
 """(pipeline, tensor) rank to {Megatron name with global layer and expert numbers: local tensor}.

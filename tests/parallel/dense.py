@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.common.kernels import Segments
+from backends.common.attention.kernels import Segments
 
 
 def segments_of(lengths: list[int], device: str = "cpu") -> Segments:

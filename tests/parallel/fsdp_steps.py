@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from backends.fsdp.trainer import FsdpTrainer
 from backends.fsdp.weights import gathered
-from slime_like.algorithms.packing import real_tokens, zero_weight_pack
+from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import GRPOStats, PackedTrajectory

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from slime_like.weights.expected import expected_tensors
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.assembly import to_hugging_face
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backends.common.kernels import AttentionKernel
-from backends.common.partial_results import merged_attention
+from backends.common.attention.kernels import AttentionKernel
+from backends.common.attention.partial_results import merged_attention
 from backends.megatron.ring import RingSegments, RingStep, ring_step
 from tests.parallel.dense import boundaries
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import real_tokens, zero_weight_pack
+from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs
 from slime_like.trajectory import GRPOStats, PackedTrajectory

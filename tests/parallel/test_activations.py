@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron import activations
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config

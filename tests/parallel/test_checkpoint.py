@@ -28,10 +28,10 @@ from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks

@@ -26,10 +26,10 @@ from backends.megatron import conversion, parallel
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.ranks import run_ranks
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from backends.fsdp.model import _require_nothing_else
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.plan import counted_dimensions
 from tests.parallel.parity import PACKS, make_case
 from tests.parallel.ranks import held_ports, run_ranks

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.converter import FsdpConverter
 from backends.fsdp.trainer import FsdpTrainer
-from slime_like.algorithms.packing import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.conversion import ConversionOptions
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError, TrainerError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
+from slime_like.interfaces.conversion import ConversionOptions
 from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import scored_sequences

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.assembly import to_hugging_face
 from tests.parallel.fsdp_steps import Settings, fsdp_config, train_fsdp_rank
 from tests.parallel.parity import (

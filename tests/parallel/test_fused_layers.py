@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backends.megatron import fused_layers
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
-from slime_like.fused.operators import are_served
+from slime_like.cpu.kernels.operators import are_served
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from backends.common.flash_attn_on_cpu import flash_attn_modules
-from backends.common.kernels import CpuFlash, CudaFlash, FlashAttention, Segments, kernel_for
+from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
+from backends.common.attention.kernels import CpuFlash, CudaFlash, FlashAttention, Segments, kernel_for
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25

@@ -18,9 +18,10 @@ from backends.megatron.conversion import families
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QKV_BIAS
 from backends.megatron.conversion.rules import Family
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences
-from slime_like.config import RunConfig, dimensions
+from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
+from slime_like.models import dimensions
 from tests.parallel.ranks import run_ranks
 from tests.parallel.tiny import VOCAB, scored_sequences
 

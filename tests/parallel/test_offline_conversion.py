@@ -27,13 +27,13 @@ from backends.megatron.conversion.offline.plan import plan_ranks, require_exactl
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.weight_files import weight_file_problems
-from slime_like.conversion import ConversionOptions, ConversionSummary
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
-from slime_like.weights.expected import expected_tensors
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import weight_file_problems
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
 from tests.unit.conversion.models import PUBLISHED
 

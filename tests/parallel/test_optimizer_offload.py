@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_checkpoint import _exported, _step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory

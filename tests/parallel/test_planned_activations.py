@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from backends.common.kernels import CpuFlash
-from backends.common.worst_batch import worst_packs
+from backends.common.attention.kernels import CpuFlash
+from backends.common.step.worst_batch import worst_packs
 from backends.megatron import attention, fused_layers
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.ring_flash_attn import Llama3Segments, llama3_attention, llama3_module
+from backends.common.attention.ring_flash_attn import Llama3Segments, llama3_attention, llama3_module
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from tests.parallel.dense import boundaries, dense_attention, relative_error
@@ -147,7 +147,7 @@ def test_a_stride_must_divide_the_heads(tmp_path: Path) -> None:
 
 def test_nobody_else_sees_the_stand_in() -> None:
     module = llama3_module("cpu")
-    assert module._flash_attn_varlen_forward.__module__ == "backends.common.flash_attn_on_cpu"
+    assert module._flash_attn_varlen_forward.__module__ == "backends.common.attention.flash_attn_on_cpu"
     assert not [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "ring_flash_attn")]
 
 

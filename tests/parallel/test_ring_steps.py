@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.common.kernels import CpuFlash
+from backends.common.attention.kernels import CpuFlash
 from tests.parallel.dense import dense_attention, relative_error
 from tests.parallel.ring_steps import ring_by_steps
 

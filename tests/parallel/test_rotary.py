@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from backends.megatron.rotary import Rotary, apply_rotary, inverse_frequencies, rotary_table
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
 
 _LLAMA3 = {
     "rope_type": "llama3",

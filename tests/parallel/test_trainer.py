@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing import pack_sequences, real_tokens, zero_weight_pack
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement

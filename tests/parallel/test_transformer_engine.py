@@ -18,7 +18,7 @@ from backends.megatron.attention_choice import attention_of, context_layout_of, 
 from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from backends.megatron.trainer import MegatronTrainer
 from backends.megatron.weight_state import sharded_weights
-from slime_like.algorithms.packing import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
@@ -229,7 +229,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
-        for module in ("backends.megatron.attention_choice", "slime_like.config.attention"):
+        for module in ("backends.megatron.attention_choice", "slime_like.checks.attention"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))

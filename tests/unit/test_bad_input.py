@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.cli import main
-from slime_like.config.fields import value_text
+from slime_like.commands.main import main
+from slime_like.config.reading.fields import value_text
 from tests.conftest import Tiny
 from tests.unit.config.checkpoint import sound_flags, write_checkpoint
 from tests.unit.config.test_check import FAULTS

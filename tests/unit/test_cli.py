@@ -14,16 +14,16 @@ from types import ModuleType
 import pytest
 
 from slime_like import __version__
-from slime_like.cli import main
+from slime_like.checks.check import check
+from slime_like.commands.main import main
 from slime_like.commands.root import FAMILIES
 from slime_like.config import RunConfig
-from slime_like.config.check import check
-from slime_like.config.fields import all_fields
-from slime_like.config.load import load_config
-from slime_like.data import tiny_model
+from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
+from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
-from slime_like.orchestration.evaluation import EvaluationResult
+from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.unit.config.checkpoint import write_checkpoint
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_is_understood_while_modules_are_imported(disguise: bool) -> None
     """The signal arrives within an import that every command makes, whose module may make another error of it."""
     code = f"""
 import os, signal, sys
-from slime_like.cli import main
+from slime_like.commands.main import main
 
 class Interrupted:
     def find_spec(self, name, *rest):
@@ -230,7 +230,7 @@ sys.exit(main(["--version"]))
 
 _LEAVING = """
 import atexit, sys, threading, time
-from slime_like.cli import main
+from slime_like.commands.main import main
 
 def work():
     time.sleep({work_s})

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from slime_like.config import RunConfig
-from slime_like.config.entry_points import BACKEND_GROUP, ENGINE_GROUP
+from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
 
 DOCS = Path(__file__).parents[2] / "docs"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 _CYCLE = """
-from slime_like.heap import made_to_stay
+from slime_like.system.memory import made_to_stay
 class Kept:
     def __init__(self): self.itself = self
     def __del__(self): print("freed")
@@ -19,7 +19,7 @@ with made_to_stay():
 
 _FAULTS = """
 import resource, sys
-from slime_like.heap import keep_freed_memory
+from slime_like.system.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 faults = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.common.integrity import Checksums, Piece
+from backends.common.checkpoint.integrity import Checksums, Piece
 from backends.fsdp.checkpoint_writer import PLAIN_FILES as FSDP_FILES
 from backends.megatron.verified_reading import PLAIN_FILES as MEGATRON_FILES
 from slime_like.errors import CheckpointError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt, take_signals_back
+from slime_like.system.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt, take_signals_back
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime_like.jobs import Tracker, run_jobs
+from slime_like.system.threads import Tracker, run_jobs
 
 
 def test_every_result_arrives_and_progress_ends_at_the_sum() -> None:

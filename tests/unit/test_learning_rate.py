@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from backends.common.learning_rate import learning_rate, weight_decay
+from backends.common.step.learning_rate import learning_rate, weight_decay
+from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
-from slime_like.config.schedule import total_updates
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from slime_like.onednn import product, replaced_products
+from slime_like.cpu.onednn import product, replaced_products
 
 _M, _K, _N = 300, 130, 90
 
@@ -73,7 +73,7 @@ def test_large_products_go_to_onednn_while_it_lasts() -> None:
 
 WHICH = """
 import gc, torch
-from slime_like.onednn import replaced_products
+from slime_like.cpu.onednn import replaced_products
 
 def by_onednn():
     a = torch.ones(300, 300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from slime_like.hosting.processes import end_processes
+from slime_like.system.processes import end_processes
 
 NOBODY = 4_000_000  # no process has this id
 

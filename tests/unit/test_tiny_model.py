@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])

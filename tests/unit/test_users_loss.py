@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.common.objective import Objective
-from backends.common.users_loss import configured_loss
+from backends.common.step.custom_loss import configured_loss
+from backends.common.step.objective import Objective
 from slime_like.algorithms import LossInputs
 from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.errors import DataError, TrainerError
-from slime_like.orchestration.calls import located
+from slime_like.orchestration.cluster.ray_calls import located
 
 SOURCE = """
 from slime_like.algorithms.losses import PolicyTerms

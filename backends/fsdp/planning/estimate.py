@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.common.collectives import join_context_parts
-from backends.common.worst_batch import worst_packs
+from backends.common.process.collectives import join_context_parts
+from backends.common.step.trace import Counted, Trace
+from backends.common.step.worst_batch import worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import BatchBuilder
 from backends.fsdp.model import LogprobModel, meta_model, recompute_layers
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms import head
 from slime_like.config import RunConfig
-from slime_like.planning.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
-from slime_like.planning.trace import Counted, Trace
+from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
 
 _MASTER = torch.float32

@@ -17,8 +17,8 @@ from torch import Tensor
 from backends.megatron.conversion.gathering import Gather, open_gather, packed_bytes
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.conversion.transforms import Piece, Shape
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.interfaces import WeightBucket
+from slime_like.models.dimensions import ModelDimensions
 
 _ALIGNMENT = 64
 

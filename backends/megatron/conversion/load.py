@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from backends.common.agreement import listed, together
-from backends.common.hf_files import HfCheckpoint
+from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.process.agreement import listed, together
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
-from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions
 from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
 def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions) -> None:

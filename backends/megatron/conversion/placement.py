@@ -10,13 +10,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from backends.common.agreement import listed
+from backends.common.process.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.rules import Rule
 from backends.megatron.conversion.transforms import Piece, Shape, TensorRank
 from backends.megatron.weight_state import named_weights
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import ModelDimensions
 
 _TRANSFORMER_ENGINE_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),

@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from backends.common.hf_directory import SHARD_BYTES, write_hf_directory
+from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.megatron.conversion.export import export_buckets
 from backends.megatron.conversion.families import family_of
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 
 def save_hf(

@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from backends.common.hf_files import Shape as Shape
-from slime_like.config.dimensions import ModelDimensions
+from backends.common.hugging_face.files import Shape as Shape
+from slime_like.models.dimensions import ModelDimensions
 
 View = Callable[[Tensor], Tensor]
 

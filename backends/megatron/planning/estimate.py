@@ -9,7 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
-from backends.common.worst_batch import worst_packs
+from backends.common.step.trace import Counted, Trace
+from backends.common.step.worst_batch import worst_packs
 from backends.megatron.alone import alone_as
 from backends.megatron.attention_choice import Attention, context_layout_of
 from backends.megatron.model import build_meta_chunks
@@ -19,9 +20,8 @@ from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes, total
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.planning.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work
-from slime_like.planning.trace import Counted, Trace
+from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.models.dimensions import ModelDimensions
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:

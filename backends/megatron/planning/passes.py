@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.collectives import join_context_parts
+from backends.common.process.collectives import join_context_parts
+from backends.common.step.trace import META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
 from backends.megatron.attention_choice import Attention
@@ -25,8 +26,7 @@ from backends.megatron.planning.in_flight import PassMemory
 from backends.megatron.rotary import Rotary
 from slime_like.algorithms import head
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.planning.trace import META, Counted, Trace
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 HEAD = "head"

@@ -10,7 +10,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry
 from slime_like.weights.delta.encoding import apply_changes, as_integers
-from slime_like.weights.transports.base import Receiver
+from slime_like.weights.transport import Receiver
 from slime_like.weights.wire import metadata_from_wire
 
 _BASE_LOST = "delta base lost"

@@ -11,7 +11,7 @@ from slime_like.interfaces import BucketFigures, BucketMetadata, TensorEntry, We
 from slime_like.weights.buckets import entry_of, place_tensors, tensor_nbytes
 from slime_like.weights.delta.encoding import as_integers, changes_nbytes, encode_changes, find_changes
 from slime_like.weights.stopwatch import Stopwatch
-from slime_like.weights.transports.base import Sender
+from slime_like.weights.transport import Sender
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 
 

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
-from slime_like.network import address_towards
+from slime_like.system.network import address_towards
 from slime_like.weights.buckets import bucket_nbytes, figures_of, read_bucket, write_bucket
 from slime_like.weights.stopwatch import Stopwatch
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.leftovers import check_session
 
 GLOO, NCCL = "gloo", "nccl"

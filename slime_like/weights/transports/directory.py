@@ -30,7 +30,7 @@ from slime_like.weights.buckets import (
 )
 from slime_like.weights.checksums import as_bytes
 from slime_like.weights.stopwatch import Stopwatch
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.leftovers import check_name, check_session
 
 NAME = "directory"

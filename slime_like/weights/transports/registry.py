@@ -13,7 +13,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta.receiver import DeltaReceiver
 from slime_like.weights.delta.sender import DeltaSender
-from slime_like.weights.transports.base import Receiver, Sender, TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings
 
 AUTO = "auto"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"

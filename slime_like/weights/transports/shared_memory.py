@@ -24,7 +24,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, figures_of, read_bucket, write_bucket
 from slime_like.weights.stopwatch import Stopwatch
-from slime_like.weights.transports.base import TransportSettings
+from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, check_name, check_session
 
 NAME = "shared_memory"

@@ -21,8 +21,8 @@ from slime_like.algorithms import (
     unpack_sequences,
     zero_weight_pack,
 )
-from slime_like.algorithms.packing_faults import first_fault
-from slime_like.algorithms.transfer import move_together
+from slime_like.algorithms.packing.faults import first_fault
+from slime_like.algorithms.packing.transfer import move_together
 from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.algorithms import partition_by_tokens, partition_full_batches
-from slime_like.algorithms.partition import balance, first_fit_decreasing, pack_into, training_flops
+from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, pack_into, training_flops
 
 
 @given(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime_like.cli import main
+from slime_like.checks.check import check_trainer
 from slime_like.commands.convert import size_in_bytes, size_text
+from slime_like.commands.main import main
 from slime_like.commands.weights_source import find_weights
-from slime_like.config.check import check_trainer
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from tests.unit.config.checkpoint import write_checkpoint
 
 

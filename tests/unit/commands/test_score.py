@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.cli import main
+from slime_like.commands.main import main
 from slime_like.commands.score import find_weights
 from slime_like.config import RunConfig
-from slime_like.config.load import load_config, save_config
+from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
 from slime_like.errors import ConfigError
 from slime_like.interfaces import ScoredLogprobs

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cli import main
+from slime_like.commands.main import main
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
 from slime_like.verification.layouts import parse_layout
-from slime_like.verify import device_misfit, setting_misfit
+from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
 
 REFUSED: list[tuple[list[str], str]] = [
@@ -88,7 +88,7 @@ def test_attention_must_be_installed_for_a_layout_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
-    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: None)
     reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
     assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
     assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None

@@ -12,15 +12,15 @@ import torch
 
 from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
+from slime_like.checks.check import check, check_trainer
+from slime_like.checks.layout import layers_per_stage, layout_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
-from slime_like.config.check import check, check_trainer
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.latent_attention import LatentAttention
-from slime_like.config.layout import layers_per_stage, layout_problems
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.latent_attention import LatentAttention
 from tests.unit.config.checkpoint import (
     DEEPSEEK_V3,
     EXPERTS,
@@ -53,16 +53,16 @@ def test_attention_that_is_not_installed_is_refused(
     attention: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [*flags, "--trainer.attention", attention, "--model.dtype", "bfloat16"]
-    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: None)
     (problem,) = check(load_config(None, flags))
     assert problem.startswith(f"trainer.attention={attention} needs the package {attention}, which is not installed;")
     assert "pip install" in problem and "trainer.attention=auto" in problem
-    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: object())
+    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: object())
     assert check(load_config(None, flags)) == []
 
 
 def test_transformer_engine_in_float32_is_refused(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_like.config.attention.find_spec", lambda name: object())
+    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: object())
     flags = [*flags, "--trainer.attention", "transformer_engine", "--model.dtype", "float32"]
     (problem,) = check(load_config(None, flags))
     assert problem.startswith("trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set")
@@ -269,16 +269,16 @@ FAULTS: list[tuple[list[str], str]] = [
         "slime_like.algorithms.advantage; install it",
     ),
     (
-        ["--reward.functions", "[{name: 'slime_like.rewards.math_answer:mathverify'}]"],
-        "reward.functions.0.name=slime_like.rewards.math_answer:mathverify leads nowhere: ",
+        ["--reward.functions", "[{name: 'slime_like.sandbox.rewards.math_answer:mathverify'}]"],
+        "reward.functions.0.name=slime_like.sandbox.rewards.math_answer:mathverify leads nowhere: ",
     ),
     (
         ["--rollout.environment.name", "calculators"],
         "rollout.environment.name=calculators is unknown; use calculator or `package.module:name`",
     ),
     (
-        ["--rollout.environment.name", "rollout.environments.calculator:Calculators"],
-        "rollout.environment.name=rollout.environments.calculator:Calculators leads nowhere: ",
+        ["--rollout.environment.name", "slime_like.examples.calculator:Calculators"],
+        "rollout.environment.name=slime_like.examples.calculator:Calculators leads nowhere: ",
     ),
     (
         ["--rollout.environment.name", "calculator", "--rollout.environment.options.open", "x"],

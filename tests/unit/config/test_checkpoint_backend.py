@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime_like.checks.check import check_trainer
+from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.config import RunConfig
-from slime_like.config.check import check_trainer
-from slime_like.config.checkpoint_backend import backend_problem
 from tests.unit.config.checkpoint import write_checkpoint
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cli import main
-from slime_like.config.check import check
-from slime_like.config.converted import converted_problem
-from slime_like.config.load import load_config
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.checks.check import check
+from slime_like.commands.main import main
+from slime_like.config.reading.load import load_config
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.converted import converted_problem
 from tests.unit.config.checkpoint import sound_flags
 
 

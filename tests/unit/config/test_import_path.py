@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.import_path import import_path_problem
+from slime_like.plugins.import_path import import_path_problem
 
 SOURCE = """
 import os.path as paths

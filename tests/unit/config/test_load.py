@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
-from slime_like.config.fields import all_fields, value_text
-from slime_like.config.load import load_config, save_config
-from slime_like.config.reference import reference_text
-from slime_like.config.yaml_text import read_document, write_text
+from slime_like.config.reading.fields import all_fields, value_text
+from slime_like.config.reading.load import load_config, save_config
+from slime_like.config.reading.reference import reference_text
+from slime_like.config.reading.yaml_text import read_document, write_text
 from slime_like.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -297,7 +297,8 @@ def test_every_shipped_file_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["slime_like.config", "slime_like.config.load", "slime_like.config.check", "slime_like.cli"]
+    "module",
+    ["slime_like.config", "slime_like.config.reading.load", "slime_like.checks.check", "slime_like.commands.main"],
 )
 def test_configuration_imports_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
@@ -307,7 +308,7 @@ def test_configuration_imports_neither_torch_nor_ray(module: str) -> None:
 
 def test_the_written_reference_is_up_to_date() -> None:
     page = (REPOSITORY / "docs" / "configuration.md").read_text()
-    assert page == reference_text(), "run: python -m slime_like.config.reference"
+    assert page == reference_text(), "run: python -m slime_like.config.reading.reference"
     assert all(f"| `{name}` |" in page for name in all_fields())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.latent_attention import LatentAttention
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.latent_attention import LatentAttention
 
 _SMALL: dict[str, Any] = {
     "family": "qwen3",

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.common import hf_files
-from backends.common.hf_files import HfCheckpoint
+from backends.common.hugging_face import files
+from backends.common.hugging_face.files import HfCheckpoint
 from backends.megatron.conversion.families import family_of
-from slime_like.config.dimensions import EMBEDDING, ModelDimensions
-from slime_like.config.weight_files import weight_file_problems
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError
-from slime_like.weights.expected import expected_tensors
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import EMBEDDING, ModelDimensions
+from slime_like.models.weight_files import weight_file_problems
+from slime_like.weights.expected_tensors import expected_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -181,7 +181,7 @@ def test_a_stored_copy_of_a_tied_head_may_be_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("difference", ["last bit", "type"])
 def test_a_tied_head_that_differs_is_refused(difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would keep the stored head, engines the embedding: neither is meant for sure."""
-    monkeypatch.setattr(hf_files, "_COMPARED", 1000)  # a few rows at a time
+    monkeypatch.setattr(files, "_COMPARED", 1000)  # a few rows at a time
     make_tiny_model(tmp_path, "qwen2")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

@@ -18,7 +18,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from backends.megatron.conversion.families import family_of
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 from tests.unit.config.checkpoint import DEEPSEEK_V3
 
 Shape = tuple[int, ...]

@@ -24,8 +24,8 @@ from backends.megatron.conversion.transforms import (
     Transform,
     Vocabulary,
 )
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import ModelDimensions
 from tests.unit.conversion.models import PUBLISHED, dimensions
 
 SMALL = dimensions()

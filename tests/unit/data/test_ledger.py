@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cli import main
+from slime_like.commands.main import main
 from slime_like.data.ledger import FILE_NAME, Ledger, audit_run
 from slime_like.errors import DataError
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from slime_like.config import DataConfig
 from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
-from slime_like.data.tiny_model import byte_tokenizer, make_tiny_model
 from slime_like.errors import DataError
+from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.data.replay import ReplayBuffer
+from slime_like.orchestration.rollout.replay import ReplayBuffer
 
 
 def filled(*versions: int, max_staleness: int = 9) -> ReplayBuffer[str]:

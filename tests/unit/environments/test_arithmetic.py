@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from rollout.environments.arithmetic import MAX_BITS, MAX_CHARS, MAX_DEPTH, ArithmeticFault, evaluate, to_text
-from rollout.environments.calculator import Calculator
-from slime_like.environments import Task
+from slime_like.examples.arithmetic import MAX_BITS, MAX_CHARS, MAX_DEPTH, ArithmeticFault, evaluate, to_text
+from slime_like.examples.calculator import Calculator
+from slime_like.interfaces import Task
 
 
 class F(Fraction):

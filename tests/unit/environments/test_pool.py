@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.rollout import EnvironmentConfig
-from slime_like.environments import Task
-from slime_like.environments.pool import EnvironmentPool, StepFailed
 from slime_like.errors import EnvironmentFailure
+from slime_like.interfaces import Task
+from slime_like.sandbox.environments.pool import EnvironmentPool, StepFailed
 
 USER_MODULE = """
 import os, signal
 from pathlib import Path
-from slime_like.environments import Step
+from slime_like.interfaces import Step
 
 starts = Path(__file__).with_name("starts")
 with starts.open("a") as file:

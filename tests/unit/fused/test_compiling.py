@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import slime_like.fused
+import slime_like.cpu.kernels
 
 KERNEL = """
 import numpy as np
 from numba import float32
-from slime_like.fused.compiling import kernel
-from slime_like.fused.helper import added
+from slime_like.cpu.kernels.compiling import kernel
+from slime_like.cpu.kernels.helper import added
 
 @kernel(float32[::1])
 def forward(x):
@@ -26,7 +26,7 @@ def forward(x):
 """
 HELPER = """
 import numpy as np
-from slime_like.fused.compiling import part
+from slime_like.cpu.kernels.compiling import part
 
 @part()
 def added(x):
@@ -34,7 +34,7 @@ def added(x):
 """
 CALL = """
 import numpy as np
-from slime_like.fused import example, compiling
+from slime_like.cpu.kernels import example, compiling
 x = np.zeros(3, np.float32)
 example.forward(x)
 print(int(x[0]), sum(example.forward.stats.cache_hits.values()), compiling._directory())
@@ -52,7 +52,7 @@ def package(tmp_path: Path) -> Path:
     fused.mkdir(parents=True)
     (tmp_path / "slime_like" / "__init__.py").touch()
     (fused / "__init__.py").touch()
-    own = Path(slime_like.fused.__path__[0])
+    own = Path(slime_like.cpu.kernels.__path__[0])
     shutil.copy(own / "compiling.py", fused)
     shutil.copy(own.parent / "errors.py", tmp_path / "slime_like")
     (fused / "example.py").write_text(KERNEL)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from slime_like.algorithms.head import fused_logprobs
-from slime_like.fused.elementary import exp
-from slime_like.fused.operators import (
+from slime_like.cpu.kernels.elementary import exp
+from slime_like.cpu.kernels.operators import (
     FusedAttention,
     FusedBranch,
     FusedLogitRows,

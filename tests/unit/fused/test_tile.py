@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from slime_like.fused.tile import LANES, ROWS, add_product, exponentials
+from slime_like.cpu.kernels.tile import LANES, ROWS, add_product, exponentials
 
 
 @njit

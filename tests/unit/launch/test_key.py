@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.errors import LaunchError
-from slime_like.launch.key import await_key, create_key, key_path
+from slime_like.launch.cluster_key import await_key, create_key, key_path
 
 
 def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:

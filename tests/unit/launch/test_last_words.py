@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, LaunchError
-from slime_like.launch import following
-from slime_like.launch.key import create_key, key_path
-from slime_like.launch.last_words import Awaited, LastWords, NodeEndedError, words_path
+from slime_like.launch import participant
+from slime_like.launch.cluster_key import create_key, key_path
+from slime_like.launch.exit_notes import Awaited, LastWords, NodeEndedError, words_path
 from slime_like.launch.launcher import launch
+from slime_like.launch.membership import RollCall
 from slime_like.launch.messages import Hello, Problem, Verdict
 from slime_like.launch.options import LaunchOptions
-from slime_like.launch.peers import RollCall
 from tests.conftest import Tiny
 
 HEAD = "127.0.0.2"
@@ -111,13 +111,13 @@ def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a node has begun to wait for node 0: words that node 0 leaves from then on are of this start."""
-    event, real = threading.Event(), following.await_key
+    event, real = threading.Event(), participant.await_key
 
     def noted(*arguments: Any) -> bytes:
         event.set()
         return real(*arguments)
 
-    monkeypatch.setattr(following, "await_key", noted)
+    monkeypatch.setattr(participant, "await_key", noted)
     return event
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_right_after_the_first_word_is_told(config: RunConfig, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following, "say", interrupted)
+    monkeypatch.setattr(participant, "say", interrupted)
     with RollCall(HEAD, 0, create_key(key_path(config.run_dir)), nodes=2, silence_s=20) as roll:
         node = Node(config, 1, nodes=2, port=roll.port)
         node.start()

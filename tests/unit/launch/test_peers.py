@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from slime_like.errors import LaunchError
+from slime_like.launch.membership import Event, Lost, Membership, RollCall
 from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Verdict
-from slime_like.launch.peers import Event, Lost, Membership, RollCall
 
 KEY, HOST = b"k" * 32, "127.0.0.1"
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slime_like.config import LoggingConfig, RunConfig
-from slime_like.config.load import save_config
+from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.records import EvaluationRecord, StepRecord

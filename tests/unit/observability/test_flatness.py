@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.observability.flatness import FlatSteps
+from slime_like.observability.flat_reward import FlatSteps
 
 # which of the steps from 1 on were flat (x), after which one it is told, and whether at the end
 RUNS = [

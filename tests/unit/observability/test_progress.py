@@ -11,8 +11,9 @@ import unicodedata
 
 import pytest
 
+from slime_like.observability.figures import phase_shares
 from slime_like.observability.names import step_metrics
-from slime_like.observability.progress import Progress, phase_shares
+from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

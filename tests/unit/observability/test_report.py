@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from slime_like.commands import report
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
-from slime_like.observability import report_command, report_data
 from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.report import print_report, write_report
-from slime_like.observability.report_data import read_run, summary
-from slime_like.observability.report_panels import panels, phase_picture
+from slime_like.observability.report import data as report_data
+from slime_like.observability.report.data import read_run, summary
+from slime_like.observability.report.panels import panels, phase_picture
+from slime_like.observability.report.report import print_report, write_report
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.unit.observability.records import sft_record
 from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
@@ -284,16 +285,16 @@ def test_a_metrics_name_is_never_broken_inside_of_a_word(run_dir: Path, width: i
 
 def test_the_command(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    report_command.add_parser(parser.add_subparsers(dest="command"))
+    report.add_parser(parser.add_subparsers(dest="command"))
     output = tmp_path / "page.html"
-    assert report_command.run(parser.parse_args(["report", str(run_dir), "--output", str(output)])) == 0
+    assert report.run(parser.parse_args(["report", str(run_dir), "--output", str(output)])) == 0
     assert output.is_file()
     assert f"report: {output}" in capsys.readouterr().out
 
 
 def test_a_report_needs_neither_torch_nor_ray_nor_a_plotting_package() -> None:
     code = (
-        "import sys, slime_like.observability.report_command, slime_like.observability.report_console;"
+        "import sys, slime_like.commands.report, slime_like.observability.report.console;"
         "print(sorted({'torch', 'ray', 'matplotlib', 'transformers', 'tensorboard', 'wandb'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.observability.report import write_report
+from slime_like.observability.report.report import write_report
 from tests.browser import NAMES, Rendered, dump_dom, find_browser, screenshot
 from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
 

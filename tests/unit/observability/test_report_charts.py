@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.observability.report_charts import BARS_WIDTH, Line, line_chart, nice_ticks, stacked_bars, thinned
+from slime_like.observability.report.charts import BARS_WIDTH, Line, line_chart, nice_ticks, stacked_bars, thinned
 
 finite = st.floats(-1e12, 1e12, allow_nan=False)
 

@@ -13,7 +13,7 @@ from benchmarks.step.ours import flags
 from benchmarks.step.table import Comparison, Round, render
 from benchmarks.step.workload import Workload
 from slime_like.config import LoggingConfig
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import DataError
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import step_metrics

@@ -21,10 +21,10 @@ from benchmarks.trainer.measure import Figures, SideError, _deliver
 from benchmarks.trainer.sides import HuggingFaceSide
 from benchmarks.trainer.table import Row, Workload, render
 from benchmarks.trainer.work import step_flops
-from slime_like.algorithms.packing import pack_sequences, unpack_sequences
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.algorithms.packing.pack import pack_sequences, unpack_sequences
 from slime_like.errors import TrainerError
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
 
 TOKENS = 96
 

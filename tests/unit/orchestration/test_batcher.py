@@ -7,7 +7,7 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.errors import DataError
-from slime_like.orchestration.batcher import ExperienceBatcher, split_by_group
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, split_by_group
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.config.checkpoint import write_checkpoint
 

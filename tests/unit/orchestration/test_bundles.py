@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.orchestration.bundles import (
+from slime_like.orchestration.cluster.bundles import (
     NodeRoom,
     NoRoomError,
     along_devices,

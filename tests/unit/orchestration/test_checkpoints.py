@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
-from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.group import TrainerGroup
 
 
 class Trainers:

@@ -14,15 +14,14 @@ import ray
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.interrupts import InterruptHandler
-from slime_like.orchestration import guard
-from slime_like.orchestration.cluster import Cluster
+from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
+from slime_like.system.interrupts import InterruptHandler
 
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
     """Nothing is started, so that there is nothing to guard; signals as in the command."""
-    monkeypatch.setattr(guard, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+    monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
     before = signal.getsignal(signal.SIGINT)
     handler = InterruptHandler()
     signal.signal(signal.SIGINT, handler)

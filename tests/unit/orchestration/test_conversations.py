@@ -13,18 +13,18 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.data.prompts import Prompt
-from slime_like.data.tiny_model import byte_tokenizer
-from slime_like.environments.observations import ObservationEncoder
 from slime_like.errors import ConfigError, EngineError, EnvironmentFailure
+from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
-from slime_like.orchestration.conversations import Conversations
-from slime_like.orchestration.rollouts import to_group
-from slime_like.orchestration.scoring import Scorer
-from slime_like.rewards.pool import RewardPool
+from slime_like.orchestration.rollout.conversations import Conversations
+from slime_like.orchestration.rollout.requests import to_group
+from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.sandbox.environments.observations import ObservationEncoder
+from slime_like.sandbox.rewards.pool import RewardPool
 
 ENVIRONMENT = '''
 import os, resource, signal, time
-from slime_like.environments import Step
+from slime_like.interfaces import Step
 
 class Parrot:
     """Repeats what the model says, in capitals, until it says "bye"; misbehaves on demand."""

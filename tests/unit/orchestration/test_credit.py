@@ -12,8 +12,8 @@ import torch
 from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.credit import penalise_kl, require_group_scope, step_advantages, total_rewards
-from slime_like.orchestration.trainer_rank import FrozenLogprobs, TrainerRank
+from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
+from slime_like.orchestration.trainer.rank import FrozenLogprobs, TrainerRank
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.algorithms.cases import batch
 

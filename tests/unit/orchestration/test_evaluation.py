@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from slime_like.config import RunConfig
-from slime_like.data.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.orchestration.evaluation import Evaluator, dataset_names, held_out
-from slime_like.rewards.pool import RewardOutcome
+from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
+from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.trajectory import UnscoredTrajectory
 
 SAMPLES = 4

@@ -12,8 +12,8 @@ import pytest
 
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
-from slime_like.orchestration.flight import Flight, NoEngineLeft
-from slime_like.orchestration.mailbox import Answer, Mailbox
+from slime_like.orchestration.rollout.answers import Answer, Mailbox
+from slime_like.orchestration.rollout.in_flight import Flight, NoEngineLeft
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(2,))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.orchestration import guard
-from slime_like.orchestration.ray_session import Sessions, link_logs
+from slime_like.orchestration.cluster.cluster import orphan_reaper
+from slime_like.orchestration.cluster.ray_session import Sessions, link_logs
 
 DRIVER = 4_000_000  # no process has this id
 SINCE = "2026-01-01_00-00-00_000000"
@@ -49,15 +49,15 @@ def test_only_those_who_write_the_sessions_logs_are_ended(
     tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
 ) -> None:
     sessions = Sessions(tmp_path, DRIVER, SINCE)
-    assert [p.pid for p in guard.session_processes(sessions)] == [processes["agent"].pid]
-    guard.end_orphans(sessions)
+    assert [p.pid for p in orphan_reaper.session_processes(sessions)] == [processes["agent"].pid]
+    orphan_reaper.end_orphans(sessions)
     assert processes["agent"].wait(30) == -9
     assert all(process.poll() is None for name, process in processes.items() if name != "agent")
 
 
 def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
-    watching = guard.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "logs", "slime-test-guard")
-    guard.dismiss(watching)
+    watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "logs", "slime-test-guard")
+    orphan_reaper.dismiss(watching)
     assert watching.returncode == 0
     assert processes["agent"].poll() is None
 
@@ -71,10 +71,10 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     left.write_bytes(b"x")
     (session,) = Sessions(tmp_path, DRIVER, SINCE).directories()
     link_logs(session, tmp_path / "worker_logs")
-    watching = guard.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
+    watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
     assert watching.stdin is not None
     if driver_told:
-        guard.hand_over(watching)
+        orphan_reaper.hand_over(watching)
     else:
         watching.stdin.close()  # as the kernel does for a process that is killed
     assert watching.wait(60) == 0

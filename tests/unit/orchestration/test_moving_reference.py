@@ -10,10 +10,10 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.checkpoints import Checkpoint, CheckpointStore
-from slime_like.orchestration.moving_reference import REFERENCE, MovingReference
-from slime_like.orchestration.reference_pool import ReferencePool
-from slime_like.orchestration.trainer_group import TrainerGroup
+from slime_like.orchestration.reference.refresh import REFERENCE, MovingReference
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.group import TrainerGroup
 
 
 class Trainers:

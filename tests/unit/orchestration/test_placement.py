@@ -10,9 +10,9 @@ import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.orchestration.bundles import bundle_sizes
-from slime_like.orchestration.cluster import Cluster
-from slime_like.orchestration.placement import Placement, require_whole_nodes
+from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.cluster.placement import Placement, require_whole_nodes
 
 REFERENCES = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}}
 

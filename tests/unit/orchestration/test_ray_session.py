@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.orchestration.ray_session import keep_logs_only, link_logs, make_room, put_away
+from slime_like.orchestration.cluster.ray_session import keep_logs_only, link_logs, make_room, put_away
 
 
 def session(root: Path, content: str) -> Path:
@@ -51,7 +51,7 @@ def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
         if calls == 1:  # the directory was not empty when it was to be removed
             (path / "sockets").mkdir(parents=True)
 
-    monkeypatch.setattr("slime_like.orchestration.ray_session.shutil.rmtree", late)
+    monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.rmtree", late)
     put_away(own, tmp_path / "worker_logs")
     assert calls == 2 and not own.exists()
 
@@ -61,7 +61,7 @@ def test_shared_memory_named_after_a_file_of_the_session_goes_with_it(
 ) -> None:
     """Of an engine that was killed while it started; another session's stays."""
     own, shared = session(tmp_path / "own", "own"), tmp_path / "shm"
-    monkeypatch.setattr("slime_like.orchestration.ray_session.SHARED_MEMORY", shared)
+    monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.SHARED_MEMORY", shared)
     shared.mkdir()
     (own / "vllm_dist_0af3").touch()
     for name in ("vllm_dist_0af3-tp:0-[0-1]-cpushm_0", "vllm_dist_0af3-tp:0-[0-1]-cpushm_1", "vllm_dist_b7-tp:0"):
@@ -77,7 +77,7 @@ def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slime_like.orchestration.ray_session.shutil.move", full)
+    monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.move", full)
     put_away(own, logs)
     assert (logs / "worker.out").read_text() == "own"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import TrainerError
-from slime_like.orchestration.reference_pool import ReferencePool
-from slime_like.orchestration.scoring import RewardedGroup
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
 

@@ -20,11 +20,11 @@ from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.flight import NoEngineLeft
-from slime_like.orchestration.reference_pool import ReferencePool
-from slime_like.orchestration.rollout_source import RolloutSource
-from slime_like.orchestration.scoring import RewardedGroup
-from slime_like.orchestration.turns import OwnDevices
+from slime_like.orchestration.rollout.colocation import OwnDevices
+from slime_like.orchestration.rollout.in_flight import NoEngineLeft
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.unit.config.checkpoint import write_checkpoint
 

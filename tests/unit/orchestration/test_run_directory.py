@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
-from slime_like.orchestration.checkpoints import Checkpoint, write_state
-from slime_like.orchestration.run_directory import find_checkpoint, make_run_dir, record_settings, write_summary
-from slime_like.orchestration.run_lock import LOCK_FILE, RunLock
+from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings, write_summary
+from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
 
 
 def config(root: Path, **changes: Any) -> RunConfig:
@@ -87,7 +87,7 @@ def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path) -> None
 _SECOND = """
 import sys
 from pathlib import Path
-from slime_like.orchestration.run_lock import RunLock
+from slime_like.orchestration.run.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("alone", flush=True)
     sys.stdin.read()

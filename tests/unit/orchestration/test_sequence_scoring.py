@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.algorithms.packing import response_tokens
+from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.config import TrainerConfig
 from slime_like.errors import DataError, TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.sequence_scoring import score_sequences, window_tokens
+from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from slime_like.config import RunConfig
-from slime_like.config.load import load_config
-from slime_like.orchestration.step import StepRecorder, TrainedStep
+from slime_like.config.reading.load import load_config
+from slime_like.orchestration.run.step import StepRecorder, TrainedStep
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
 from tests.unit.observability.report_run import sample

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.errors import ConfigError, TrainerError
-from slime_like.orchestration.trainers_alone import run_directory
+from slime_like.orchestration.trainer.alone import run_directory
 
 
 def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from slime_like.orchestration.turns import SharedDevices
+from slime_like.orchestration.rollout.colocation import SharedDevices
 
 
 class Device:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from slime_like.errors import DataError
-from slime_like.orchestration.batcher import ExperienceBatcher, Window
-from slime_like.orchestration.window_stream import WindowStream
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window
+from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.orchestration.test_batcher import batch_of, config, trajectory
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from slime_like.orchestration.worker_registry import WorkerRegistry
+from slime_like.orchestration.rollout.registry import WorkerRegistry
 
 
 def registry(workers: int, capacity: int = 1000) -> WorkerRegistry:

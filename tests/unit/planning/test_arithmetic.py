@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.weight_files import header_shapes
+from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import header_shapes
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
-from slime_like.planning.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import host_memory, trainer_phases
 from slime_like.planning.step_time import Workload, predict, traffic_per_step

@@ -10,9 +10,9 @@ import pytest
 
 from slime_like.commands import plan as plan_command
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, plannable_backend, remedy
 from slime_like.planning.search import least_kept_bytes, search
 from tests.unit.config.checkpoint import EXPERTS, write_checkpoint

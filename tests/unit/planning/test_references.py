@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.config.load import load_config
+from slime_like.config.reading.load import load_config
+from slime_like.interfaces.estimate import RankKind
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning import checks
-from slime_like.planning.estimate import RankKind
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
 from slime_like.planning.references import reference_phase, reference_seconds

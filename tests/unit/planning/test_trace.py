@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_like.planning.trace import META, Trace
+from backends.common.step.trace import META, Trace
 
 
 def test_storages_count_while_they_live_and_once() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.rewards.majority import majority
-from slime_like.rewards.math_answer import math_verify
-from slime_like.rewards.registry import REGISTERED, check_options, resolve_reward
-from slime_like.rewards.response_format import response_format
-from slime_like.rewards.response_length import response_length
-from slime_like.rewards.result import RewardResult
+from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.majority import majority
+from slime_like.sandbox.rewards.math_answer import math_verify
+from slime_like.sandbox.rewards.registry import REGISTERED, check_options, resolve_reward
+from slime_like.sandbox.rewards.response_format import response_format
+from slime_like.sandbox.rewards.response_length import response_length
 
 # ground truth, response
 RIGHT = [
@@ -89,7 +89,7 @@ def test_length(length: int, reward: float) -> None:
 
 def test_names_and_import_paths_lead_to_functions() -> None:
     assert resolve_reward("math_verify") is math_verify
-    assert resolve_reward("slime_like.rewards.response_length:response_length") is response_length
+    assert resolve_reward("slime_like.sandbox.rewards.response_length:response_length") is response_length
     for name in REGISTERED:
         assert callable(resolve_reward(name))
 
@@ -99,7 +99,7 @@ def test_names_and_import_paths_lead_to_functions() -> None:
     [
         ("maths", "unknown reward function 'maths'; use math_verify, "),
         ("no.such.module:f", "cannot be imported"),
-        ("slime_like.rewards.result:nothing", "cannot be imported"),
+        ("slime_like.interfaces.reward:nothing", "cannot be imported"),
         ("slime_like:__version__", "is a str; give a function"),
     ],
 )

@@ -8,11 +8,11 @@ import pytest
 
 from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.errors import RewardError
-from slime_like.rewards.pool import RewardItem, RewardPool
+from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
 
 MODULE = """
 import os, time
-from slime_like.rewards import RewardResult, group_reward
+from slime_like.interfaces import RewardResult, group_reward
 
 @group_reward
 def rank(prompt, responses, answer, *, scale=1.0):

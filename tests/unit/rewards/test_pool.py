@@ -15,11 +15,11 @@ import pytest
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
-from slime_like.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 
 USER_MODULE = """
 import json, os, signal, sys, time
-from slime_like.rewards import RewardResult
+from slime_like.interfaces import RewardResult
 
 def key_of(text):
     return json.loads(text)["key"]
@@ -321,7 +321,7 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
 ) -> None:
     user_config()
     (tmp_path / "dies.py").write_text(
-        "import os, signal\nfrom pathlib import Path\nfrom slime_like.rewards.result import RewardResult\n"
+        "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
         f"starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
         "if starts.stat().st_size < 3 or Path(starts.with_name('always')).exists():\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -378,7 +378,7 @@ ORPHAN = """
 import sys, threading, time
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
-from slime_like.rewards.pool import RewardItem, RewardPool
+from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name="user_rewards:act"),), workers=2, timeout_s=1000))
 pool.start()
 print(*pool.process_ids, flush=True)

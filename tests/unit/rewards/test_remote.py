@@ -16,10 +16,10 @@ import pytest
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
-from slime_like.rewards.pool import RewardItem, RewardPool
-from slime_like.rewards.registry import try_options
-from slime_like.rewards.remote import remote
-from slime_like.rewards.result import RewardResult
+from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
+from slime_like.sandbox.rewards.registry import try_options
+from slime_like.sandbox.rewards.remote import remote
 
 
 class Service(BaseHTTPRequestHandler):

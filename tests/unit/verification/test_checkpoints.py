@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.conversion import TensorInfo
+from slime_like.conversion.compare import Difference, compare_sources
 from slime_like.errors import CheckpointError
-from slime_like.verification.checkpoints import Difference, compare_sources
+from slime_like.interfaces.conversion import TensorInfo
 
 
 class InMemory:

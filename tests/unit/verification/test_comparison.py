@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import DataError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import ScoredLogprobs
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import require_fit, synthetic_batch, with_frozen_logprobs
 from slime_like.verification.comparison import (

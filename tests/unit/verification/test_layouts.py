@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
 from slime_like.verification.tolerances import parameter_count
 

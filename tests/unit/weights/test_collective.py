@@ -23,7 +23,7 @@ import torch.distributed as dist
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
-from slime_like.weights.transports.base import Sender, TransportSettings
+from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from tests.parallel.ranks import clean_forks
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
-from slime_like.weights.arrival import Arrivals
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.delta.encoding import BLOCK, apply_changes, as_integers, encode_changes, find_changes
 from slime_like.weights.delta.receiver import is_base_lost
-from slime_like.weights.transports.base import Receiver, Sender, TransportSettings
+from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire

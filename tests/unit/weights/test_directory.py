@@ -14,8 +14,8 @@ import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import WeightBucket
+from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports import directory
-from slime_like.weights.transports.base import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import open_receiver, open_sender
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slime_like.data.tiny_model import make_tiny_model
 from slime_like.errors import CheckpointError, WeightSyncError
-from slime_like.weights.expected import expected_tensors, require_complete
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.weights.expected_tensors import expected_tensors, require_complete
 
 
 @pytest.mark.parametrize("tied", [False, True])

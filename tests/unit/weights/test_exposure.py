@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slime_like.weights.exposure import Round, exposed_seconds
+from slime_like.weights.verification_cost import Round, exposed_seconds
 
 
 def simulated(sends: list[float], loads: list[float]) -> tuple[float, list[float]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
 from slime_like.weights import hashed_copy
-from slime_like.weights.arrival import Arrivals
 from slime_like.weights.hashed_copy import copy_hashed
+from slime_like.weights.received import Arrivals
 from slime_like.weights.stopwatch import Stopwatch
 from tests.unit.weights.formula import CHUNK, reference
 

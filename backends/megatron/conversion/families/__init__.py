@@ -9,8 +9,8 @@ from backends.megatron.conversion.families.qwen2 import QWEN2
 from backends.megatron.conversion.families.qwen3 import QWEN3
 from backends.megatron.conversion.families.qwen3_moe import QWEN3_MOE
 from backends.megatron.conversion.rules import Family
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import ModelDimensions
 
 _FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, every_layer, hf
 from backends.megatron.conversion.transforms import GateUp, GroupedQkv, Replicated, Split, Transform, Vocabulary
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."

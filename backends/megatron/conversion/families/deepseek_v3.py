@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, in_layers, layer_rule
 from backends.megatron.conversion.rules import Family, hf
 from backends.megatron.conversion.transforms import GateUp, Replicated, Split
-from slime_like.config.dimensions import ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 
 
 def _dense(dimensions: ModelDimensions) -> range:

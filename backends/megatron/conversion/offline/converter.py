@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from backends.common.hf_source import HuggingFaceSource
-from backends.common.hf_writing import to_hugging_face
+from backends.common.hugging_face.source import HuggingFaceSource
+from backends.common.hugging_face.writing import to_hugging_face
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.plan import plan_ranks
 from backends.megatron.conversion.offline.sources import MegatronSource
 from backends.megatron.conversion.offline.to_megatron import to_megatron
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
+from slime_like.models.dimensions import ModelDimensions
 
 
 class MegatronConverter:
-    """See ``slime_like.conversion.Converter``."""
+    """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
         dimensions = ModelDimensions.from_checkpoint(config.model.path)

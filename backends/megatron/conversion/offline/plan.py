@@ -17,15 +17,15 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
-from backends.common.agreement import listed
+from backends.common.process.agreement import listed
 from backends.megatron.alone import alone_as
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.weight_state import named_weights
 from slime_like.config import RunConfig
-from slime_like.config.dimensions import ModelDimensions
 from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import ModelDimensions
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
 from backends.megatron.conversion.offline.plan import ParameterPlan, plan_ranks
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.config.dimensions import ModelDimensions
-from slime_like.conversion import TensorInfo
+from slime_like.interfaces.conversion import TensorInfo
+from slime_like.models.dimensions import ModelDimensions
 
 
 def whole_parameters(config: RunConfig, dimensions: ModelDimensions) -> list[ParameterPlan]:

@@ -11,8 +11,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from backends.common.agreement import listed
-from backends.common.conversion import (
+from backends.common.checkpoint.integrity import ChecksumStream
+from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.common.hugging_face.conversion import (
     DTYPES,
     common_dtype,
     fingerprint,
@@ -23,19 +24,18 @@ from backends.common.conversion import (
     write_files,
     written,
 )
-from backends.common.hf_directory import copy_companions
-from backends.common.hf_files import HfCheckpoint, is_not_finite
-from backends.common.integrity import ChecksumStream
-from backends.common.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.common.hugging_face.directory import copy_companions
+from backends.common.hugging_face.files import HfCheckpoint, is_not_finite
+from backends.common.process.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
-from slime_like.config.converted import MODEL, WEIGHTS, write_description
-from slime_like.config.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
-from slime_like.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.errors import CheckpointError
-from slime_like.jobs import Tracker
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
+from slime_like.models.converted import MODEL, WEIGHTS, write_description
+from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
+from slime_like.system.threads import Tracker
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Attention over packed sequences, on one rank and over context-parallel ranks."""

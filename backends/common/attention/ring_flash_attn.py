@@ -1,0 +1,145 @@
+"""The llama3-style path of the package ring-flash-attn: contiguous parts of a pack, keys and values gathered by head.
+
+The package is called as it is. Everything that it would otherwise keep in a module-level global, or take a default for,
+is given explicitly: boundaries come with the micro-batch, and the mask, the scale and the process group with every call
+(its own defaults are no mask, and the whole world). It gathers ``heads_k_stride`` heads of keys and values at a time,
+and the next ones while these are computed with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
+from slime_like.errors import TrainerError
+
+PACKAGE = "ring_flash_attn"
+HEADS_K_STRIDE = 1
+"""One head of keys and values at a time: divides every number of them, and takes the least memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Segments:
+    """Boundaries on one rank's contiguous part of a pack, as the package wants them.
+
+    Attributes:
+        cu_seqlens_q: int32, of the sequences, or pieces of them, inside the part.
+        cu_seqlens_k: int32, of the keys that they see, counted from the first one's start.
+        max_seqlen_q, max_seqlen_k: the longest of each.
+        keys: those keys on the whole axis.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    keys: slice
+
+    @classmethod
+    def of(cls, cu_seqlens_padded: Tensor, rank: int, size: int) -> Llama3Segments:
+        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``.
+
+        Raises:
+            TrainerError: the package is missing, or cannot run on this device.
+        """
+        prepare = llama3_module(cu_seqlens_padded.device.type).llama3_flash_attn_prepare_cu_seqlens
+        # Boundaries without empty segments: the package looks for the part's first and last one by bisection.
+        return cls(*prepare(torch.unique_consecutive(cu_seqlens_padded), True, rank, size))
+
+
+def llama3_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Llama3Segments,
+    scale: float,
+    group: dist.ProcessGroup,
+    heads_k_stride: int = HEADS_K_STRIDE,
+) -> Tensor:
+    """Causal attention of every sequence over the whole context group: local (T, H, D) in, local (T, H, D) out.
+
+    The package gathers keys and values in one buffer: values narrower than keys are filled up with zeros on the way.
+
+    Args:
+        heads_k_stride: heads of k and v that are gathered together; must divide their number.
+    """
+    width = v.shape[-1]
+    out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
+        q,
+        k,
+        F.pad(v, (0, k.shape[-1] - width)),
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+        heads_k_stride=heads_k_stride,
+        local_k_slice=segments.keys,
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1),
+        group=group,
+    )
+    return out[..., :width]
+
+
+@cache
+def llama3_module(device_type: str) -> ModuleType:
+    """The package's module for this kind of device: over flash-attn itself on CUDA, over our kernel on the CPU.
+
+    The module is loaded for us alone. The package's own ``__init__`` cannot be run: it imports every form of ring
+    attention, and an adapter that transformers 5 no longer fits.
+
+    Raises:
+        TrainerError: the package is missing, or flash-attn on CUDA.
+    """
+    package = _require_installed(PACKAGE, "ring-flash-attn==0.1.8")
+    stand_ins: dict[str, ModuleType] = {}
+    if device_type == "cuda":
+        _require_installed("flash_attn", "flash-attn")
+    else:
+        stand_ins = flash_attn_modules()
+    bare = ModuleType(PACKAGE)
+    bare.__path__ = list(package.submodule_search_locations or ())
+    with _private_imports({PACKAGE: bare, **stand_ins}):
+        return importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
+
+
+def _require_installed(module: str, distribution: str) -> ModuleSpec:
+    spec = find_spec(module)
+    if spec is None:
+        raise TrainerError(
+            f"trainer.attention=ring_flash_attn needs the package {module}, which is not installed; "
+            f"pip install {distribution}, or use trainer.attention=ring or allgather"
+        )
+    return spec
+
+
+@contextlib.contextmanager
+def _private_imports(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Imports find ``modules``, and what is imported below their names meanwhile is forgotten again afterwards."""
+    roots = {name.partition(".")[0] for name in modules}
+
+    def taken_out() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in roots}
+
+    before = taken_out()
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        taken_out()
+        sys.modules.update(before)

@@ -1,0 +1,89 @@
+"""One data file of a distributed checkpoint in torch's format, with the checksum of every piece in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch import save as torch_save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from slime_like.errors import CheckpointError
+from slime_like.system.disk import refusal
+
+
+def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) -> tuple[list[Piece], list[WriteResult]]:
+    """Write tensors and serialised objects one behind the other, flushed to disk.
+
+    Args:
+        path: the file.
+        key: its name in the checkpoint's index.
+        entries: torch's write items, each with its tensor or its ``BytesIO``.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    pieces: list[Piece] = []
+    results = []
+    with path.open("wb") as file:
+        stream = ChecksumStream(file)
+        for item, data in entries:
+            if isinstance(data, Tensor):
+                save_to_stream(data.to("cpu"), stream)
+            else:
+                stream.write(data.getbuffer())
+            piece = stream.piece(_name(item.index))
+            pieces.append(piece)
+            place = _StorageInfo(key, piece.offset, piece.length)
+            results.append(WriteResult(item.index, piece.length, place))
+        file.flush()
+        os.fsync(file.fileno())
+    return pieces, results
+
+
+@contextlib.contextmanager
+def refused_by_disk(path: Path) -> Iterator[None]:
+    """One sentence about a disk that refuses, in the system's words, whatever torch made of them."""
+    try:
+        yield
+    except (CheckpointException, OSError) as error:
+        cause = _of_system(error)
+        reason = str(error) if cause is None else cause.strerror or str(cause)
+        raise CheckpointError(refusal(path, reason)) from error
+
+
+def save_to_stream(value: Any, stream: Any) -> None:
+    """torch's own format, through anything with ``write`` and ``flush``.
+
+    Raises:
+        OSError: the disk refused. (Given a path instead, torch does not tell what the system said.)
+    """
+    try:
+        torch_save(value, stream)
+    except RuntimeError as error:  # torch's own words, raised over those of the system
+        cause = _of_system(error)
+        if cause is None:
+            raise
+        raise cause from error
+
+
+def _of_system(error: BaseException) -> OSError | None:
+    """What the system refused: the error itself, or one that torch raised its own over."""
+    if isinstance(error, OSError):
+        return error
+    behind = [own for own, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    if error.__context__ is not None:
+        behind.append(error.__context__)
+    return next((cause for own in behind if (cause := _of_system(own)) is not None), None)
+
+
+def _name(index: MetadataIndex) -> str:
+    return index.fqn if index.offset is None else f"{index.fqn} from {list(index.offset)} on"

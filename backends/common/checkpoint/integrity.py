@@ -1,0 +1,250 @@
+"""Checksums of a training checkpoint: of every piece in its data files, and of the small files beside them.
+
+torch stores a CRC-32 with every tensor and compares none when it loads, so that a flipped byte becomes a weight. Here
+the CRC-32 (ISO 3309, zlib's) of the bytes as they are written goes into one more file, and every piece that a rank is
+about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups; it
+protects from nobody who forges a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from torch.distributed.checkpoint import FileSystemReader
+
+from backends.common.process.agreement import listed
+from slime_like.errors import CheckpointError
+from slime_like.models.converted import again
+from slime_like.system.disk import length_fault
+
+CHECKSUMS_FILE = "checksums.json"
+"""Written last: a checkpoint without it is not whole."""
+
+_READ_BYTES = 4 << 20
+_SHOWN = 2
+"""Tensors that a sentence names; the directory and the file stand in it, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on.
+
+    Attributes:
+        name: the tensor's name in the checkpoint, for messages.
+        crc32: of these bytes.
+    """
+
+    name: str
+    offset: int
+    length: int
+    crc32: int
+
+
+class ChecksumStream:
+    """A binary file opened for writing that also sums up what passes: torch saves to it as to any stream."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crc32 = 0
+        self._start = file.tell()
+
+    def write(self, data: Any) -> int:
+        self._crc32 = zlib.crc32(data, self._crc32)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def piece(self, name: str) -> Piece:
+        """What was written since the stream was made, or since the last piece; the next one begins here."""
+        end = self._file.tell()
+        piece = Piece(name, self._start, end - self._start, self._crc32)
+        self._start, self._crc32 = end, 0
+        return piece
+
+
+class Checksums:
+    """The checksums of one checkpoint directory.
+
+    Args:
+        directory: of the checkpoint.
+        pieces: by data file.
+        files: length and CRC-32 of the other files.
+    """
+
+    def __init__(
+        self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, tuple[int, int]]
+    ) -> None:
+        self._directory = directory
+        self._files = dict(files)
+        self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
+        self._lengths = {
+            file: max((piece.offset + piece.length for piece in own), default=0) for file, own in pieces.items()
+        }
+
+    @classmethod
+    def of_directory(
+        cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
+    ) -> Checksums:
+        """With the checksums of the plain files beside the data files, which are read for it."""
+        return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
+
+    @classmethod
+    def read(cls, directory: Path) -> Checksums:
+        """What ``write`` wrote there.
+
+        Raises:
+            CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
+        """
+        path = directory / CHECKSUMS_FILE
+        try:
+            text = path.read_bytes()
+            if not text:
+                raise damaged(directory, f"{CHECKSUMS_FILE} is empty")
+            outer = json.loads(text)
+            content = outer["content"]
+            if outer["crc32"] != zlib.crc32(_text(content)):
+                raise ValueError("its own checksum differs")
+            pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
+            return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
+        except FileNotFoundError as error:
+            raise not_whole(directory, f"{CHECKSUMS_FILE} is missing") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
+
+    def write(self) -> None:
+        """Make the checkpoint whole. Raises OSError where the disk refuses."""
+        pieces: dict[str, list[list[Any]]] = {}
+        for (file, _), piece in self._pieces.items():
+            pieces.setdefault(file, []).append([piece.name, piece.offset, piece.length, piece.crc32])
+        content = {"pieces": pieces, "files": {name: list(entry) for name, entry in self._files.items()}}
+        whole = {"crc32": zlib.crc32(_text(content)), "content": content}
+        (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
+
+    def verify_plain_files(self, names: Sequence[str]) -> None:
+        """Compare the files that are read as a whole.
+
+        Raises:
+            CheckpointError: one is missing or differs.
+        """
+        for name in names:
+            try:
+                found = _whole_file(self._directory / name)
+            except FileNotFoundError as error:
+                if name not in self._files:
+                    raise CheckpointError(
+                        f"{self._directory}: was written by another trainer.backend, whose checkpoints have no {name}; "
+                        "use the one that wrote it, or the Hugging Face model that its run exported"
+                    ) from error
+                raise not_whole(self._directory, f"{name} is missing") from error
+            written = self._files.get(name)
+            if found != written:
+                fault = None if written is None else length_fault(found[0], written[0])
+                raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
+
+    def verify_lengths(self) -> None:
+        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not.
+
+        Raises:
+            CheckpointError: names the files that are missing, or the first of another length with its tensors.
+        """
+        missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
+        if missing:
+            raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
+        for name in sorted(self._lengths):
+            self._verify_length(name, (self._directory / name).stat().st_size)
+
+    def _verify_length(self, name: str, found: int) -> None:
+        fault = length_fault(found, self._lengths.get(name, found))
+        if fault is None:
+            return
+        # A tensor may lie in several pieces, whose names tell where they begin.
+        lost = dict.fromkeys(
+            piece.name.partition(" from [")[0]
+            for (file, offset), piece in sorted(self._pieces.items())
+            if file == name and offset + piece.length > found
+        )
+        lacks = f", and lacks {listed(list(lost), _SHOWN)}" if lost else ""
+        raise damaged(self._directory, f"{name} {fault}{lacks}")
+
+    def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
+        """Compare ``length`` bytes at ``offset`` of the open data file ``name``.
+
+        Raises:
+            CheckpointError: they differ, are cut off, or are not what was written there.
+        """
+        piece = self._pieces.get((name, offset))
+        if piece is None or piece.length != length:
+            raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
+        self._verify_length(name, file.seek(0, os.SEEK_END))
+        if _crc32(file, offset, length) != piece.crc32:
+            raise self._differs(name, piece)
+
+    def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
+        """Compare bytes that were read at ``offset`` of the data file ``name``; raises as ``verify_piece``."""
+        piece = self._pieces.get((name, offset))
+        if piece is None:
+            raise damaged(self._directory, f"{name} holds no piece at byte {offset}")
+        if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
+            raise self._differs(name, piece)
+
+    def _differs(self, name: str, piece: Piece) -> CheckpointError:
+        end = piece.offset + piece.length
+        return damaged(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
+
+
+def damaged(directory: Path, reason: str) -> CheckpointError:
+    """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
+    remedy = again(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
+    return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
+
+
+def not_whole(directory: Path, reason: str) -> CheckpointError:
+    """The one sentence about a checkpoint that lacks what is written last, or was never one."""
+    return CheckpointError(
+        f"{directory}: not a whole training checkpoint ({reason}); {again(directory, 'use another one')}"
+    )
+
+
+class VerifyingReader(FileSystemReader):
+    """torch's reader of a checkpoint, which compares each piece once before it is loaded."""
+
+    def __init__(self, path: str | Path, checksums: Checksums) -> None:
+        super().__init__(path)
+        self._checksums = checksums
+        self._verified: set[tuple[str, int]] = set()
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        place = (sinfo.relative_path, sinfo.offset)
+        if place not in self._verified:
+            self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
+            self._verified.add(place)
+        return super()._slice_file(file, sinfo)
+
+
+def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
+    """Of a part of an open file, in bounded memory; ``None`` if the file ends before it."""
+    file.seek(offset)
+    crc32 = 0
+    while length:
+        block = file.read(min(length, _READ_BYTES))
+        if not block:
+            return None
+        crc32 = zlib.crc32(block, crc32)
+        length -= len(block)
+    return crc32
+
+
+def _whole_file(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    return len(content), zlib.crc32(content)
+
+
+def _text(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

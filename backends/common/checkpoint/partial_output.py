@@ -1,0 +1,162 @@
+"""A directory in the making: hidden until it is whole, gone on with after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from backends.common.checkpoint.integrity import Piece
+from slime_like.errors import CheckpointError
+from slime_like.system.disk import replace_directory, sync
+
+_JOURNAL = "journal.jsonl"
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """A data file that is whole and durable.
+
+    Attributes:
+        name: relative to the output.
+        pieces: its entries, in the order in which they lie in it.
+        nan: Hugging Face tensors with NaN or infinity in them.
+        too_large: those with values that became infinite.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    nan: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        pieces = [[piece.name, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
+        return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan, "too_large": self.too_large})
+
+    @classmethod
+    def from_json(cls, line: str) -> FinishedFile:
+        raw = json.loads(line)
+        pieces = tuple(Piece(*entry) for entry in raw["pieces"])
+        return cls(raw["name"], pieces, tuple(raw["nan"]), tuple(raw["too_large"]))
+
+
+@dataclass(slots=True)
+class PartialOutput:
+    """Where a conversion writes: beside ``final``, under a hidden name, with a journal of the files that are done.
+
+    Attributes:
+        final: appears whole, by one rename.
+        finished: files of an earlier, interrupted start that are still as they were written, by name.
+    """
+
+    final: Path
+    finished: dict[str, FinishedFile] = field(default_factory=dict)
+    _journal: IO[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.final.parent / f".{self.final.name}.partial"
+
+    def add(self, file: FinishedFile) -> None:
+        """Note that a file is whole: it will not be written again."""
+        assert self._journal is not None
+        self._journal.write(file.to_json() + "\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def commit(self) -> None:
+        """Show the output under its name; what was there before goes.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        (self.path / _JOURNAL).unlink()
+        for path in sorted(self.path.rglob("*")):
+            sync(path)
+        sync(self.path)
+        replace_directory(self.path, self.final)
+
+
+@contextlib.contextmanager
+def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialOutput]:
+    """Open the output of ``request`` (plain JSON: all that decides what is written), fresh or where it was left.
+
+    What an error or an interruption leaves stays hidden; the same request goes on with it, another one begins anew.
+
+    Raises:
+        CheckpointError: the disk refuses, or another process is writing the same output.
+    """
+    output = PartialOutput(Path(final))
+    wanted = json.dumps(request, sort_keys=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            output.path.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((output.path / _JOURNAL).open("a+", encoding="utf-8"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.seek(0)
+            lines = lock.read().splitlines()
+            if lines[:1] == [wanted]:
+                output.finished = _still_whole(output.path, lines[1:])
+            else:
+                _clear(output.path)
+            # Written anew: what is not whole any more, and a line that was cut off, must not stay in it.
+            lock.truncate(0)
+            lock.write("\n".join([wanted, *(file.to_json() for file in output.finished.values())]) + "\n")
+            lock.flush()
+            os.fsync(lock.fileno())
+        except BlockingIOError as error:
+            raise CheckpointError(f"{final}: another process is writing it; wait for it, or end it") from error
+        except OSError as error:
+            raise CheckpointError(f"{output.path}: could not be written ({error}); choose another directory") from error
+        output._journal = lock
+        yield output
+
+
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _JOURNAL:
+            path.unlink()
+
+
+def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFile]:
+    finished = {}
+    for line in lines:
+        try:
+            file = FinishedFile.from_json(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # the line that was being written when the process ended
+        if _as_written(directory / file.name, file.pieces):
+            finished[file.name] = file
+    return finished
+
+
+def _as_written(path: Path, pieces: Sequence[Piece]) -> bool:
+    """Are all pieces there, with the bytes that were written, and nothing behind them?"""
+    if not path.is_file():
+        return False
+    end = max((piece.offset + piece.length for piece in pieces), default=0)
+    if path.stat().st_size != end:
+        return False
+    with path.open("rb") as file:
+        return all(_crc32(file, piece) == piece.crc32 for piece in pieces)
+
+
+def _crc32(file: IO[bytes], piece: Piece) -> int:
+    file.seek(piece.offset)
+    crc32, left = 0, piece.length
+    while left:
+        block = file.read(min(left, _READ_BYTES))
+        if not block:
+            return -1
+        crc32, left = zlib.crc32(block, crc32), left - len(block)
+    return crc32

@@ -1,0 +1,1 @@
+"""Hugging Face directories: reading slices, writing, conversion."""

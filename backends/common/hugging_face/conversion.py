@@ -1,0 +1,149 @@
+"""What conversions in both directions share: what they were asked to do, and how they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
+from backends.common.process.agreement import listed
+from slime_like.errors import CheckpointError
+from slime_like.interfaces.conversion import ConversionOptions, Report
+from slime_like.system.threads import Tracker, run_jobs
+
+Item = TypeVar("Item")
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by safetensors' names."""
+
+TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def fingerprint(directory: Path) -> list[list[Any]]:
+    """Name, size and time of every file: has a directory changed since?"""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
+    """Consecutive items, at most ``max_bytes`` a file; a larger one stands alone."""
+    files: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if not files or nbytes(item) > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(item)
+        room -= nbytes(item)
+    return files
+
+
+def require_space(partial: PartialOutput, nbytes: int) -> None:
+    """Refuse before anything is written what the disk has no room for."""
+    free = shutil.disk_usage(partial.path).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{partial.final}: {nbytes / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left; "
+            "free space, or choose another directory"
+        )
+
+
+@contextlib.contextmanager
+def written(path: Path, tensors: Sequence[str]) -> Iterator[BinaryIO]:
+    """A file to write; where the disk refuses, one sentence that names what was to be in it."""
+    with refused_by_disk(path, tensors), path.open("wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
+    """One sentence about a disk that refuses. torch reports a failed write as a RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
+            raise
+        reason = error if isinstance(error, OSError) else error.__context__
+        what = f" with {listed(list(tensors))}" if tensors else ""
+        raise CheckpointError(
+            f"{path}{what} could not be written ({reason}); free space and give the same command again: files that "
+            "are done are kept"
+        ) from error
+
+
+class FileJob(Protocol):
+    """One file to write."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+
+
+Job = TypeVar("Job", bound=FileJob)
+
+
+def write_files(
+    partial: PartialOutput,
+    jobs: Sequence[Job],
+    write: Callable[[Job, Tracker], FinishedFile],
+    workers: int,
+    report: Report,
+) -> tuple[dict[str, FinishedFile], int]:
+    """Write every file that an interrupted start has not finished: all of them by name, and how many it had.
+
+    Raises:
+        CheckpointError: the disk has no room for what is missing.
+    """
+    files = dict(partial.finished)
+    reused = len(files)
+    left = [job for job in jobs if job.name not in files]
+    total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
+    require_space(partial, missing)
+
+    def finished(file: FinishedFile) -> None:
+        partial.add(file)
+        files[file.name] = file
+
+    run_jobs(left, write, workers, finished, lambda done: report(total - missing + done, total))
+    return files, reused
+
+
+def overflows(before: Tensor, after: Tensor) -> bool:
+    """Has a cast made a finite number infinite? float16 ends at 65504, bfloat16 where float32 does."""
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+        return False
+    infinite = after.isinf()
+    return bool(infinite.any()) and int(infinite.sum()) > int(before.isinf().sum())
+
+
+def require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
+    """Refuse, with all their names, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
+    names = sorted({name for file in files for name in file.too_large})
+    if names:
+        raise CheckpointError(
+            f"{source}: tensors with numbers that --dtype {options.dtype} cannot hold: {listed(names)}; use "
+            "bfloat16 or float32"
+        )
+    names = sorted({name for file in files for name in file.nan})
+    if names and not options.allow_nan:
+        raise CheckpointError(
+            f"{source}: tensors with NaN or infinity in them: {listed(names)}; use a checkpoint from before it went "
+            "wrong, or --allow-nan to convert it as it is"
+        )
+
+
+def common_dtype(dtypes: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The type that most bytes have."""
+    totals: dict[torch.dtype, int] = {}
+    for dtype, nbytes in dtypes:
+        totals[dtype] = totals.get(dtype, 0) + nbytes
+    return max(totals, key=lambda dtype: totals[dtype])

@@ -1,0 +1,177 @@
+"""A complete Hugging Face directory in the making: files of tensors, then index, configuration and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from backends.common.process.agreement import listed, together
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import WeightBucket
+from slime_like.models.weight_files import INDEX
+from slime_like.system.disk import replace_directory, sync
+
+SHARD_BYTES = 1 << 30
+"""Largest safetensors file; a sender holds one file's tensors at a time."""
+
+_DRAFT_LAYERS, _QUANTISATION = "num_nextn_predict_layers", "quantization_config"
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.py",
+)
+
+
+def write_hf_directory(
+    buckets: Iterable[WeightBucket],
+    expected: Collection[str],
+    source_dir: Path,
+    directory: Path,
+    stage: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Write all ranks' tensors as sharded safetensors with an index; configuration and tokenizer come from
+    ``source_dir``.
+
+    Collective over the world; ``directory`` must be on a file system that all senders share. Everything is written to a
+    temporary directory beside it and renamed at the end. An earlier checkpoint there is replaced.
+
+    Args:
+        buckets: what this rank sends, each at most as large as a file may be; ranks that only take part yield empty
+            ones. Always exhausted, so that nobody waits in a gather.
+        expected: names of the whole model's tensors.
+        stage: number of this rank among those that send.
+        dtype: of the weights, for the configuration.
+        device: where this rank's small collectives run.
+
+    Raises:
+        CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.
+    """
+    directory, source_dir = Path(directory), Path(source_dir)
+    partial = directory.parent / f".{directory.name}.partial"
+    what = f"writing {directory}"
+    first = dist.get_rank() == 0
+    try:
+        together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
+        together(lambda: _write_files(buckets, partial, stage), what, device)
+        together(lambda: _finish(partial, directory, source_dir, expected, dtype) if first else None, what, device)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
+    occupied = directory.exists() and not (directory / "config.json").is_file()
+    if occupied and any(directory.iterdir()):
+        raise CheckpointError(f"{directory}: exists and is no Hugging Face checkpoint; choose another directory")
+    if directory.resolve() == source_dir.resolve():
+        raise CheckpointError(f"{directory}: is the model that training started from; choose another directory")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _refused(partial, error) from error
+
+
+def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> None:
+    """Write this rank's tensors; ranks that only hand over shards write nothing.
+
+    A failed write must not leave the others waiting for shards: the export is finished before the error is raised.
+    """
+    problem: CheckpointError | None = None
+    for number, bucket in enumerate(buckets):
+        if not bucket.tensors or problem is not None:
+            continue
+        file = partial / f"stage-{stage:04d}-{number:05d}.safetensors"
+        try:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors}
+            save_file(tensors, file, metadata={"format": "pt"})
+            sync(file)
+        except (OSError, SafetensorError) as error:
+            problem = _refused(file, error)
+    if problem is not None:
+        raise problem
+
+
+def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collection[str], dtype: torch.dtype) -> None:
+    """Number the files, write the index, copy the rest, check that nothing is missing, and show the directory."""
+    try:
+        weight_map, total = _number_files(partial)
+        missing = sorted(set(expected) - weight_map.keys())
+        if missing:
+            raise CheckpointError(f"{directory}: tensors that no rank wrote: {listed(missing)}")
+        if len(set(weight_map.values())) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        copy_companions(source_dir, partial, dtype)
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
+        for file in partial.iterdir():
+            sync(file)
+        replace_directory(partial, directory)
+    except OSError as error:
+        raise _refused(partial, error) from error
+
+
+def _number_files(partial: Path) -> tuple[dict[str, str], int]:
+    """Rename the stages' files as transformers does; each tensor's file, and the bytes of all tensors."""
+    files = sorted(partial.glob("stage-*.safetensors"))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        with safe_open(file, framework="pt") as reader:
+            weight_map |= dict.fromkeys(reader.keys(), name)
+        header = int.from_bytes(file.open("rb").read(8), "little")
+        total += file.stat().st_size - 8 - header
+        file.rename(partial / name)
+    return weight_map, total
+
+
+def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
+    """Configuration and tokenizer. The configuration is told what the weights are: their type, and of no quantisation
+    and no layers that are not written.
+
+    Layers for multi-token prediction, which some models store behind their own, are not even read. Weights that
+    somebody brought back to 16 bits often lie beside a ``config.json`` that still speaks of 8.
+    """
+    for pattern in _COPIED:
+        for file in source_dir.glob(pattern):
+            if file.is_file():
+                if file.suffix == ".json":
+                    _require_whole(file)
+                shutil.copyfile(file, partial / file.name)
+    path = partial / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    config.pop(_QUANTISATION, None)
+    if _DRAFT_LAYERS in config:
+        config[_DRAFT_LAYERS] = 0
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _require_whole(file: Path) -> None:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error}); copy or download it again") from error
+
+
+def _refused(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: could not be written ({error}); free space or choose another directory")

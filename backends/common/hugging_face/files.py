@@ -1,0 +1,184 @@
+"""Reading slices of a Hugging Face checkpoint's safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from backends.common.process.agreement import listed
+from slime_like.errors import CheckpointError
+from slime_like.models.weight_files import WeightFilesError, file_problem, weight_files
+
+Shape = tuple[int, ...]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_COMPARED = 1 << 22
+"""Elements of a tensor that are compared at a time."""
+
+
+class HfCheckpoint:
+    """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
+
+    A context manager that closes the files. Opening reads headers only.
+
+    Raises:
+        CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        self._stack = contextlib.ExitStack()
+        self._slices: dict[str, Any] = {}
+        try:
+            for file in _weight_files(self.directory):
+                self._open(file)
+        except CheckpointError:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def _open(self, file: Path) -> None:
+        try:
+            reader = self._stack.enter_context(safe_open(file, framework="pt"))
+            names = list(reader.keys())
+        except (SafetensorError, OSError) as error:
+            otherwise = f"{file} is damaged ({error}); copy or download it again"
+            raise CheckpointError(file_problem(file) or otherwise) from error
+        twice = sorted(self._slices.keys() & set(names))
+        if twice:
+            raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")
+        self._slices |= {name: reader.get_slice(name) for name in names}
+
+    def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
+        """Refuse a checkpoint whose tensors are not exactly ``expected``.
+
+        Args:
+            ignored: names that may be present without a use.
+
+        Raises:
+            CheckpointError: lists missing and unexpected tensors, wrong shapes, and tensors that are not floats.
+        """
+        present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+        problems = [
+            f"{what}: {listed(names)}"
+            for what, names in (
+                ("missing", sorted(expected.keys() - present)),
+                ("unexpected", sorted(present - expected.keys())),
+                ("wrong shape", self._wrong_shapes(expected)),
+                ("not of a floating-point type (quantised?)", self._not_floats(expected)),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: the tensors do not fit its config.json; {'; '.join(problems)}; "
+                "use the config.json and the weights of the same, unquantised model"
+            )
+
+    def require_copies(self, copies: Collection[str], original: str) -> None:
+        """Refuse a checkpoint whose tied tensors are stored with other bits than ``original``.
+
+        Its ``config.json`` says that they are one; transformers would believe the file, and engines the configuration.
+
+        Raises:
+            CheckpointError: names what differs.
+        """
+        different = sorted(name for name in copies if not self._same(name, original))
+        if different:
+            raise CheckpointError(
+                f"{self.directory}: config.json says tie_word_embeddings=true, but {listed(different)} and {original} "
+                "are stored and differ; set it to false, or remove what is not the model's own"
+            )
+
+    def _same(self, one: str, other: str) -> bool:
+        """The same bits, read a few rows at a time."""
+        if (self.dtype(one), self.shapes()[one]) != (self.dtype(other), self.shapes()[other]):
+            return False
+        rows, columns = self.shapes()[one]
+        step = max(1, _COMPARED // columns)
+        for start in range(0, rows, step):
+            length = min(step, rows - start)
+            ours, theirs = (self.read_unchecked(name, 0, start, length).view(torch.uint8) for name in (one, other))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
+
+    def _wrong_shapes(self, expected: Mapping[str, Shape]) -> list[str]:
+        found = {name: tuple(self._slices[name].get_shape()) for name in expected if name in self._slices}
+        return [
+            f"{name} is {list(shape)}, not {list(expected[name])}"
+            for name, shape in found.items()
+            if shape != expected[name]
+        ]
+
+    def _not_floats(self, expected: Mapping[str, Shape]) -> list[str]:
+        return [
+            f"{name} ({self._slices[name].get_dtype()})"
+            for name in expected
+            if name in self._slices and self._slices[name].get_dtype() not in _FLOATS
+        ]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Name and shape of everything that is stored."""
+        return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+
+    def dtype(self, name: str) -> str:
+        """The type of a tensor in safetensors' terms: "BF16", "F32", ..."""
+        dtype: str = self._slices[name].get_dtype()
+        return dtype
+
+    def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's own type. Reads no more than that.
+
+        Raises:
+            CheckpointError: the range holds NaN or infinity.
+        """
+        values = self.read_unchecked(name, axis, start, length)
+        if is_not_finite(values):
+            raise CheckpointError(
+                f"{self.directory}: {name} holds NaN or infinity; use a checkpoint from before it went wrong"
+            )
+        return values
+
+    def read_unchecked(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """The same, whatever the values are."""
+        part = self._slices[name]
+        stop = start + length
+        values: Tensor = part[start:stop] if axis == 0 else part[:, start:stop]
+        return values
+
+    def read_whole(self, name: str) -> Tensor:
+        """A tensor of any type and number of axes, whatever its values are."""
+        values: Tensor = self._slices[name][...]
+        return values
+
+
+def is_not_finite(values: Tensor) -> bool:
+    """NaN or infinity anywhere? The sum tells at the price of one pass; only what it suspects is looked at again."""
+    return not bool(values.sum().isfinite()) and not bool(values.isfinite().all())
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    try:
+        files = weight_files(directory)
+    except WeightFilesError as error:
+        raise CheckpointError(str(error)) from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory}: files that its index lists are missing: {listed(missing)}")
+    return files

@@ -1,0 +1,162 @@
+"""Any checkpoint whose tensors can be read under Hugging Face's names, written as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from backends.common.checkpoint.integrity import ChecksumStream
+from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.common.hugging_face.conversion import (
+    TYPE_NAMES,
+    common_dtype,
+    fingerprint,
+    in_files,
+    overflows,
+    refused_by_disk,
+    require_whole_values,
+    write_files,
+    written,
+)
+from backends.common.hugging_face.directory import copy_companions
+from backends.common.hugging_face.files import Shape, is_not_finite
+from slime_like.config import RunConfig
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
+from slime_like.models.dimensions import keeps_type
+from slime_like.models.weight_files import INDEX
+from slime_like.system.threads import Tracker
+from slime_like.weights.checksums import as_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors that are read together, and the type that they are written in."""
+
+    shapes: dict[str, Shape]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    groups: Sequence[_Group]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.nbytes for own in self.groups)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: shape for own in self.groups for name, shape in own.shapes.items()}
+
+
+def to_hugging_face(
+    config: RunConfig,
+    source: TensorSource,
+    checkpoint: Path,
+    output: Path,
+    options: ConversionOptions,
+    report: Report,
+) -> ConversionSummary:
+    """See ``Converter.to_hugging_face``; ``source`` has the tensors of ``checkpoint``."""
+    wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    groups = [
+        _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names, wanted))
+        for names in source.groups
+    ]
+    jobs = _jobs(groups, options.max_file_bytes)
+    request = {
+        "what": "to-hf",
+        "source": str(checkpoint.resolve()),
+        "files": fingerprint(checkpoint),
+        "dtype": options.dtype,
+        "max_file_bytes": options.max_file_bytes,
+    }
+    with partial_output(output, request) as partial:
+        return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
+
+
+def _type_of(source: TensorSource, names: Sequence[str], wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is not None and not keeps_type(names[0]):
+        return wanted
+    stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
+    return stored
+
+
+def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
+    files = in_files(groups, lambda group: group.nbytes, max_bytes)
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    # Wide types first: every tensor then begins at a multiple of its own type.
+    ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
+    return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    source: TensorSource
+    directory: Path
+    partial: PartialOutput
+    options: ConversionOptions
+
+    def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
+        """Read, arrange and write one file; durable when this returns."""
+        nan: list[str] = []
+        too_large: list[str] = []
+        with written(self.partial.path / job.name, list(job.shapes)) as file:
+            stream = ChecksumStream(file)
+            stream.write(_header(job))
+            pieces = [stream.piece("header")]
+            for own in job.groups:
+                for name, tensor in self.source.read(list(own.shapes)).items():
+                    if is_not_finite(tensor):
+                        nan.append(name)
+                    cast = tensor.to(own.dtype)
+                    if overflows(tensor, cast):
+                        too_large.append(name)
+                    stream.write(as_bytes(cast).numpy().data)
+                    pieces.append(stream.piece(name))
+                tracker.advance(own.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
+        return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
+
+
+def _header(job: _Job) -> bytes:
+    """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for own in job.groups:
+        for name, shape in own.shapes.items():
+            end = offset + torch.Size(shape).numel() * own.dtype.itemsize
+            described[name] = {"dtype": TYPE_NAMES[own.dtype], "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+    partial = work.partial
+    files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
+    require_whole_values(list(files.values()), work.directory, work.options)
+    total = sum(job.nbytes for job in jobs)
+    weight_map = {name: job.name for job in jobs for name in job.shapes}
+    with refused_by_disk(partial.path):
+        if len(jobs) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.groups])
+        copy_companions(config.model.path, partial.path, dtype)
+        partial.commit()
+    return ConversionSummary(len(weight_map), total, len(jobs), reused)

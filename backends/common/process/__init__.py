@@ -1,0 +1,1 @@
+"""Process groups: rendezvous, agreement on failures, collectives with gradients."""

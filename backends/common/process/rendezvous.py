@@ -1,0 +1,86 @@
+"""How trainer ranks meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slime_like.config import RunConfig
+from slime_like.cpu.onednn import use_onednn
+from slime_like.errors import TrainerError
+from slime_like.interfaces import RankPlacement
+from slime_like.system.memory import keep_freed_memory
+
+
+def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
+    """``trainer.cpu_threads``; by default ranks on a CPU share its cores evenly, and use all that they can do."""
+    threads = config.trainer.cpu_threads
+    if threads is None and not torch.cuda.is_available():
+        threads = max(1, len(os.sched_getaffinity(0)) // placement.world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if not torch.cuda.is_available():
+        use_onednn()
+        keep_freed_memory()
+
+
+def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = "nccl") -> None:
+    """Meet the other ranks of the configured layout, each on its device.
+
+    Args:
+        cuda_backend: torch's name of the collectives where there are CUDA devices; gloo elsewhere.
+
+    Raises:
+        TrainerError: the world's size is not that of the layout, or the others did not come in time.
+    """
+    parallel = config.trainer.parallel
+    if placement.world_size != parallel.world_size:
+        raise TrainerError(
+            f"rank {placement.rank}, setup: the world has {placement.world_size} ranks, but tensor * pipeline * "
+            f"context * data is {parallel.world_size}; start as many ranks as the layout has"
+        )
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(placement.local_rank)
+    start = timedelta(seconds=config.trainer.start_timeout_s)
+    is_master = placement.rank == 0
+    try:
+        listener = _listen(placement.master_address, placement.master_port) if is_master else None
+        store = dist.TCPStore(
+            placement.master_address,
+            placement.master_port,
+            placement.world_size,
+            is_master=is_master,
+            timeout=start,
+            # By itself the store would listen on every interface of the machine.
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise TrainerError(
+            f"rank {placement.rank}, setup: no rendezvous at {placement.master_address}:{placement.master_port} "
+            f"within {start.total_seconds():.0f} s ({error}); check that all ranks start and that the port is free"
+        ) from error
+    dist.init_process_group(
+        cuda_backend if on_cuda else "gloo",
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=config.trainer.step_timeout_s),
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
+    try:
+        listener.bind((address, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,1 @@
+"""One optimizer step: packs, objective, balance, sums, learning rate."""

@@ -1,0 +1,279 @@
+"""Following a computation on shapes: how much memory it would hold, what it would compute, what it would send.
+
+Tensors on torch's meta device have shapes and storages of a size, but no memory. A ``Trace`` sees every operation on
+them, as it sees those on real tensors: it needs neither the model's memory nor a GPU, and runs the very code that
+trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+META = torch.device("meta")
+
+_aten = torch.ops.aten
+
+Groups = dict[tuple[int, ...], tuple[int, int]]
+"""Ranks of a process group to (bytes sent, calls)."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """What has been computed and sent since it was set.
+
+    Attributes:
+        matmul_flops, attention_flops: as ``slime_like.interfaces.estimate.Work`` has them.
+        sent: bytes that left this rank, by group.
+    """
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    sent: Groups = field(default_factory=dict)
+
+    def add_sent(self, ranks: Sequence[int], nbytes: int) -> None:
+        """One more message or collective."""
+        before, calls = self.sent.get(tuple(ranks), (0, 0))
+        self.sent[tuple(ranks)] = before + nbytes, calls + 1
+
+
+class Trace(TorchDispatchMode):
+    """Counts, inside its ``with`` block, storages that come and go, floating-point operations and messages.
+
+    Only storages that are made inside count, each once however many tensors share it, until the last of them is gone.
+    A real tensor that meets a meta tensor in an operation is taken by its shape: small tensors whose values decide
+    what is computed (boundaries, rows, routes) may therefore stay real.
+
+    Attributes:
+        live: bytes of all storages made inside that still exist.
+        labelled: of these, by the label under which they were made.
+        peak: largest ``live`` since ``restart_peak``.
+        peak_labelled: what ``labelled`` was then.
+        counted: work and messages; may be replaced by a new one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.labelled: dict[str, int] = {}
+        self.peak_labelled: dict[str, int] = {}
+        self.counted = Counted()
+        self._label = ""
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def restart_peak(self) -> None:
+        """The present moment is the highest so far."""
+        self.peak, self.peak_labelled = self.live, dict(self.labelled)
+
+    @contextlib.contextmanager
+    def label(self, name: str) -> Iterator[None]:
+        """Storages made inside are also counted under ``name``."""
+        before, self._label = self._label, name
+        try:
+            yield
+        finally:
+            self._label = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func.namespace == "c10d":
+            _count_message(func, args, self.counted)
+            if func._overloadpacket.__name__ in _NOT_ON_META:
+                args = tree_map_only(Tensor, _nothing, args)
+            return func(*args, **given)
+        inputs = [*_tensors(args), *_tensors(given.values())]
+        if any(value.is_meta for value in inputs) and not all(value.is_meta for value in inputs):
+            if func is _aten.masked_select.default:  # the mask's values decide the shape
+                out = args[0].new_empty(int(args[1].sum()))
+                self._follow([], out)
+                return out
+            args, given = tree_map_only(Tensor, _shape_of, (args, given))
+        out = func(*args, **given)
+        counter = _FLOPS.get(func._overloadpacket)
+        if counter is not None:
+            counter(args, inputs, out, self.counted)
+        self._follow(inputs, out)
+        return out
+
+    def _follow(self, inputs: list[Tensor], out: Any) -> None:
+        """Note storages of ``out`` that no input has."""
+        made = [out] if isinstance(out, Tensor) else _tensors(out)
+        old = {value.untyped_storage()._cdata for value in inputs}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key in old or key in self._storages or not nbytes:
+                continue
+            self._storages[key] = weakref.ref(storage, self._forget(key, nbytes, self._label))
+            self._change(nbytes, self._label)
+        if self.live > self.peak:
+            self.restart_peak()
+
+    def _forget(self, key: int, nbytes: int, label: str) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            del self._storages[key]
+            self._change(-nbytes, label)
+
+        return forget
+
+    def _change(self, nbytes: int, label: str) -> None:
+        self.live += nbytes
+        self.labelled[label] = self.labelled.get(label, 0) + nbytes
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those among arguments or results of an operation, also inside their lists."""
+    found: list[Tensor] = []
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return (
+        tensor
+        if tensor.is_meta
+        else torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad
+        )
+    )
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------------- FLOPs
+def _matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    """2 m n k for each of the batch's products; the two factors are the last two inputs."""
+    first = inputs[-2]
+    counted.matmul_flops += 2.0 * math.prod(out.shape) * first.shape[-1]
+
+
+def _grouped_matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    """Of experts: (T, K) rows with (E, K, N) weights, or (K, T) with (T, N) for the weights' gradient."""
+    counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
+
+
+def _flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    counted.attention_flops += 2 * _flash_pairs(inputs[0], inputs[3], inputs[4], causal=args[8])
+
+
+def _flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    """Five products instead of two: the scores anew, and the gradients of scores, values, queries and keys."""
+    counted.attention_flops += 5 * _flash_pairs(inputs[1], inputs[6], inputs[7], causal=args[11])
+
+
+def _cpu_flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    """Arguments that have their default values, such as no causal mask, are not there."""
+    counted.attention_flops += 2 * _batched_pairs(inputs[0], inputs[1], causal=len(args) > 4 and args[4])
+
+
+def _cpu_flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    counted.attention_flops += 5 * _batched_pairs(inputs[1], inputs[2], causal=args[7])
+
+
+def _batched_pairs(query: Tensor, key: Tensor, causal: bool) -> float:
+    """As ``_flash_pairs``, of (batch, heads, length, D)."""
+    return 2.0 * query.numel() * key.shape[2] * (0.5 if causal else 1.0)
+
+
+def _flash_pairs(query: Tensor, q_boundaries: Tensor, k_boundaries: Tensor, causal: bool) -> float:
+    """FLOPs of one product of queries (T, heads, D) with keys; causal attention needs half of them."""
+    pairs = zip(pairwise(q_boundaries.tolist()), pairwise(k_boundaries.tolist()), strict=True)
+    positions = sum((q_end - q) * (k_end - k) for (q, q_end), (k, k_end) in pairs)
+    return 2.0 * positions * query.shape[1] * query.shape[2] * (0.5 if causal else 1.0)
+
+
+_FLOPS: dict[Any, Callable[[Any, list[Tensor], Any, Counted], None]] = {
+    _aten.mm: _matmul,
+    _aten.bmm: _matmul,
+    _aten.addmm: _matmul,
+    _aten.addmm_: _matmul,
+    _aten.baddbmm: _matmul,
+    _aten._grouped_mm: _grouped_matmul,
+    _aten._flash_attention_forward: _flash_forward,
+    _aten._flash_attention_backward: _flash_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_forward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_flash_backward,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
+    """Bytes that leave this rank, by the ring algorithms that NCCL is modelled on (bandwidth terms alone)."""
+    group = next((found for value in args if (found := _group(value)) is not None), None)
+    name = func._overloadpacket.__name__
+    if group is None or name in _NOTHING_SENT or group.size() == 1:
+        return
+    if name not in _SENT:
+        raise NotImplementedError(f"planning: nothing is known of how many bytes the collective c10d.{name} sends")
+    argument, factor = _SENT[name]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[argument : argument + 1]))
+    counted.add_sent(dist.get_process_group_ranks(group), round(nbytes * factor(group.size())))
+
+
+def _group(value: Any) -> Any:
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:  # a reduction's name travels as an object, too
+        return None
+
+
+# torch has no meta kernels of these; the group moves nothing anyway.
+_NOT_ON_META = frozenset(
+    {"allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
+)
+
+_NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
+
+
+def _once(ranks: int) -> float:
+    return 1.0
+
+
+def _to_all_others(ranks: int) -> float:
+    return float(ranks - 1)
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _there_and_back(ranks: int) -> float:
+    return 2 * _all_but_own(ranks)
+
+
+# The argument whose size decides, and how many times its bytes one rank of so many sends.
+_SENT: dict[str, tuple[int, Callable[[int], float]]] = {
+    "send": (0, _once),
+    "broadcast_": (0, _once),
+    "allreduce_": (0, _there_and_back),
+    "allreduce_coalesced_": (0, _there_and_back),
+    "allgather_": (1, _to_all_others),
+    "_allgather_base_": (1, _to_all_others),
+    "allgather_into_tensor_coalesced_": (1, _to_all_others),
+    "reduce_scatter_": (0, _to_all_others),
+    "_reduce_scatter_base_": (0, _to_all_others),
+    "reduce_scatter_tensor_coalesced_": (0, _to_all_others),
+    "alltoall_base_": (1, _all_but_own),
+}

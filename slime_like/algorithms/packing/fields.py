@@ -1,0 +1,173 @@
+"""The fields of many sequences as the tensors of a pack, checked as whole arrays.
+
+Torch joins what is a tensor for every sequence; it refuses pieces that differ in their number of dimensions, lie on
+different devices, or would lose something by conversion (numbers as bools, fractions as integers), and what it says of
+a thousand tensors at once names none: ``packing_faults`` finds the one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.packing.faults import MAY_BE_ABSENT, negative_id
+from slime_like.algorithms.packing.layout import Array, PackLengths, layout, masked_targets, masked_weights
+from slime_like.trajectory import ScoredTrajectory, Trajectory
+
+_dtype_of = attrgetter("dtype")
+
+
+def pack_tensors(
+    sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id: int, ignore_index: int
+) -> dict[str, Tensor]:
+    """Every tensor of the pack, on the CPU. The graph of what has one stays behind.
+
+    Raises:
+        ValueError: an entry that no pack may hold; the message names the sequence.
+        TypeError, AttributeError, RuntimeError: a field of another kind than its trajectory says.
+    """
+    with torch.no_grad():
+        tensors = layout(lengths)
+        tensors["tokens"] = _tokens(sequences, lengths, pad_token_id)
+        tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
+        for name in _present(sequences):
+            tensors[name] = _per_response(sequences, lengths, tensors["loss_mask"], name)
+        if isinstance(sequences[0], ScoredTrajectory):
+            tensors |= _score_tensors(sequences, lengths)
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+def _tokens(sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id: int) -> Tensor:
+    prompts = _gathered(sequences, "prompt_tokens", lengths.prompt_list)
+    responses = _gathered(sequences, "response_tokens", lengths.response_list)
+    pieces = [*prompts, *responses]
+    pieces[0::2], pieces[1::2] = prompts, responses
+    tokens = torch.empty(lengths.packed, dtype=torch.int64)
+    _joined(pieces, tokens[: lengths.actual])
+    tokens[lengths.actual :] = pad_token_id
+    if tokens.numpy().min() < 0:  # a tenth of the time of torch's
+        raise ValueError(negative_id(sequences))
+    return tokens
+
+
+def _loss_tensors(
+    sequences: Sequence[Trajectory], lengths: PackLengths, tensors: dict[str, Tensor], ignore_index: int
+) -> dict[str, Tensor]:
+    masks = _gathered(sequences, "loss_mask", lengths.response_list)
+    loss_mask = _joined(masks, torch.empty(lengths.num_responses, dtype=torch.bool))
+    mask = loss_mask.numpy()
+    targets = masked_targets(tensors["tokens"].numpy(), tensors["response_mask"].numpy(), mask, ignore_index)
+    remedy = "give a finite one, 0 or more"
+    weights = _column(sequences, token_weights_of(sequences), "the token_weight", remedy, least=0.0)
+    remedy = "give the positive one it was sampled at, or 1 if greedily"
+    temperatures = [s.temperature for s in sequences]
+    return {
+        "targets": torch.from_numpy(targets),
+        "loss_mask": loss_mask,
+        "token_weights": torch.from_numpy(masked_weights(weights, lengths, mask)),
+        "temperatures": torch.from_numpy(_column(sequences, temperatures, "temperature", remedy, least=math.ulp(0.0))),
+    }
+
+
+def _present(sequences: Sequence[Trajectory]) -> list[str]:
+    """Names of the per-response fields that may be absent and are not: in none of the sequences, or in all of them."""
+    first = sequences[0]
+    names = [name for name in MAY_BE_ABSENT if hasattr(first, name)]
+    absent = [name for name in names if getattr(first, name) is None]
+    if absent and len(set(map(attrgetter(*absent), sequences))) > 1:
+        raise TypeError(f"not all sequences are without {', '.join(absent)}")
+    return [name for name in names if name not in absent]
+
+
+def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, loss_mask: Tensor, name: str) -> Tensor:
+    values = _gathered(sequences, name, lengths.response_list)
+    dtype = torch.int64 if name == "weight_versions" else torch.float32
+    joined = _joined(values, torch.empty(lengths.num_responses, dtype=dtype))
+    # One sum tells of all entries; finite ones too large to be added up are looked at one by one, as are masked ones.
+    if not joined.is_floating_point() or math.isfinite(joined.sum()):
+        return joined
+    odd = (~joined.isfinite() & loss_mask).nonzero()
+    if odd.numel():
+        sequence, token = lengths.owner(int(odd[0]))
+        raise ValueError(
+            f"sequence {sequences[sequence].sequence_id!r}: {name} has the entry {float(joined[odd[0]])} at response "
+            f"token {token}, which carries loss; drop the sequence, or say in loss_mask that the token carries none"
+        )
+    return joined
+
+
+def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
+    # A 0-d tensor's ``tolist`` is a number, any other's a list, which makes no column.
+    advantages: list[Any] = list(map(Tensor.tolist, map(attrgetter("advantages"), sequences)))
+    column = _column(sequences, advantages, "the advantage", "it must be finite")
+    rewards, successes = _rows(sequences, "rewards"), _rows(sequences, "successes")
+    if rewards.shape != successes.shape:
+        raise TypeError(f"rewards {tuple(rewards.shape)} and successes {tuple(successes.shape)}")
+    per_token = torch.from_numpy(lengths.per_token(column.astype(np.float32)))
+    return {"rewards": rewards, "successes": successes, "advantages": per_token}
+
+
+def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
+    """One field of every sequence as rows, (S, num_funcs) float32; stacking itself checks that all have one shape."""
+    rows = torch.stack(list(map(attrgetter(name), sequences)))
+    if rows.ndim != 2 or rows.is_complex() or rows.device.type != "cpu":
+        raise TypeError(f"{name} stacked into {rows.ndim} dimensions of {rows.dtype} on {rows.device}")
+    finite = rows.isfinite()
+    if not finite.all():
+        sequence, function = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"sequence {sequences[sequence].sequence_id!r}: entry {function} of {name} is "
+            f"{float(rows[sequence, function])}; every one must be finite"
+        )
+    return rows.to(torch.float32)
+
+
+def _gathered(sequences: Sequence[Trajectory], name: str, lengths: list[int]) -> list[Tensor]:
+    """One field of every sequence, of the stated length each."""
+    tensors = list(map(attrgetter(name), sequences))
+    found = list(map(Tensor.numel, tensors))
+    if found != lengths:
+        where = next(i for i, (own, stated) in enumerate(zip(found, lengths, strict=True)) if own != stated)
+        raise ValueError(
+            f"sequence {sequences[where].sequence_id!r}: {name} has {found[where]} entries, its stated length is "
+            f"{lengths[where]}"
+        )
+    return tensors
+
+
+def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
+    """The pieces end to end in ``out``; what torch would let pass is refused: rows, and bools as integers."""
+    if pieces[0].ndim != 1 or pieces[0].device.type != "cpu":
+        raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
+    if out.dtype == torch.int64 and torch.bool in set(map(_dtype_of, pieces)):
+        raise TypeError("bools are no integers")
+    return torch.cat(pieces, out=out)
+
+
+# ------------------------------------------------------------------------------------------------------- plain numbers
+def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
+    """What each sequence says, 1 if it is unscored and says nothing."""
+    if isinstance(sequences[0], ScoredTrajectory):
+        return [s.token_weight for s in sequences]  # type: ignore[union-attr]
+    return [1.0] * len(sequences)
+
+
+def _column(
+    sequences: Sequence[Trajectory], values: list[float], name: str, remedy: str, least: float = -math.inf
+) -> Array:
+    """(S,) float64, finite and not below ``least``."""
+    found = np.array(values, dtype=np.float64)
+    if found.ndim != 1:
+        raise TypeError(f"{name} of more than one number")
+    fits = (found >= least) & (np.abs(found) < np.inf)
+    if not fits.all():
+        odd = int(fits.argmin())
+        raise ValueError(f"sequence {sequences[odd].sequence_id!r} has {name} {values[odd]}; {remedy}")
+    return found

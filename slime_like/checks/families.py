@@ -1,0 +1,36 @@
+"""Which trainer takes a model that this project has no formulas of its own for. Sizes only: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.run import RunConfig
+from slime_like.models.dimensions import ModelDimensions
+
+
+def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Why the configured trainer cannot train this model, each with the remedy; nothing for the known families.
+
+    What cannot be told from sizes, transformers' own modules are asked when the trainer starts.
+    """
+    if dimensions.foreign is None:
+        return
+    if config.trainer.backend == "megatron":
+        yield (
+            f"{dimensions.foreign}, which trainer.backend=megatron does not compute; use trainer.backend=fsdp, which "
+            "trains Hugging Face's own model"
+        )
+        return
+    reach, longest = dimensions.attention_reach, config.max_model_len
+    if reach is not None and not config.supervised and longest > reach:
+        yield (
+            f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "
+            f"{config.model.path} attend to {reach} at most (sliding_window or attention_chunk_size of its "
+            f"config.json), which packed attention does not compute; keep both within {reach} tokens, where it makes "
+            "no difference"
+        )
+    if config.algorithm.moe_aux_loss_coef > 0:
+        yield (
+            f"algorithm.moe_aux_loss_coef={config.algorithm.moe_aux_loss_coef:g}: how routers of {config.model.path} "
+            "choose is not known, so that they cannot be balanced; set it to 0"
+        )

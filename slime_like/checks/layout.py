@@ -1,0 +1,130 @@
+"""Which parallel layouts a model admits. Sizes only: no torch, no process group."""
+
+from __future__ import annotations
+
+from slime_like.config.rollout import RolloutConfig
+from slime_like.config.trainer import ParallelConfig
+from slime_like.models.dimensions import ModelDimensions
+
+
+def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    """Why this layout cannot run this model: one sentence per fault, with field, value and remedy."""
+    return [
+        *_tensor_problems(parallel, dimensions),
+        *_pipeline_problems(parallel, dimensions),
+        *_expert_problems(parallel, dimensions),
+    ]
+
+
+def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of every pipeline stage (model chunk, where stages hold several), in the model's order.
+
+    As even as can be. Middle stages take a spare layer first, then the first one; the last has the head to compute.
+    """
+    layers = [num_layers // num_stages] * num_stages
+    order = [*range(1, num_stages - 1), 0]
+    for stage in order[: num_layers % num_stages]:
+        layers[stage] += 1
+    return layers
+
+
+def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
+    """vLLM and SGLang give every rank of an engine as many heads; what else they ask of a model they say themselves."""
+    if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
+        return []
+    return [
+        f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
+        f"{_either(_divisors(dimensions.num_heads))}"
+    ]
+
+
+def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    what = {"attention heads": dimensions.num_heads, **_split_sizes(parallel, dimensions)}
+    groups = dimensions.num_kv_heads
+    # Where there are more ranks than KV heads, as many ranks share each; Megatron gathers and cuts them.
+    fitting = [
+        size
+        for size in _divisors(dimensions.num_heads)
+        if (groups % size == 0 or size % groups == 0) and all(n % size == 0 for n in what.values())
+    ]
+    problems = [
+        f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {_either(fitting)}"
+        for name, count in what.items()
+        if count % parallel.tensor
+    ][:1]  # one is enough: the remedy is the same for all
+    if not problems and parallel.tensor not in fitting:
+        problems.append(
+            f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
+            f"KV heads; use {_either(fitting)}"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        problems.append(
+            "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
+        )
+    return problems
+
+
+def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
+    """What else is cut into as many parts as there are tensor-parallel ranks."""
+    what = {}
+    if dimensions.latent is not None:
+        what["columns of compressed keys and values"] = dimensions.latent.kv_rank + dimensions.latent.rope_dim
+        if dimensions.latent.query_rank is not None:
+            what["columns of compressed queries"] = dimensions.latent.query_rank
+    if len(dimensions.expert_layers) < dimensions.num_layers:
+        what["FFN columns"] = dimensions.ffn_hidden_size
+    if dimensions.num_experts and parallel.expert == 1:  # with expert parallelism every expert is whole
+        what["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size
+    if dimensions.moe_shared_ffn_hidden_size:
+        what["FFN columns of the shared experts"] = dimensions.moe_shared_ffn_hidden_size
+    return what
+
+
+def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    layers, chunks = dimensions.num_layers, parallel.virtual_pipeline
+    problems = []
+    if layers < parallel.pipeline * chunks:
+        times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
+        problems.append(
+            f"trainer.parallel.pipeline={parallel.pipeline}{times} is more than the model's {layers} layers; "
+            f"every stage needs one, so use at most {layers}" + (" in all" if chunks > 1 else "")
+        )
+    if chunks > 1 and parallel.pipeline == 1:
+        problems.append(
+            f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
+        )
+    return problems
+
+
+def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+    experts = dimensions.num_experts
+    if experts == 0:
+        if parallel.expert == 1:
+            return []
+        return [f"trainer.parallel.expert={parallel.expert}, but the model has no experts; set it to 1"]
+    problems = []
+    if experts % parallel.expert:
+        problems.append(
+            f"trainer.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
+            f"use {_either(_divisors(experts))}"
+        )
+    ranks = parallel.tensor * parallel.context * parallel.data
+    if parallel.expert > 1 and ranks % parallel.expert:
+        problems.append(
+            f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
+            f"use {_either(_divisors(ranks))}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        problems.append(
+            f"trainer.parallel.tensor={parallel.tensor} on a mixture of experts needs sequence parallelism; "
+            "set trainer.parallel.sequence=true"
+        )
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(part for part in (", ".join(map(str, sizes[:-1])), str(sizes[-1])) if part)

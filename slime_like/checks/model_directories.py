@@ -1,0 +1,83 @@
+"""What can be wrong with the directories of the models that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.checks.fsdp import axis_problems
+from slime_like.checks.layout import layout_problems
+from slime_like.config.run import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import weight_file_problems
+
+
+def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
+    """Of the checkpoint at ``path``, which ``field`` names; or ``None`` and what is wrong with it."""
+    missing = _missing(path, field)
+    if missing:
+        return None, missing
+    try:
+        return ModelDimensions.from_checkpoint(path), []
+    except ConfigError as error:
+        return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
+
+
+def _missing(path: Path, field: str) -> list[str]:
+    return [] if path.is_dir() else [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
+
+
+def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
+    """What is wrong with the weight files at ``path``, which ``field`` names."""
+    return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
+
+
+def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
+    """Problems with the reference that its ``config.json`` alone tells."""
+    path = config.reference.path
+    if not config.algorithm.needs_reference:
+        # What is not read may be any directory, but one that is not there was meant to be another.
+        yield from [] if path is None else _missing(path, "reference.path")
+        return
+    reference: ModelDimensions | None = policy
+    if path is not None:
+        reference, problems = find_dimensions(path, "reference.path")
+        yield from problems
+    if reference is None:
+        return
+    if reference.vocab_size != policy.vocab_size:
+        yield (
+            f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "
+            "logprobs cannot be compared; use a reference with the policy's tokenizer"
+        )
+    if config.reference.update_interval and reference != policy:
+        yield (
+            f"reference.update_interval={config.reference.update_interval} gives the reference the policy's weights, "
+            f"and reference.path={path} has other sizes than model.path={config.model.path}; use 0, or a reference of "
+            "the policy's sizes"
+        )
+    if config.reference.placement == "workers":
+        yield from _reference_workers(config, reference)
+
+
+def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    problems = layout_problems(config.reference.parallel, dimensions)
+    yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
+    if config.trainer.backend == FSDP:
+        yield from axis_problems(config.reference.parallel, "reference.parallel")
+    if config.debug.load_rollouts is not None:
+        yield (
+            f"reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="
+            f"{config.debug.load_rollouts} samples none; use placement: trainer"
+        )
+
+
+def reference_weight_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the reference's weight files, where it has its own."""
+    path = config.reference.path
+    if path is None or not config.algorithm.needs_reference:
+        return []
+    reference, _ = find_dimensions(path, "reference.path")
+    return [] if reference is None else weight_problems(path, "reference.path", reference)

@@ -1,0 +1,86 @@
+"""What nobody foresaw, as one sentence that names the file with its traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_like.errors import SlimeLikeError
+from slime_like.plugins.traceback import full_traceback
+
+TRACEBACK_FILE = "traceback.txt"
+_LONGEST = 300
+
+
+class UnforeseenError(SlimeLikeError):
+    """An exception that no code made for people: a bug, here or in a library, or a disk or machine that refused."""
+
+
+@contextlib.contextmanager
+def traceback_kept(run_dir: Path | None) -> Iterator[None]:
+    """Turn every other exception than ours into an ``UnforeseenError``, its traceback written to a file. One of ours
+    that has the traceback of a user's code gets the name of the file with that.
+
+    Args:
+        run_dir: where the file goes, if it exists by then; else the directory for temporary files.
+
+    Raises:
+        UnforeseenError: names the exception, its message and the file.
+        KeyboardInterrupt: also where a library's import turned one into an exception of its own.
+    """
+    try:
+        yield
+    except SlimeLikeError as error:
+        text, error.users_traceback = error.users_traceback, None
+        if text is not None:
+            error.args = (f"{error}; its traceback is in {_write(text, run_dir)}",)
+        raise
+    except Exception as error:
+        if _was_interrupted(error):
+            raise KeyboardInterrupt from error
+        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(full_traceback(error), run_dir)}") from error
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, KeyboardInterrupt):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _summary(error: Exception) -> str:
+    """Type and message, on one line; of what the system refused, the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:_LONGEST]}" if text else name
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return "look at that place, or at the traceback in "
+    return "this was not foreseen, its traceback is in "
+
+
+def _write(text: str, run_dir: Path | None) -> str:
+    """Write the traceback; where it is, or that no disk takes it, followed by itself."""
+    with contextlib.suppress(OSError):
+        if run_dir is not None and run_dir.is_dir():
+            file = run_dir / TRACEBACK_FILE
+            file.write_text(text, encoding="utf-8")
+            return str(file)
+    try:
+        handle, name = tempfile.mkstemp(prefix="slime-like-", suffix="-traceback.txt", text=True)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError:
+        return f"no file, since none could be written:\n{text}"
+    return name

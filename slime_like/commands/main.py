@@ -1,0 +1,82 @@
+"""The command ``slime-like``: errors meant for people as sentences, and exit codes.
+
+Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is refused; 130 interrupted (Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from slime_like.commands.failure import traceback_kept
+from slime_like.errors import INTERRUPTED, ConfigError, SlimeLikeError, exit_code
+from slime_like.system.interrupts import InterruptHandler
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; errors go to standard error as one sentence each, without traceback.
+
+    Args:
+        argv: its arguments; none takes this process's own, and the process ends here.
+    """
+    if argv is not None:
+        return _run(argv)
+    code = _run(sys.argv[1:])
+    _leave(code)
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        with traceback_kept(None):
+            return _imported()(list(argv))
+    except SlimeLikeError as error:
+        _complain(error.problems if isinstance(error, ConfigError) else [str(error)])
+        return exit_code(error)
+    except KeyboardInterrupt:
+        _complain(["interrupted"])
+        return INTERRUPTED
+
+
+def _imported() -> Callable[[list[str]], int]:
+    """What runs the subcommands. Importing it takes a moment, in which Ctrl-C must be understood too: pydantic makes an
+    error of its own of an interrupt, so it is noted where it arrives."""
+    handler = InterruptHandler()
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        from slime_like.commands.root import run
+    except Exception as error:
+        if handler.noted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return run
+
+
+def _leave(code: int) -> None:
+    """End this process as Python does, but for taking apart a million objects of imported packages: half a second in
+    which whoever waits for the command gets nothing. A thread that is still at work is waited for, by Python."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _complain(problems: Sequence[str]) -> None:
+    if len(problems) == 1:
+        print(f"slime-like: {problems[0]}", file=sys.stderr)
+        return
+    print(f"slime-like: {len(problems)} problems", file=sys.stderr)
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Reading a configuration: YAML, flags, problems, help and the generated reference."""

@@ -1,0 +1,129 @@
+"""From a YAML file and flags that mirror it to a validated ``RunConfig``, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from slime_like.config.reading.fields import Field, all_fields, section_names
+from slime_like.config.reading.flags import read_flags
+from slime_like.config.reading.problems import describe_all
+from slime_like.config.reading.yaml_text import Document, read_document, write_text
+from slime_like.config.run import RunConfig
+from slime_like.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path | None = None) -> RunConfig:
+    """Read ``path`` (if any), apply the flags in order, validate.
+
+    Relative paths, in the file and in flags alike, are relative to the current directory; in the result every path is
+    absolute.
+
+    Args:
+        path: YAML file; ``None`` starts from the defaults alone.
+        overrides: flags as on a command line: ``--rollout.engine sglang``, ``--trainer.parallel.tensor=2``,
+            ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``; the last one wins.
+        run_dir: the run directory where neither names one; none makes it an error.
+
+    Raises:
+        ConfigError: with every problem found, each naming field, value and remedy.
+    """
+    document = _read(path)
+    origins = {key: f"{path}:{line}: " for key, line in document.lines.items()}
+    data = _without_empty_sections(document.data or {}, "", section_names())
+    problems = document.problems + read_flags(overrides, data, origins)
+    data.setdefault("model", {})  # so that what is reported missing is model.path
+    if run_dir is not None:
+        data.setdefault("run_dir", str(run_dir))
+    _make_paths_absolute(data, all_fields())
+    config: RunConfig | None
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        problems += describe_all(error.errors(), origins)
+        config = _without_faults(data, error.errors())
+    if problems or config is None:
+        raise ConfigError(problems, rest=config)
+    return config
+
+
+def _without_faults(data: dict[str, Any], details: Sequence[ErrorDetails]) -> RunConfig | None:
+    """Defaults where something is wrong; nothing where a whole section is, or what has no default."""
+    rest = deepcopy(data)
+    for detail in details:
+        names = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
+        if names == ["run_dir"]:
+            rest["run_dir"] = "."
+            continue
+        section: Any = rest
+        for name in names[:-1]:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not names or ".".join(names) in section_names() or not isinstance(section, dict):
+            return None
+        section.pop(names[-1], None)
+    try:
+        return RunConfig.model_validate(rest)
+    except ValidationError:
+        return None
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write every field, defaults included; ``load_config(path)`` gives an equal configuration."""
+    path.write_text(write_text(config.model_dump(mode="json")), encoding="utf-8")
+
+
+def _read(path: Path | None) -> Document:
+    if path is None:
+        return Document()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"{path}: cannot be read ({reason}); give a YAML configuration file"]) from error
+    document = read_document(text, str(path))
+    if not isinstance(document.data, dict | None):
+        document.problems.append(f"{path}:1: holds a {type(document.data).__name__}; give `key: value` lines")
+        document.data = None
+    if document.data is None and document.problems:
+        raise ConfigError(document.problems)
+    return document
+
+
+def _without_empty_sections(data: dict[Any, Any], prefix: str, known: set[str]) -> dict[Any, Any]:
+    """``rollout:`` with nothing below it means the section's defaults."""
+    cleaned = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if name in known and value is None:
+            value = {}
+        cleaned[key] = _without_empty_sections(value, f"{name}.", known) if isinstance(value, dict) else value
+    return cleaned
+
+
+def _make_paths_absolute(data: dict[str, Any], fields: dict[str, Field]) -> None:
+    for field in fields.values():
+        if not field.is_path:
+            continue
+        *parents, leaf = field.name.split(".")
+        section: Any = data
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if isinstance(section, dict) and leaf in section:
+            section[leaf] = _absolute(section[leaf], field.optional)
+
+
+def _absolute(value: Any, optional: bool) -> Any:
+    if isinstance(value, list | tuple):
+        return [_absolute(item, optional) for item in value]
+    if not isinstance(value, str) or not value or (optional and value.lower() == "none"):
+        return value  # validation says what is wrong with it, if anything is
+    try:
+        return str(Path(value).expanduser().absolute())
+    except RuntimeError:  # `~name` of no user stands for itself, as in a shell
+        return str(Path(value).absolute())

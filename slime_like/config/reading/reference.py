@@ -1,0 +1,57 @@
+"""The configuration reference: ``python -m slime_like.config.reading.reference`` writes ``docs/configuration.md``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slime_like.config.reading.fields import Field, SectionDoc, sections
+
+_INTRODUCTION = """\
+# Configuration reference
+
+Generated from the models in `slime_like/config` by `python -m slime_like.config.reading.reference`; change it there.
+
+A run is described by one YAML file, and every key is also a flag of `slime-like train`: the dotted name, two dashes in
+front, e.g. `--trainer.parallel.tensor 2` or `--trainer.parallel.tensor=2`. Flags win over the file, later flags over
+earlier ones. Lists take several values (`--data.train a.jsonl b.jsonl`), switches take `true` or `false`, `none`
+empties what may be empty, mappings take one entry per flag (`--rollout.engine_args.block_size 32`), and a list of
+sections is given as YAML text (`--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`).
+
+Relative paths, in the file and in flags, are relative to the current directory. The resolved configuration, with
+absolute paths and every default, is written into the run directory as `config.yaml` and can be used again.
+"""
+
+
+def reference_text() -> str:
+    """The whole page, Markdown."""
+    parts = [_INTRODUCTION]
+    parts += [_section(section) for section in sections() if section.fields]
+    return "\n".join(parts)
+
+
+def _section(section: SectionDoc) -> str:
+    heading = f"## `{section.name}`" if section.name else "## The run"
+    introduction = f"\n{section.description}\n" if section.description else ""
+    rows = "\n".join(_row(field) for field in section.fields)
+    return f"{heading}\n{introduction}\n| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
+
+
+def _row(field: Field) -> str:
+    default = "required" if field.required else f"`{_escaped(field.default_text)}`"
+    return f"| `{field.name}` | {_escaped(field.type_text)} | {default} | {_escaped(field.description)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs/configuration.md")
+    path.write_text(reference_text(), encoding="utf-8")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

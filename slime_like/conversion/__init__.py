@@ -1,0 +1,1 @@
+"""Conversion and comparison of checkpoints, from disk to disk."""

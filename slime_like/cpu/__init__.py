@@ -1,0 +1,1 @@
+"""Code that exists for a CPU alone: Numba kernels, oneDNN products."""

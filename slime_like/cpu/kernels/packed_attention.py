@@ -1,0 +1,354 @@
+"""Causal attention of float32 heads inside every sequence of a pack, from a fused projection's output to the context.
+
+One pass does what otherwise are a dozen: it takes queries, keys and values where the projection wrote them, normalises
+and rotates them into buffers of one sequence and KV head, which stay in a core's cache, and attends. Nothing is copied
+apart, expanded for grouped heads or put together again, forward or backward.
+
+Below, a head is the D elements from ``place`` on of token ``t`` and group ``g``. Functions take arrays whole, with
+indices: making a view of one would cost more than what is done to a head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32, int64
+
+from slime_like.cpu.kernels.compiling import kernel, part
+from slime_like.cpu.kernels.elementary import exp
+from slime_like.cpu.kernels.heads import copy, norm_back, product, turn, turn_back
+from slime_like.cpu.kernels.prefetch import LINE, prefetch
+from slime_like.cpu.kernels.tile import LANES, ROWS, add_product, exponentials
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_MATRIX, _VECTOR, _HEADS = float32[:, ::1], float32[::1], float32[:, :, ::1]
+_QKV = (_HEADS, int64[::1], _VECTOR, _VECTOR, float32, _MATRIX, _MATRIX, float32)
+
+
+@part()
+def _padded(count: int) -> int:
+    """The next multiple of ``LANES``."""
+    return (count + LANES - 1) // LANES * LANES
+
+
+@part()
+def _pitch(boundaries: np.ndarray) -> int:
+    """Columns of buffers that hold every sequence: an odd multiple of ``LANES``, for which rows share no cache set."""
+    longest = 0
+    for s in range(boundaries.shape[0] - 1):
+        longest = max(longest, boundaries[s + 1] - boundaries[s])
+    return _padded(longest) | LANES
+
+
+@part()
+def _at(heads: np.ndarray, t: int, g: int, place: int) -> int:
+    """Where a head begins in ``heads``."""
+    return (t * heads.shape[1] + g) * heads.shape[2] + place
+
+
+@part()
+def _ones_if_none(weight: np.ndarray, width: int) -> np.ndarray:
+    """A norm's weight; without a norm (no weight) what changes nothing."""
+    return weight if weight.shape[0] else np.ones(width, np.float32)
+
+
+@part()
+def _rstd(mixed: np.ndarray, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
+    """What a head is multiplied by before its norm's weight; without a norm, 1."""
+    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
+
+
+@part()
+def _turned(
+    mixed: np.ndarray,
+    at: int,
+    weight: np.ndarray,
+    normed: bool,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    t: int,
+    scale: np.float32,
+    out: np.ndarray,
+    row: int,
+) -> None:
+    """``out[row] = scale * rotated(norm(head))``.
+
+    Args:
+        at: where the head lies in ``mixed``.
+        weight: (D,), ones if it is not ``normed``.
+        t: its token, whose cosines and sines turn it.
+        out: (n, D).
+    """
+    width = out.shape[1]
+    factor = _rstd(mixed, at, width, normed, eps) * scale
+    turn(mixed, at, weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
+
+
+@part()
+def _turned_back(
+    grad: np.ndarray,
+    row: int,
+    mixed: np.ndarray,
+    at: int,
+    weight: np.ndarray,
+    normed: bool,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    t: int,
+    scale: np.float32,
+    weight_grad: np.ndarray,
+) -> None:
+    """A head's gradient, in its place, from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is
+    added."""
+    width = grad.shape[1]
+    if not normed:
+        turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], mixed, at, width)
+        return
+    turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], grad, row * width, width)
+    rstd = _rstd(mixed, at, width, normed, eps)
+    norm_back(grad, row * width, mixed, at, weight, rstd, weight_grad, width)
+
+
+@part()
+def _softmax(scores: np.ndarray, row: int, count: int, end: int) -> np.float32:
+    """Of a row's first ``count`` scores, in place; zeros up to ``end``.
+
+    Returns the logarithm of the exponentials' sum.
+    """
+    shift, total = exponentials(scores, row * scores.shape[1], end, count)
+    inverse = _ONE / total
+    for j in range(end):
+        scores[row, j] *= inverse
+    return shift + np.log(total)
+
+
+@part()
+def _softmax_back(
+    weights: np.ndarray, slopes: np.ndarray, row: int, count: int, end: int, lse: np.float32, delta: np.float32
+) -> None:
+    """A row's weights from its scores, and its scores' gradients from its weights', in place; zeros up to ``end``.
+
+    Args:
+        delta: product of the row's context and its gradient.
+    """
+    for j in range(end):
+        weights[row, j] = exp(weights[row, j] - lse)
+    for j in range(count, end):
+        weights[row, j] = _ZERO
+    for j in range(end):
+        slopes[row, j] = weights[row, j] * (slopes[row, j] - delta)
+    for j in range(count, end):
+        slopes[row, j] = _ZERO  # where 0 was multiplied by what may not be a number
+
+
+@part()
+def _transpose(rows: np.ndarray, length: int, columns: np.ndarray) -> None:
+    """(L, D) to (D, L), zeros behind them."""
+    for t in range(length):
+        for d in range(rows.shape[1]):
+            columns[d, t] = rows[t, d]
+    for d in range(rows.shape[1]):
+        for t in range(length, _padded(length)):
+            columns[d, t] = _ZERO
+
+
+@part()
+def _scores(rows: np.ndarray, count: int, columns: np.ndarray, seen: int, out: np.ndarray) -> None:
+    """``out = rows @ columns``: (count, D) by (D, seen)."""
+    width, pitch = columns.shape
+    for r in range(0, count, ROWS):
+        for j in range(0, seen, LANES):
+            add_product(rows, r * width, width, 1, columns, j, pitch, width, out, r * pitch + j, pitch, False)
+
+
+@part()
+def _weighted(weights: np.ndarray, count: int, values: np.ndarray, seen: int, out: np.ndarray) -> None:
+    """``out = weights @ values``: (count, seen) by (seen, D)."""
+    pitch, width = weights.shape[1], values.shape[1]
+    for r in range(0, count, ROWS):
+        for d in range(0, width, LANES):
+            add_product(weights, r * pitch, pitch, 1, values, d, width, seen, out, r * width + d, width, False)
+
+
+@part()
+def _add_outer(weights: np.ndarray, seen: int, rows: np.ndarray, count: int, out: np.ndarray) -> None:
+    """``out += weights.T @ rows``: of (count, seen) and (count, D) into (seen, D)."""
+    pitch, width = weights.shape[1], rows.shape[1]
+    for j in range(0, seen, ROWS):
+        for d in range(0, width, LANES):
+            add_product(weights, j, 1, pitch, rows, d, width, count, out, j * width + d, width, True)
+
+
+@part()
+def _bring(heads: np.ndarray, t: int, g: int, place: int, count: int) -> None:
+    """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees."""
+    at = np.uint64(_at(heads, t, g, place))
+    for i in range(np.uint64(0), np.uint64(count), LINE):
+        prefetch(heads, at + i)
+
+
+@part()
+def _gather(
+    mixed: np.ndarray,
+    first: int,
+    length: int,
+    g: int,
+    weight: np.ndarray,
+    normed: bool,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's.
+
+    Meanwhile what lies as many tokens behind comes nearer; others do the same with what they read or write. It is what
+    the next sequence needs, if that is as long.
+    """
+    width = keys.shape[1]
+    place = mixed.shape[2] - 2 * width
+    for t in range(length):
+        at = _at(mixed, first + t, g, place)
+        _turned(mixed, at, weight, normed, eps, cos, sin, first + t, _ONE, keys, t)
+        _bring(mixed, first + length + t, g, place, 2 * width)
+        copy(mixed, at + width, values, t * width, width)
+
+
+@kernel(*_QKV, _HEADS, _MATRIX)
+def forward(
+    mixed: np.ndarray,
+    boundaries: np.ndarray,
+    query_weight: np.ndarray,
+    key_weight: np.ndarray,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    """Attention of every sequence.
+
+    Args:
+        mixed: (T, G, (R + 2) * D): of every KV head its R queries, its key and its value. D is a multiple of ``LANES``.
+        boundaries: (S + 1,) of the sequences on the token axis.
+        query_weight, key_weight: (D,) of the norms of queries and keys; empty without.
+        eps: of these norms.
+        cos, sin: (T, D / 2).
+        scale: of the products of queries and keys.
+        out: (T, G, R * D), written; tokens outside of the boundaries are left alone.
+        lse: (G * R, T), written: the logarithm of a row's sum of exponentials.
+    """
+    width, groups, pitch = 2 * cos.shape[1], mixed.shape[1], _pitch(boundaries)
+    heads = mixed.shape[2] // width - 2
+    keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
+    columns, scores = np.empty((width, pitch), np.float32), np.empty((LANES, pitch), np.float32)
+    rows, context = np.zeros((LANES, width), np.float32), np.empty((LANES, width), np.float32)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    for s in range(boundaries.shape[0] - 1):
+        first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
+        for g in range(groups):
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _transpose(keys, length, columns)
+            for h in range(heads):
+                for start in range(0, length, LANES):
+                    count = min(LANES, length - start)
+                    seen, padded = start + count, _padded(start + count)
+                    for r in range(count):
+                        _bring(mixed, first + length + start + r, g, h * width, width)
+                        t = first + start + r
+                        at = _at(mixed, t, g, h * width)
+                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
+                    _scores(rows, count, columns, padded, scores)
+                    for r in range(count):
+                        lse[g * heads + h, first + start + r] = _softmax(scores, r, start + r + 1, padded)
+                    _weighted(scores, count, values, seen, context)
+                    for r in range(count):
+                        _bring(out, first + length + start + r, g, h * width, width)
+                        copy(context, r * width, out, _at(out, first + start + r, g, h * width), width)
+
+
+@kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
+def backward(
+    grad: np.ndarray,
+    mixed: np.ndarray,
+    boundaries: np.ndarray,
+    query_weight: np.ndarray,
+    key_weight: np.ndarray,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+    query_weight_grad: np.ndarray,
+    key_weight_grad: np.ndarray,
+) -> None:
+    """Gradients of ``mixed``, in its place, and of the norms' weights from that of ``out`` (arXiv:2205.14135,
+    algorithm 4). Tokens outside of the boundaries are left alone.
+
+    Args:
+        grad: (T, G, R * D).
+        query_weight_grad, key_weight_grad: (D,), written; empty without.
+        The others: as ``forward`` was given them, and as it wrote them.
+    """
+    width, groups, pitch = 2 * cos.shape[1], mixed.shape[1], _pitch(boundaries)
+    heads = mixed.shape[2] // width - 2
+    keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
+    columns, value_columns = np.empty((width, pitch), np.float32), np.empty((width, pitch), np.float32)
+    key_grads, value_grads = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
+    weights, slopes = np.empty((LANES, pitch), np.float32), np.empty((LANES, pitch), np.float32)
+    rows, grads = np.zeros((LANES, width), np.float32), np.zeros((LANES, width), np.float32)
+    row_grads = np.empty((LANES, width), np.float32)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    query_sum, key_sum = np.empty_like(query_weight), np.empty_like(key_weight)
+    query_weight_grad[:] = _ZERO
+    key_weight_grad[:] = _ZERO
+    for s in range(boundaries.shape[0] - 1):
+        first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
+        query_sum[:] = _ZERO
+        key_sum[:] = _ZERO
+        for g in range(groups):
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _transpose(keys, length, columns)
+            _transpose(values, length, value_columns)
+            key_grads[: _padded(length)] = _ZERO
+            value_grads[: _padded(length)] = _ZERO
+            for h in range(heads):
+                for start in range(0, length, LANES):
+                    count = min(LANES, length - start)
+                    seen, padded = start + count, _padded(start + count)
+                    for r in range(count):
+                        t = first + start + r
+                        at = _at(mixed, t, g, h * width)
+                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
+                        _bring(mixed, first + length + start + r, g, h * width, width)
+                        _bring(grad, first + length + start + r, g, h * width, width)
+                        copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
+                    _scores(rows, count, columns, padded, weights)
+                    _scores(grads, count, value_columns, padded, slopes)
+                    for r in range(count):
+                        t = first + start + r
+                        _bring(out, t + length, g, h * width, width)
+                        delta = product(grads, r * width, out, _at(out, t, g, h * width), width)
+                        _softmax_back(weights, slopes, r, start + r + 1, padded, lse[g * heads + h, t], delta)
+                    _add_outer(weights, seen, grads, count, value_grads)
+                    _add_outer(slopes, seen, rows, count, key_grads)
+                    _weighted(slopes, count, keys, seen, row_grads)
+                    for r in range(count):
+                        t = first + start + r
+                        _turned_back(
+                            row_grads, r, mixed, _at(mixed, t, g, h * width), query_scale, normed, eps,
+                            cos, sin, t, scale, query_sum,
+                        )  # fmt: skip
+            for t in range(length):
+                at = _at(mixed, first + t, g, heads * width)
+                _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)
+                copy(value_grads, t * width, mixed, at + width, width)
+        for d in range(query_weight.shape[0]):
+            query_weight_grad[d] += query_sum[d]
+            key_weight_grad[d] += key_sum[d]

@@ -1,0 +1,1 @@
+"""Examples that ship with the package: a tiny model, arithmetic, a calculator environment."""

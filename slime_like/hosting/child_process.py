@@ -1,0 +1,130 @@
+"""A process that serves something, as seen from its owner: started, called, watched, and ended by id."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import EngineError
+from slime_like.hosting.calls import START, Answer, Call
+from slime_like.hosting.link import Link
+from slime_like.system.processes import descendants, end_processes
+
+
+class ProcessEnded(Exception):
+    """The process ended before it answered."""
+
+
+class ChildProcess:
+    """One process and its children. Belongs to one event loop.
+
+    Args:
+        interpreter: the Python that runs it.
+        module: what it runs as ``python -m``, with a descriptor and a scratch directory as its arguments; it makes an
+            ``Owner`` of them.
+        environment: makes its variables of the scratch directory.
+    """
+
+    def __init__(self, interpreter: str, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._ended = False
+        self._scratch = Path(tempfile.mkdtemp(prefix="slime-like-engine-"))
+        ours, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [interpreter, "-m", module, str(theirs.fileno()), str(self._scratch)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=environment(self._scratch),
+            start_new_session=True,  # Ctrl-C on the terminal is the owner's business
+        )
+        theirs.close()
+        self.process_ids: tuple[int, ...] = (self._process.pid,)
+        self._link = Link(ours, self._in_loop(self._answered), self._in_loop(self._closed))
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended
+
+    async def start(self, *what: Any) -> None:
+        """Tell it what to serve, and wait until it does; raises as ``call``."""
+        await self.call(START, *what)
+        self.note_processes()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What the method returns there.
+
+        Raises:
+            EngineError: the method failed; the message is its own. ``error`` decides the class.
+            ProcessEnded: the process is gone.
+        """
+        if self._ended:
+            raise ProcessEnded
+        number = next(self._numbers)
+        answer = self._waiting[number] = self._loop.create_future()
+        try:
+            self._link.send(Call(number, method, arguments))
+            return await answer
+        except OSError as error:
+            raise ProcessEnded from error
+        finally:
+            del self._waiting[number]
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call without waiting for the answer."""
+        with suppress(OSError):  # it has just ended
+            self._link.send(Call(next(self._numbers), method, arguments))
+
+    def note_processes(self) -> None:
+        """Remember who belongs to it, while that can be asked."""
+        self.process_ids = tuple(dict.fromkeys((*self.process_ids, *descendants(self._process.pid))))
+
+    def end(self, grace_s: float) -> None:
+        """Hang up, at which it ends with all it has, and end by id what is left after ``grace_s``. Blocks."""
+        self.note_processes()
+        self._ended = True
+        self._link.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        end_processes(self.process_ids, grace_s=0.0)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def error(self, answer: Answer) -> Exception:
+        """What ``call`` raises for a method that failed."""
+        return EngineError(answer.error)
+
+    def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:
+        """``handler``, called in the event loop from the link's thread."""
+
+        def deliver(*arguments: Any) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(handler, *arguments)
+
+        return deliver
+
+    def _answered(self, answer: Answer) -> None:
+        future = self._waiting.get(answer.number)
+        if future is None or future.done():  # its caller has given up
+            return
+        if answer.error is None:
+            future.set_result(answer.value)
+        else:
+            future.set_exception(self.error(answer))
+
+    def _closed(self) -> None:
+        self._ended = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ProcessEnded())

@@ -1,0 +1,94 @@
+"""The process that started this one, as seen from here: calls come in, answers go out, and its end is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from slime_like.hosting.calls import Answer, Call, one_line
+from slime_like.hosting.link import Link
+from slime_like.system.processes import descendants, end_processes
+
+
+class Owner:
+    """Receives from its construction on, so that the owner's end ends this process even while its engine starts.
+
+    Args:
+        connection: this side of the socket pair.
+        scratch: a directory of this process, removed at its end.
+    """
+
+    def __init__(self, connection: Connection, scratch: Path) -> None:
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._deliver: Callable[[Call], object] = self._calls.put
+        self._scratch = scratch
+        self._ending = threading.Lock()
+        self._files: list[Path] = []
+        self._link = Link(connection, lambda call: self._deliver(call), self.end)
+
+    def first_call(self) -> Call:
+        return self._calls.get()
+
+    def answer(self, answer: Answer) -> None:
+        with suppress(OSError):  # the owner has ended, and so shall we
+            self._link.send(answer)
+
+    async def serve(self, host: object) -> None:
+        """Answer calls with the methods of ``host``, until the owner ends."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+
+        def begin(call: Call) -> None:
+            task = loop.create_task(self._serve_call(host, call))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        self._deliver = lambda call: loop.call_soon_threadsafe(begin, call)
+        while not self._calls.empty():
+            begin(self._calls.get())
+        await asyncio.Event().wait()
+
+    def end_with(self, processes: Sequence[BaseProcess]) -> None:
+        """From now on, end this process as soon as one of ``processes`` has ended.
+
+        The files they share need no name any more, and without one nothing of them can be left.
+        """
+        self._remove_files()
+
+        def watch() -> None:
+            wait([process.sentinel for process in processes])
+            self.end()
+
+        threading.Thread(target=watch, name="watch-schedulers", daemon=True).start()
+
+    def end(self) -> None:
+        """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
+        self._ending.acquire()  # for good: whoever comes second must not end the process half-way
+        end_processes(descendants(os.getpid()), grace_s=0.0)
+        self._remove_files()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os._exit(1)
+
+    def will_remove(self, path: Path) -> None:
+        """A file that children make outside ``scratch``."""
+        self._files.append(path)
+
+    def _remove_files(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+    async def _serve_call(self, host: object, call: Call) -> None:
+        try:
+            value = await getattr(host, call.method)(*call.arguments)
+        except Exception as error:
+            self.answer(Answer(call.number, error=one_line(error), kind=type(error).__name__))
+        else:
+            self.answer(Answer(call.number, value))

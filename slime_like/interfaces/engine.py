@@ -1,0 +1,158 @@
+"""The interface of a rollout engine: requests, generations, and the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from slime_like.config import RunConfig
+from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
+from slime_like.trajectory import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        temperature: 0 means greedy.
+        top_p, top_k: 1.0 and -1 switch them off. Other values are refused while ``training`` unless the adapter can
+            still return logprobs over the whole vocabulary.
+        max_new_tokens: length limit of the response.
+        stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
+        training: True for rollouts that will be trained on.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTask:
+    """What an environment is told of a prompt's row.
+
+    Attributes:
+        answer: ground truth.
+        fields: the row's own settings, expressible in JSON.
+    """
+
+    answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Token ids in; ``num_samples`` generations out.
+
+    Attributes:
+        request_id: unique over the run, names the request in ``abort``.
+        prompt_tokens: the prompt's ids.
+        sampling: how to sample.
+        num_samples: responses wanted.
+        seed: seed of sample i is derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
+        prompt_logprobs: also return the teacher-forced logprob (temperature 1) of every prompt token but the first.
+        task: makes a conversation of every sample where ``rollout.environment`` names one. Engines do not look at it:
+            what reaches them is one request per turn.
+    """
+
+    request_id: str
+    prompt_tokens: Sequence[int]
+    sampling: SamplingParams
+    num_samples: int = 1
+    seed: int | None = None
+    prompt_logprobs: bool = False
+    task: ConversationTask | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """One response. In a conversation, ``token_ids`` are all of it after the prompt, observations included.
+
+    Attributes:
+        token_ids: (n,) int64, the sampled ids themselves, EOS included.
+        logprobs: (n,) float32, log-softmax of the temperature-scaled logits over the whole vocabulary at the sampled
+            id; at temperature 0, of the unscaled logits. 0 on observations.
+        weight_versions: (n,) int64, the weight version that sampled each token, on observations that of the turn
+            before.
+        finish_reason: "stop", "length" (in a conversation also: the turns were used up) or "abort".
+        prompt_logprobs: (prompt_len - 1,) float32 if asked for.
+        conversation: ``None`` where the response is a single turn of no environment.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    weight_versions: np.ndarray
+    finish_reason: Literal["stop", "length", "abort"]
+    prompt_logprobs: np.ndarray | None = None
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Alive, serving ``weight_version``, with ``outstanding_tokens`` still promised to requests."""
+
+    alive: bool
+    weight_version: int
+    running_requests: int
+    outstanding_tokens: int
+    process_ids: tuple[int, ...] = field(default=())
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class RolloutEngine(Protocol):
+    """One inference engine (of one or more devices). All methods are coroutines of one event loop.
+
+    Errors: every method raises ``EngineError`` with one sentence; nothing is answered with made-up data.
+    """
+
+    def __init__(self, config: RunConfig, engine_index: int) -> None: ...
+
+    async def start(self) -> None:
+        """Load the model of ``config.model.path`` as weight version 0."""
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """All ``num_samples`` responses of one request, in sample order. Many requests may run at once."""
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """End one request (or all): its ``generate`` returns what was sampled, finish reason "abort"."""
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling. "abort": end running requests; "wait": let them finish; "keep": freeze them."""
+
+    async def resume(self) -> None:
+        """Sample again. Requests frozen by "keep" go on under the current weights, their caches recomputed."""
+
+    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        """Join the weight transport before the first update."""
+
+    async def begin_update(self, version: int) -> None:
+        """Open an update to ``version``."""
+
+    async def update(self, bucket: BucketMetadata) -> None:
+        """Fetch one bucket, hash its bytes as received, load it."""
+
+    async def finish_update(self, version: int) -> UpdateReceipt:
+        """Make the new weights current, flush every cache, return the hashes. Fails if a tensor is missing."""
+
+    async def checksums(self) -> dict[str, int]:
+        """Hashes received in the last finished update."""
+
+    async def health(self) -> EngineHealth: ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back (colocated mode); running requests end as aborted, weights are remembered."""
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Take it again. With "weights" alone the engine can be updated; it samples when both are back."""
+
+    async def stop(self) -> None:
+        """End the engine and every process it started."""

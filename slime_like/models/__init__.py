@@ -1,0 +1,1 @@
+"""A model on disk: configuration, dimensions, weight files."""

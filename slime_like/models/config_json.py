@@ -1,0 +1,284 @@
+"""What a checkpoint's ``config.json`` says, by the names of ``ModelDimensions``.
+
+Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a value of the wrong kind, and
+``UnsupportedError`` for a feature outside this project's own formulas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.models.latent_attention import LatentAttention
+
+MISTRAL_WINDOW = 4096  # of a config.json that says nothing, as in transformers; null means none
+
+
+class UnsupportedError(Exception):
+    """A feature outside this project's own formulas; the rest of a sentence about ``config.json``."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
+    return raw
+
+
+def sizes(raw: dict[str, Any]) -> dict[str, Any]:
+    """What every family of our own has."""
+    heads, hidden, layers = (_count(raw, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != layers:
+        raise ValueError(f"num_hidden_layers={layers}, but layer_types has {len(kinds)} entries")
+    if raw.get("head_dim") is None and raw.get("kv_lora_rank") is None and hidden % heads:
+        raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim")
+    groups = _count(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_dim": _count(raw, "head_dim", hidden // heads),
+        "ffn_hidden_size": _count(raw, "intermediate_size"),
+        "vocab_size": _count(raw, "vocab_size"),
+        "max_position_embeddings": _count(raw, "max_position_embeddings"),
+        "norm_eps": _number(raw, "rms_norm_eps"),
+        "tied_embeddings": _flag(raw, "tie_word_embeddings"),
+    }
+
+
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Scalings of rotary embedding that are computed here, and what they cannot do without."""
+
+_BIASED_OUTPUT = ("llama", "qwen3", "qwen3_moe")
+"""Families whose ``attention_bias`` gives the output projection a bias, too."""
+
+
+def rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
+    readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
+    if readings[0] != readings[-1]:
+        # transformers reads rope_scaling then, and with it loses the rope_theta that stands in rope_parameters
+        raise ValueError("rope_parameters and rope_scaling say different things; keep one, with its rope_theta")
+    return readings[0]
+
+
+def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    given = raw.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}={given!r} is no object")
+    parameters = dict(given)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise UnsupportedError(f"rope scaling {kind!r} is none of {', '.join(_SCALINGS)}")
+    for name in _SCALINGS[kind]:
+        _number(parameters, name)
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else parameters}
+
+
+def features(raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """Biases, norms and experts of a family with grouped-query attention."""
+    if family in _BIASED_OUTPUT and _flag(raw, "attention_bias"):
+        raise UnsupportedError("its attention's output projection has a bias (attention_bias=true)")
+    if family == "llama" and _flag(raw, "mlp_bias"):
+        raise UnsupportedError("its MLPs have biases (mlp_bias=true)")
+    found: dict[str, Any] = {
+        "qkv_bias": family == "qwen2" or _flag(raw, "attention_bias"),
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+    }
+    if family == "qwen3_moe":
+        found |= {
+            # transformers 5 writes num_local_experts, earlier ones num_experts.
+            "num_experts": _count(raw, "num_local_experts" if raw.get("num_local_experts") else "num_experts"),
+            "moe_top_k": _count(raw, "num_experts_per_tok"),
+            "moe_ffn_hidden_size": _count(raw, "moe_intermediate_size"),
+            "moe_norm_topk_prob": _flag(raw, "norm_topk_prob"),
+        }
+        chosen, experts = found["moe_top_k"], found["num_experts"]
+        if chosen > experts:
+            raise ValueError(f"num_experts_per_tok={chosen} is more than its {experts} experts")
+    return found
+
+
+def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's: latent attention, leading dense layers, shared experts, sigmoid routers that choose by groups."""
+    layers, experts, top_k = (
+        _count(raw, key) for key in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
+    )
+    groups, top_groups = _count(raw, "n_group"), _count(raw, "topk_group")
+    dense = _whole(raw, "first_k_dense_replace")
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, only) != only:
+            raise UnsupportedError(f"{key}={raw[key]} is not {only}")
+    if _flag(raw, "attention_bias"):
+        raise UnsupportedError("its latent attention has biases (attention_bias=true)")
+    if dense >= layers:
+        raise UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
+    if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
+        raise UnsupportedError(
+            f"num_experts_per_tok={top_k} of topk_group={top_groups} groups: groups are ranked by their best two "
+            "experts, as in DeepSeek-V3, which Megatron does where twice as many experts are chosen"
+        )
+    if experts % groups:
+        raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
+    latent = LatentAttention(
+        query_rank=None if raw.get("q_lora_rank") is None else _count(raw, "q_lora_rank"),
+        kv_rank=_count(raw, "kv_lora_rank"),
+        nope_dim=_count(raw, "qk_nope_head_dim"),
+        rope_dim=_count(raw, "qk_rope_head_dim"),
+        value_dim=_count(raw, "v_head_dim"),
+        interleaved=_flag({"rope_interleave": True, **raw}, "rope_interleave"),
+    )
+    ffn = _count(raw, "moe_intermediate_size")
+    return {
+        "qkv_bias": False,
+        "qk_norm": False,
+        "latent": latent,
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "num_kv_heads": _count(raw, "num_attention_heads"),
+        "dense_layers": dense,
+        "num_experts": experts,
+        "moe_top_k": top_k,
+        "moe_ffn_hidden_size": ffn,
+        "moe_shared_ffn_hidden_size": ffn * _count(raw, "n_shared_experts"),
+        "moe_sigmoid": True,
+        "moe_groups": groups,
+        "moe_top_groups": top_groups,
+        "moe_scaling": _number(raw, "routed_scaling_factor"),
+        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
+    }
+
+
+# Other spellings of GPT-2's descendants and of mixtures of experts; the first one that is given counts.
+_SPELLINGS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+
+
+def any_model(raw: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that every decoder's configuration has, whatever its layers are."""
+    given = dict(raw)
+    for name, others in _SPELLINGS.items():
+        spelled = [other for other in others if raw.get(other) is not None]
+        if given.get(name) is None and spelled:
+            given[name] = raw[spelled[0]]
+    hidden, heads = _count(given, "hidden_size"), _count(given, "num_attention_heads")
+    ffn = _count(given, "intermediate_size", 4 * hidden)
+    experts = _whole({"num_experts": 0, **given}, "num_experts")
+    return {
+        "num_layers": _count(given, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": _count(given, "num_key_value_heads", heads),
+        "head_dim": _count(given, "head_dim", max(1, hidden // heads)),
+        "ffn_hidden_size": ffn,
+        "vocab_size": _count(given, "vocab_size"),
+        "max_position_embeddings": _count(given, "max_position_embeddings"),
+        "norm_eps": 0.0,
+        "rope_theta": 0.0,
+        "rope_scaling": None,
+        # transformers' own default, which it leaves out of the file.
+        "tied_embeddings": _flag({"tie_word_embeddings": True, **raw}, "tie_word_embeddings"),
+        "qkv_bias": False,
+        "qk_norm": False,
+        "num_experts": experts,
+        "moe_top_k": _count(given, "num_experts_per_tok", 1) if experts else 0,
+        "moe_ffn_hidden_size": _count(given, "moe_intermediate_size", ffn) if experts else 0,
+        "attention_reach": _attention_reach(raw),
+        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
+    }
+
+
+def _attention_reach(raw: dict[str, Any]) -> int | None:
+    """The narrowest window or chunk of any layer, where one is used."""
+    kinds = raw.get("layer_types")
+    slides = "sliding_attention" in kinds if isinstance(kinds, list) else raw.get("use_sliding_window") is not False
+    reaches = [_count(raw, "sliding_window")] if slides and raw.get("sliding_window") is not None else []
+    if raw.get("attention_chunk_size") is not None:
+        reaches.append(_count(raw, "attention_chunk_size"))
+    return min(reaches, default=None)
+
+
+def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a response; ``generation_config.json`` decides where it names any."""
+    ids = _eos_ids(raw, "", vocab_size)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        written = read_object(generation)
+        if "eos_token_id" in written:
+            ids = _eos_ids(written, f" in {generation.name} beside it", vocab_size)
+    return ids
+
+
+def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id, a list of them, or none. Raises ``ValueError`` for anything else."""
+    given = raw.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise ValueError(f"eos_token_id={given!r}{where} is neither a token id nor a list of them")
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(
+            f"eos_token_id={given!r}{where}: {unknown[0]} is no token of the model, whose ids are 0 to {vocab_size - 1}"
+        )
+    return tuple(ids)
+
+
+def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of at least 1. Raises ``KeyError`` without one, and ``ValueError`` for what else stands there."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} is no whole number of at least 1")
+    return value
+
+
+def _whole(raw: dict[str, Any], key: str) -> int:
+    """A whole number of at least 0; raises as ``_count``."""
+    return 0 if raw.get(key) == 0 else _count(raw, key)
+
+
+def _number(raw: dict[str, Any], key: str) -> float:
+    """A finite number above 0; raises as ``_count``."""
+    value = raw.get(key)
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r} is no number above 0")
+    return float(value)
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    """A switch that is off unless it is given."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} is neither true nor false")
+    return bool(value)

@@ -1,0 +1,103 @@
+"""What `slime-like convert to-megatron` wrote: what lies in it, and whether its small files are as they were written.
+
+The weights have checksums of their own, compared as they are read. Here are the others: the model's configuration and
+tokenizer, and the description itself. Needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_like.system.disk import length_fault
+
+WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
+"""Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
+
+CONVERT_AGAIN = "convert the model again"
+
+_FORMAT, _WITHOUT_FILES = 2, 1
+_FILES, _OWN = "files", "crc32"
+
+
+def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
+    """Write the description: ``facts``, and length and CRC-32 of every file of the model, which must be there already.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    files = {f"{MODEL}/{file.name}": _whole_file(file) for file in sorted((checkpoint / MODEL).iterdir())}
+    content = {"format": _FORMAT, **facts, _FILES: files}
+    (checkpoint / DESCRIPTION).write_bytes(_text(content | {_OWN: zlib.crc32(_text(content))}))
+
+
+def is_converted(checkpoint: Path) -> bool:
+    """Is it such a checkpoint, whole or damaged, and not a run's?"""
+    if (checkpoint / DESCRIPTION).is_file():
+        return True
+    own = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
+    return own and not (checkpoint / "state.json").is_file()
+
+
+def training_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or whose ``trainer/`` it is: a converted one, or a run's checkpoints/step-N.
+
+    ``None`` of everything else, a Hugging Face directory for one.
+    """
+    own = path.parent if path.name == WEIGHTS else path
+    if (path / "config.json").is_file() or not (own / WEIGHTS).is_dir():
+        return None
+    return own if is_converted(own) or (own / "state.json").is_file() else None
+
+
+def again(weights: Path, otherwise: str) -> str:
+    """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
+    return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
+
+
+def converted_problem(checkpoint: Path) -> str | None:
+    """Which of its small files are damaged or missing, as the end of a sentence with its remedy; ``None`` if none is.
+
+    Checkpoints of the first format recorded nothing of them, and are taken as they are.
+    """
+    faults = ", ".join(_faults(checkpoint))
+    return f"is damaged ({faults}); put back what was written, or {CONVERT_AGAIN}" if faults else None
+
+
+def _faults(checkpoint: Path) -> Iterator[str]:
+    try:
+        text = (checkpoint / DESCRIPTION).read_bytes()
+        content = json.loads(text)
+        if content["format"] == _WITHOUT_FILES and not {_FILES, _OWN} & content.keys():
+            return
+        own, files = content.pop(_OWN), content[_FILES].items()
+        whole = own == zlib.crc32(_text(content)) and text == _text(content | {_OWN: own})
+    except FileNotFoundError:
+        yield f"{DESCRIPTION} is missing"
+        return
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        yield f"{DESCRIPTION} is not as it was written"
+        return
+    for name, written in files:
+        try:
+            found = _whole_file(checkpoint / name)
+            if found != written:
+                yield f"{name} {length_fault(found[0], written[0]) or 'is not as it was written'}"
+        except FileNotFoundError:
+            yield f"{name} is missing"
+        except OSError as error:
+            yield f"{name} cannot be read: {error.strerror or error}"
+
+
+def _whole_file(path: Path) -> list[int]:
+    content = path.read_bytes()
+    return [len(content), zlib.crc32(content)]
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()

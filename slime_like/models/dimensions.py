@@ -1,0 +1,255 @@
+"""A model's dimensions, read from the checkpoint's own ``config.json`` and typed nowhere else. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.models import config_json
+from slime_like.models.converted import training_checkpoint
+from slime_like.models.latent_attention import LatentAttention
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+
+
+OTHER = "other"
+"""The family of a causal language model that transformers knows, and this project's own formulas do not."""
+
+EMBEDDING = "model.embed_tokens.weight"
+"""Name of the input embedding in the known families, and in most others."""
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of output projections; a tied one may be stored all the same."""
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDimensions:
+    """Sizes of a causal language model, in Hugging Face's terms.
+
+    Attributes:
+        family: one of ``FAMILIES``' values, or ``OTHER``.
+        rope_scaling: the checkpoint's own scaling parameters (with their "rope_type"), or ``None``.
+        qkv_bias: query, key and value projections have biases (the output projection never has one here).
+        qk_norm: queries and keys pass a per-head RMSNorm.
+        eos_token_ids: from ``generation_config.json`` where present, else from ``config.json``.
+        num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
+        latent: sizes of latent attention, where the model has it. ``head_dim`` is then that of queries and keys.
+        dense_layers: the first layers, which have no experts though the others do.
+        moe_shared_ffn_hidden_size: of the experts that every token goes to, together.
+        moe_sigmoid: a router's scores are sigmoids, and a bias that is no parameter has a part in the choice alone
+            (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); else they are a softmax.
+        moe_groups, moe_top_groups: experts are chosen from the best groups only.
+        moe_scaling: factor of the chosen experts' weights.
+        draft_layers: layers for multi-token prediction that may be stored behind the model's own, and are not read.
+        foreign: why the model is of the family ``OTHER``: the beginning of a sentence; ``None`` for all others. Of such
+            a model only sizes, lengths and token ids are known, numbers of parameters are estimated as if it were a
+            Llama, and ``norm_eps`` and ``rope_theta`` are 0.
+        attention_reach: keys that some layers' queries see at most, in tokens (sliding window, chunked attention);
+            ``None`` where every one sees all before it.
+        counted: parameters, and those of the matrix products that one token goes through, counted on the model itself
+            (planning does so for foreign models).
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    moe_top_k: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_norm_topk_prob: bool = True
+    latent: LatentAttention | None = None
+    dense_layers: int = 0
+    moe_shared_ffn_hidden_size: int = 0
+    moe_sigmoid: bool = False
+    moe_groups: int = 1
+    moe_top_groups: int = 1
+    moe_scaling: float = 1.0
+    draft_layers: int = 0
+    foreign: str | None = None
+    attention_reach: int | None = None
+    counted: tuple[int, int] | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a query or key head that carry rotary embedding."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def expert_layers(self) -> range:
+        """Numbers of the layers with experts."""
+        return range(self.dense_layers, self.num_layers) if self.num_experts else range(0)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of one layer's attention matrices."""
+        if self.latent is None:
+            return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        own = self.latent
+        direct = self.hidden_size if own.query_rank is None else own.query_rank
+        query = self.num_heads * self.head_dim * direct + self.hidden_size * (own.query_rank or 0)
+        keys = self.hidden_size * (own.kv_rank + own.rope_dim)
+        keys += own.kv_rank * self.num_heads * (own.nope_dim + own.value_dim)
+        return query + keys + self.num_heads * own.value_dim * self.hidden_size
+
+    def mlp_parameters(self, experts: int) -> int:
+        """Elements of all layers' feed-forward matrices, ``experts`` of each layer's experts and routers included."""
+        of_experts = len(self.expert_layers)
+        routed = 3 * experts * self.moe_ffn_hidden_size + 3 * self.moe_shared_ffn_hidden_size + self.num_experts
+        dense = 3 * self.ffn_hidden_size
+        return self.hidden_size * ((self.num_layers - of_experts) * dense + of_experts * routed)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of the matrix products one token goes through: all layers, ``moe_top_k`` experts, the head."""
+        if self.counted is not None:
+            return self.counted[1]
+        attention = self.num_layers * self.attention_parameters
+        return attention + self.mlp_parameters(self.moe_top_k) + self.vocab_size * self.hidden_size
+
+    def is_draft(self, name: str) -> bool:
+        """Does the Hugging Face tensor belong to a layer for multi-token prediction?"""
+        found = _LAYER.match(name)
+        return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
+
+    def is_ignored(self, name: str) -> bool:
+        """Is the Hugging Face tensor stored by some checkpoints without being a weight of the model's own?
+
+        The copy of a tied embedding, rotary frequencies that follow from the configuration, layers for multi-token
+        prediction.
+        """
+        tied_head = self.tied_embeddings and name in HEADS
+        return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
+        if self.counted is not None:
+            return self.counted[0]
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.attention_parameters + 2 * self.hidden_size
+        layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        if self.latent is not None:  # norms of what is compressed
+            layer += self.latent.kv_rank + (self.latent.query_rank or 0)
+        routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
+        outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
+        return self.num_layers * layer + self.mlp_parameters(self.num_experts) + routing_biases + outer
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path) -> ModelDimensions:
+        """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
+
+        Raises:
+            ConfigError: file missing, not JSON, no causal language model, sizes that are missing or wrong.
+        """
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ConfigError([f"model.path={directory}{_what_instead(Path(directory))}"])
+        return cls._from_raw(config_json.read_object(path), path)
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any], path: Path) -> ModelDimensions:
+        architectures = raw.get("architectures") or ["(none)"]
+        architecture = architectures[0] if isinstance(architectures, list) else architectures
+        if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
+            raise ConfigError(
+                [
+                    f"{path}: architecture {architecture} is no causal language model; use {', '.join(FAMILIES)}, or "
+                    "with trainer.backend=fsdp another ...ForCausalLM"
+                ]
+            )
+        try:
+            try:
+                return cls._of_known(raw, path, architecture)
+            except config_json.UnsupportedError as reason:
+                foreign = f"{path}: {reason}"
+            return cls._of_another(raw, path, foreign)
+        except KeyError as error:
+            raise ConfigError(
+                [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
+            ) from error
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+
+    @classmethod
+    def _of_another(cls, raw: dict[str, Any], path: Path, foreign: str) -> ModelDimensions:
+        """Of a family that transformers alone knows."""
+        try:
+            sizes = config_json.any_model(raw)
+        except KeyError as error:
+            raise ConfigError(
+                [
+                    f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another "
+                    "that is known; trainer.backend=fsdp trains decoders with attention and a largest number of "
+                    "positions (if the key was lost, re-export the checkpoint with transformers)"
+                ]
+            ) from error
+        eos = config_json.eos_ids(raw, path.parent, sizes["vocab_size"])
+        return cls(family=OTHER, foreign=foreign, eos_token_ids=eos, **sizes)
+
+    @classmethod
+    def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
+        """Of a family whose every feature is known. Raises ``config_json.UnsupportedError`` for all others."""
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise config_json.UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise config_json.UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
+        mistral_window = raw.get("sliding_window", config_json.MISTRAL_WINDOW) if family == "mistral" else None
+        if raw.get("use_sliding_window") or mistral_window:
+            raise config_json.UnsupportedError("it has sliding-window attention")
+        sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
+        if raw.get("mlp_only_layers") or sparse != (1, 1):
+            raise config_json.UnsupportedError("layers without experts lie between layers with them")
+        own = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
+        fields = {**config_json.sizes(raw), **config_json.rope(raw), **own}
+        eos = config_json.eos_ids(raw, path.parent, fields["vocab_size"])
+        return cls(family=family, eos_token_ids=eos, **fields)
+
+
+def keeps_type(name: str) -> bool:
+    """Does the Hugging Face tensor keep its type on disk whatever the others are cast to?
+
+    Routers' biases do: rounded, they would choose other experts.
+    """
+    return name.endswith(".e_score_correction_bias")
+
+
+def _what_instead(directory: Path) -> str:
+    checkpoint = training_checkpoint(directory)
+    if checkpoint is None:
+        return ": no config.json there; give a Hugging Face checkpoint directory"
+    return (
+        f" is a training checkpoint already; give the Hugging Face directory that it was made from, and "
+        f"{checkpoint} as model.weights, or what `slime-like convert to-hf` makes of it"
+    )

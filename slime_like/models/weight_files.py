@@ -1,0 +1,162 @@
+"""Are a Hugging Face checkpoint's weights there, and whole? Told from file sizes and headers, without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from slime_like.models.dimensions import ModelDimensions
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_AGAIN = "copy or download it again"
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000
+"""The format's own bound on the header, in bytes."""
+
+_SHOWN = 5
+
+_LAYER = re.compile(r"\D*?\.(\d+)\.")
+"""The first number in a name is the layer's: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
+
+
+class WeightFilesError(ValueError):
+    """A sentence about one file, or about which files count, with its remedy."""
+
+
+def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
+    """What is wrong with the safetensors files of ``directory``, each a sentence with its remedy.
+
+    Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
+    ``config.json`` that speaks of another number of layers than is stored.
+    """
+    try:
+        files = weight_files(directory)
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            return [f"{file} is missing, though {INDEX} lists it; copy or download it again" for file in missing]
+        names = [name for file in files for name in _header(file) if not dimensions.is_draft(name)]
+    except WeightFilesError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error}; {_AGAIN}"]
+    layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
+    if len(layers) != dimensions.num_layers:
+        return [
+            f"{directory}/config.json says num_hidden_layers={dimensions.num_layers}, but the weights beside it are of "
+            f"{len(layers)} layers; use the config.json and the weights of the same model"
+        ]
+    return []
+
+
+def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the safetensors files of ``directory``, from their headers.
+
+    Raises:
+        WeightFilesError: a file is missing or damaged.
+    """
+    try:
+        headers = [_header(file) for file in weight_files(directory)]
+    except OSError as error:
+        raise WeightFilesError(f"{error}; {_AGAIN}") from error
+    return {name: tuple(entry["shape"]) for header in headers for name, entry in _tensors(header).items()}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of the model: those of the index, else ``model.safetensors``, else all.
+
+    Others may lie beside them: some publishers add the same weights under names of their own
+    (``consolidated.safetensors``).
+
+    Raises:
+        WeightFilesError: no file, an index that cannot be read, or an index beside a ``model.safetensors`` that it does
+            not list: transformers would read the one, vLLM the other.
+    """
+    index, single = directory / INDEX, directory / SINGLE
+    if not index.is_file():
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise WeightFilesError(f"{directory} holds no *.safetensors file, so the model has no weights; {_AGAIN}")
+        return files
+    names = _listed_files(index)
+    if single.is_file() and SINGLE not in names:
+        raise WeightFilesError(
+            f"{directory} holds {SINGLE} and an {INDEX} that does not list it, two models perhaps; remove the "
+            "one that you do not mean"
+        )
+    return [directory / name for name in names]
+
+
+def _listed_files(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise WeightFilesError(f"{index} is no index of safetensors files ({error}); {_AGAIN}") from error
+    if not all(isinstance(name, str) for name in names):
+        raise WeightFilesError(f"{index} is no index of safetensors files (a name in it is no text); {_AGAIN}")
+    return names
+
+
+def file_problem(file: Path) -> str | None:
+    """What is wrong with one file, and its remedy, as far as its length and its header tell."""
+    try:
+        _header(file)
+    except WeightFilesError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error}; {_AGAIN}"
+    return None
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header: names, types, shapes, places. The file must be exactly as long as it says."""
+    size = file.stat().st_size
+    length, header = _read_header(file, size)
+    there = size - _LENGTH_BYTES - length
+    told = max(map(_end, _tensors(header).values()), default=0)
+    if there != told:
+        lost = _cut_off(header, there)
+        lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
+        raise WeightFilesError(
+            f"{file} has {size} bytes, but its header tells of {size - there + told}: it is "
+            f"{'cut off' if there < told else 'too long'} or damaged{lacks}; "
+            f"{_AGAIN}"
+        )
+    return header
+
+
+def _read_header(file: Path, size: int) -> tuple[int, dict[str, Any]]:
+    """Bytes of the header, and what it says."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER):
+            raise WeightFilesError(
+                f"{file} is cut off or no safetensors file: its header does not fit its {size} bytes; {_AGAIN}"
+            )
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        for entry in _tensors(header).values():
+            _end(entry)
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
+        raise WeightFilesError(
+            f"{file} is no safetensors file: its header cannot be read ({error}); {_AGAIN}"
+        ) from error
+    return length, header
+
+
+def _tensors(header: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end, counted from the header's end."""
+    return int(entry["data_offsets"][1])
+
+
+def _cut_off(header: dict[str, Any], there: int) -> list[str]:
+    """Tensors that need more than the ``there`` bytes behind the header, in the order of the file."""
+    lost = {name: _end(entry) for name, entry in _tensors(header).items() if _end(entry) > there}
+    return sorted(lost, key=lambda name: lost[name])

@@ -1,0 +1,1 @@
+"""The HTML report of a run, and its figures on the terminal."""

@@ -1,0 +1,133 @@
+"""Which curves a report draws, and where a run's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime_like.observability.curve import running_mean, smoothing_window
+from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME, phase_seconds
+from slime_like.observability.phases import PHASES
+from slime_like.observability.report.charts import Line
+from slime_like.observability.report.data import RunData
+
+_TRAINING = "train_actor_training/"
+
+
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """One picture: its title, what it shows, and (metric, label) of each curve."""
+
+    title: str
+    caption: str
+    metrics: tuple[tuple[str, str], ...]
+    smooth: bool = False
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A picture with its data."""
+
+    title: str
+    caption: str
+    lines: list[Line]
+    non_finite_steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePicture:
+    """Seconds of every phase at every step, phases that took no time left out.
+
+    Attributes:
+        steps: training steps.
+        parts: (phase, seconds per step).
+        shares: (phase, percent of the run's step time).
+    """
+
+    steps: list[int]
+    parts: list[tuple[str, list[float]]]
+    shares: list[tuple[str, float]]
+
+
+SPECS = (
+    PanelSpec(
+        "Reward", "Mean over a step's responses, and its running mean.", ((MEAN_REWARD, "mean reward"),), smooth=True
+    ),
+    PanelSpec("Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True),
+    PanelSpec(
+        "Loss", "Total, and its policy-gradient part.", ((LOSS, "loss"), (f"{_TRAINING}policy_loss", "policy loss"))
+    ),
+    PanelSpec("Importance ratio", "Mean of current over old policy; 1 on-policy.", ((f"{_TRAINING}ratios", "ratio"),)),
+    PanelSpec("Clip fraction", "Tokens whose ratio was clipped.", ((f"{_TRAINING}clipfrac", "clip fraction"),)),
+    PanelSpec(
+        "KL to the reference",
+        "Estimates in nats per token; 0 without a reference.",
+        ((f"{_TRAINING}approx_policy_kls", "approximate KL"), (f"{_TRAINING}kl_loss", "KL loss")),
+    ),
+    PanelSpec("Entropy", "Mean entropy of the policy, nats per token.", ((f"{_TRAINING}entropy", "entropy"),)),
+    PanelSpec("Gradient norm", "Global norm before clipping.", ((f"{_TRAINING}grad_norm", "gradient norm"),)),
+    PanelSpec(
+        "Engine-to-trainer gap",
+        "|logprob of the engine - logprob of the trainer|, nats per token.",
+        ((f"{_TRAINING}engine_gap_mean", "mean"), (f"{_TRAINING}engine_gap_max", "largest")),
+    ),
+    PanelSpec(
+        "Response length",
+        "Tokens per response.",
+        ((f"{_TRAINING}response_lengths", "mean"), ("rollout/response_length_max", "longest")),
+    ),
+    PanelSpec(
+        "Throughput",
+        "Response tokens per second: while generating, and over the whole step.",
+        ((ROLLOUT_SPEED, "rollout"), ("train_actor_performance/tokens_per_second", "whole step")),
+    ),
+    PanelSpec("Learning rate", "Of the step's last update.", ((f"{_TRAINING}learning_rate", "learning rate"),)),
+)
+
+
+def panels(run: RunData) -> tuple[list[Panel], list[str]]:
+    """The pictures this run has data for, and the titles of those it has none for."""
+    drawn, missing = [], []
+    for spec in SPECS:
+        lines = list(_lines(run, spec))
+        bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
+        if lines or bad:
+            drawn.append(Panel(spec.title, spec.caption, lines, bad))
+        else:
+            missing.append(spec.title)
+    return drawn, missing
+
+
+def phase_picture(run: RunData) -> PhasePicture | None:
+    """Where the time of every step went; ``None`` where the run recorded no phases."""
+    seconds = {phase: _by_step(run, phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
+    steps = sorted({step for values in seconds.values() for step in values})
+    taken = {phase: values for phase, values in seconds.items() if any(value > 0 for value in values.values())}
+    if not taken:
+        return None
+    parts = [(phase, [max(0.0, values.get(step, 0.0)) for step in steps]) for phase, values in taken.items()]
+    total = sum(sum(values) for _, values in parts)
+    return PhasePicture(steps, parts, [(phase, 100 * sum(values) / total) for phase, values in parts])
+
+
+def key_metrics(run: RunData) -> list[tuple[str, Sequence[int], Sequence[float]]]:
+    """(name, steps, values) of every metric a picture is drawn from, and of the step time."""
+    names = [STEP_TIME, *(name for spec in SPECS for name, _ in spec.metrics)]
+    found = [(name, *run.series(name)) for name in names]
+    return [entry for entry in found if entry[1]]
+
+
+def _lines(run: RunData, spec: PanelSpec) -> Iterator[Line]:
+    for colour, (name, label) in enumerate(spec.metrics):
+        steps, values = run.series(name)
+        if not values:
+            continue
+        yield Line(label, steps, values, colour, dots=spec.dots, faint=spec.smooth)
+        if spec.smooth:
+            window = smoothing_window(len(values))
+            yield Line(f"running mean over {window} steps", steps, running_mean(values, window), colour)
+
+
+def _by_step(run: RunData, name: str) -> dict[int, float]:
+    return dict(zip(*run.series(name), strict=True))

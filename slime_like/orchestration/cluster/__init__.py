@@ -1,0 +1,1 @@
+"""Ray: session, placement, nodes, calls, health, clean-up of orphaned processes."""

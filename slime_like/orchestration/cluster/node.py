@@ -1,0 +1,56 @@
+"""The node that a worker runs on, as the cluster knows it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import ray
+import ray._private.worker
+
+from slime_like.errors import SlimeLikeError
+from slime_like.system.network import interface_of
+
+
+def node_address() -> str:
+    """This node's address in the cluster."""
+    address: str = ray._private.worker.global_worker.node_ip_address
+    return address
+
+
+def session_directory() -> Path:
+    """Where Ray keeps the files of this cluster on this node."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def use_session_directory() -> None:
+    """Temporary files of this process and its children go with Ray's session, however they end.
+
+    Engines make sockets and files that they leave behind. What torch compiles stays where it is found again.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = str(session_directory())
+    tempfile.tempdir = None  # what was found before
+
+
+def use_cluster_interface(gloo: bool) -> None:
+    """Have collectives of this process and its children go through the cluster's own network; what is set stays.
+
+    Args:
+        gloo: gloo, too; an engine's ranks share a host, and keep theirs on loopback.
+
+    Raises:
+        SlimeLikeError: no interface has the address that Ray uses.
+    """
+    address = node_address()
+    interface = interface_of(address)
+    if interface is None:
+        raise SlimeLikeError(
+            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it"
+        )
+    if gloo:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # NCCL would take every name that begins so

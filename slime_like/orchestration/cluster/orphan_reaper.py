@@ -1,0 +1,147 @@
+"""A small process that outlives a killed driver just long enough to remove what it leaves behind.
+
+A driver that ends in any other way cleans up itself. One that is killed outright takes its Ray cluster's main daemons
+along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
+stay for ever.
+
+Run as ``python -m slime_like.orchestration.cluster.orphan_reaper DRIVER_PID RAY_DIRECTORY SINCE LOGS
+RUN_NAME BUCKET_DIRECTORY...``
+with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is
+ending; its end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from slime_like.orchestration.cluster.ray_session import Sessions, put_away
+from slime_like.system.resource_tracker import is_tracker
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+
+_GRACE_S = 2.0
+_QUIET_S = 3.0
+_GIVE_UP_S = 60.0
+_LOOK_EVERY_S = 0.2
+_LAST_WORDS = (
+    "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
+    "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
+    "what it had started was ended, too; a training run goes on from its latest checkpoint when started again"
+)
+
+
+def start(
+    sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
+) -> subprocess.Popen[bytes]:
+    """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
+    module = "slime_like.orchestration.cluster.orphan_reaper"
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        str(sessions.driver),
+        str(sessions.ray_directory),
+        sessions.since,
+        str(logs.absolute()),
+        run_name,
+        *map(str, bucket_directories),
+    ]
+    # A session of its own: Ctrl-C on the terminal is the driver's business.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def dismiss(guard: subprocess.Popen[bytes]) -> None:
+    """Tell the guard that the driver ends in good order."""
+    try:
+        guard.communicate(b"done\n", timeout=10)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        guard.kill()
+        guard.wait()
+
+
+def hand_over(guard: subprocess.Popen[bytes]) -> None:
+    """Leave to the guard what may be left of a run that failed."""
+    if guard.stdin is None:
+        return
+    try:
+        guard.stdin.write(b"failed\n")
+        guard.stdin.close()
+    except BrokenPipeError:  # it was killed itself
+        return
+
+
+def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
+    """Until standard input says something, or ends."""
+    word = sys.stdin.readline()
+    if word == "done\n":
+        return
+    time.sleep(_GRACE_S)  # what notices by itself may end by itself
+    end_orphans(sessions)
+    cleanup(run_name, bucket_directories)
+    for session in sessions.directories():
+        put_away(session, logs)
+    if not word:  # last, for the terminal may be gone as well
+        print(_LAST_WORDS.format(driver=sessions.driver, logs=logs), file=sys.stderr)
+
+
+def end_orphans(sessions: Sessions) -> None:
+    """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
+
+    Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
+    itself. Who only reads there is left alone.
+    """
+    _end(lambda: session_processes(sessions), _QUIET_S)
+
+
+def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
+    """Kill every other process that writes below ``directories``, until none has shown up for ``quiet_s`` seconds."""
+    _end(lambda: writers_below(directories, but=os.getpid()), quiet_s)
+
+
+def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
+    deadline = time.monotonic() + _GIVE_UP_S
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < quiet_s and time.monotonic() < deadline:
+        for process in living():
+            quiet_since = time.monotonic()
+            try:
+                process.kill()  # psutil checks the start time, so a reused process id is safe
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(_LOOK_EVERY_S)
+
+
+def session_processes(sessions: Sessions) -> list[psutil.Process]:
+    """Living processes of the Ray session that the driver started."""
+    return writers_below(sessions.directories(), but=sessions.driver)
+
+
+def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
+    """Living processes other than ``but`` that have a file below ``directories`` open for writing.
+
+    Python's resource trackers are left out: killed, they would leave behind what they are there to remove.
+    """
+    places = tuple(f"{directory.resolve()}/" for directory in directories)
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != but and _writes_below(process, places) and not is_tracker(process):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
+            continue
+    return found
+
+
+def _writes_below(process: psutil.Process, places: tuple[str, ...]) -> bool:
+    return any(file.path.startswith(places) and file.mode != "r" for file in process.open_files())
+
+
+if __name__ == "__main__":
+    directories = [Path(directory) for directory in sys.argv[6:]]
+    watch(Sessions(Path(sys.argv[2]), int(sys.argv[1]), sys.argv[3]), Path(sys.argv[4]), sys.argv[5], directories)

@@ -1,0 +1,228 @@
+"""Where trainer ranks and engines run: one Ray placement group over the cluster, its bundles in the order of nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import ray._private.state
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime_like.config import RunConfig
+from slime_like.errors import SlimeLikeError
+from slime_like.orchestration.cluster.bundles import (
+    RANK_LABEL,
+    NodeRoom,
+    NoRoomError,
+    along_devices,
+    assign_nodes,
+    bundle_sizes,
+    num_reference_ranks,
+    reference_blocks,
+    tensor_blocks,
+)
+from slime_like.system.interrupts import raise_if_interrupted
+
+_LOOK_EVERY_S = 0.5
+_PIN = 0.001
+"""Of a node's own resource, which Ray calls node:ADDRESS and has 1.0 of: enough to pin a bundle there."""
+
+
+class Placement:
+    """Context manager: devices are reserved inside and free outside.
+
+    A device is a GPU where the cluster has any, and a CPU slot elsewhere. Ranks are numbered along nodes, and inside a
+    node along its devices. A tensor-parallel group never lies on two nodes, nor do the ranks whose devices a colocated
+    engine uses. Nodes come in the order that the cluster's start has given them, else in that of their addresses.
+    """
+
+    def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
+        self._config = config
+        self._sizes = bundle_sizes(config, with_trainers, with_engines)
+        self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
+        self._blocks = tensor_blocks(config, with_engines) if with_trainers else []
+        self._reference_blocks = reference_blocks(config) if with_trainers and with_engines else []
+        self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
+        self._group: PlacementGroup | None = None
+        self._order: list[int] = []
+        self._nodes: list[str] = []
+
+    def __enter__(self) -> Placement:
+        self._require_enough()
+        device = self.device
+        deadline = time.monotonic() + self._config.trainer.start_timeout_s
+        wanted = self._await_room(deadline)
+        self._group = placement_group(
+            [{device: size, f"node:{node}": _PIN} for size, node in zip(self._sizes, wanted, strict=True)],
+            strategy="PACK",
+        )
+        try:
+            ray.get(self._group.ready(), timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            remove_placement_group(self._group)
+            raise self._busy_error() from error
+        self._order = self._order_by_device(wanted)
+        bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        self._nodes = [bundle_nodes[bundle] for bundle in self._order]
+        self._require_whole_nodes()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+
+    @property
+    def device(self) -> str:
+        """Ray's name of the resource that ranks and engines are given: "GPU" or "CPU"."""
+        return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in use."""
+        return len(set(self._nodes))
+
+    def trainer_options(self, rank: int) -> dict[str, Any]:
+        """Ray options of one trainer rank's actor."""
+        return self._options(rank, gpus=1)
+
+    def engine_options(self, engine: int) -> dict[str, Any]:
+        """Ray options of one engine's actor. A colocated one owns no device: it is told which to use."""
+        if self._shared:
+            return self._options(self.shared_ranks(engine).start, gpus=0)
+        return self._options(self._num_ranks + engine, gpus=self._config.rollout.tensor)
+
+    def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
+        """Ray options of one rank of one reference worker."""
+        first = len(self._sizes) - num_reference_ranks(self._config)
+        return self._options(first + worker * self._config.reference.parallel.world_size + rank, gpus=1)
+
+    def shared_ranks(self, engine: int) -> range:
+        """Trainer ranks whose devices a colocated engine uses."""
+        tensor = self._config.rollout.tensor
+        return range(engine * tensor, (engine + 1) * tensor)
+
+    def _options(self, place: int, gpus: int) -> dict[str, Any]:
+        return self._in_bundle(self._order[place], gpus)
+
+    def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
+        return {
+            # CPU ranks share the cores; the reservation is the bundle itself.
+            "num_cpus": 0,
+            "num_gpus": gpus if self.device == "GPU" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+        }
+
+    def _require_enough(self) -> None:
+        there, needed = int(ray.cluster_resources().get(self.device, 0)), sum(self._sizes)
+        if there < needed:
+            engines = len(self._sizes) > self._num_ranks
+            raise SlimeLikeError(
+                f"cluster: {needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of "
+                f"{self._sizes}), the cluster has {there}; add nodes, "
+                + (
+                    "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
+                    if engines
+                    else "or lower trainer.parallel"
+                )
+            )
+
+    @property
+    def _engine_sizes(self) -> list[int]:
+        return self._sizes[self._num_ranks : len(self._sizes) - sum(self._reference_blocks)]
+
+    def _await_room(self, deadline: float) -> list[str]:
+        """Address of the node of every bundle, as soon as there is room for all."""
+        while True:
+            nodes = node_rooms(self.device)
+            try:
+                places = assign_nodes(self._blocks, self._engine_sizes, nodes, self._reference_blocks)
+                return [nodes[place].address for place in places]
+            except NoRoomError as error:
+                raise_if_interrupted()
+                if time.monotonic() > deadline:
+                    raise self._busy_error() from error
+                self._require_node_of(error.size)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _require_node_of(self, size: int) -> None:
+        largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
+        if size > largest:
+            raise SlimeLikeError(
+                f"cluster: {size} {self.device}s are needed on one node (trainer.parallel.tensor="
+                f"{self._config.trainer.parallel.tensor}, rollout.tensor={self._config.rollout.tensor}), and no node "
+                f"has more than {largest}; use sizes that one node holds"
+            )
+
+    def _busy_error(self) -> SlimeLikeError:
+        rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
+        return SlimeLikeError(
+            f"cluster: bundles of {self._sizes} {self.device} were not free together within trainer.start_timeout_s="
+            f"{self._config.trainer.start_timeout_s:g} s, tensor-parallel groups whole ({self.device}s free on "
+            f"{rooms}); end what else runs on the cluster, or lower the layout"
+        )
+
+    def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
+        """Bundles of trainer ranks along the devices of each node, then those of engines as they are.
+
+        Which device a bundle has reserved is told by a task that runs in it.
+        """
+        ranks = list(range(self._num_ranks))
+        if self.device == "GPU":
+            options = [self._in_bundle(bundle, gpus=1) for bundle in ranks]
+            asked = [ray.remote(_own_device).options(**own).remote() for own in options]
+            devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
+            ranks = along_devices(wanted[: self._num_ranks], devices)
+        return ranks + list(range(self._num_ranks, len(self._sizes)))
+
+    def _require_whole_nodes(self) -> None:
+        nodes = self._nodes[: self._num_ranks]
+        require_whole_nodes("trainer.parallel.tensor", self._config.trainer.parallel.tensor, nodes)
+        if self._shared:
+            require_whole_nodes("rollout.tensor", self._config.rollout.tensor, nodes)
+        if count := sum(self._reference_blocks):
+            tensor = self._config.reference.parallel.tensor
+            require_whole_nodes("reference.parallel.tensor", tensor, self._nodes[-count:])
+
+
+def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:
+    """Tensor parallelism moves data within every layer: between nodes it is a mistake, not a choice.
+
+    Raises:
+        SlimeLikeError: of ``nodes``, one per rank, ``size`` neighbours are not the same.
+    """
+    for start in range(0, len(nodes) - size + 1, size):
+        if len(set(nodes[start : start + size])) > 1:
+            raise SlimeLikeError(
+                f"cluster: {field}={size}, but ranks {start} to {start + size - 1} lie on several nodes; use a size "
+                "that divides the devices of every node"
+            )
+
+
+def node_rooms(device: str) -> list[NodeRoom]:
+    """Free devices of every living node, in the order of nodes."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
+    return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]
+
+
+def _position(node: dict[str, Any]) -> tuple[int, int, str]:
+    rank = node.get("Labels", {}).get(RANK_LABEL, "")
+    return int(rank or 0), int(ipaddress.ip_address(node["NodeManagerAddress"])), node["NodeID"]
+
+
+def _own_device() -> int:
+    """The device that the calling task was given, in the node's own numbering."""
+    name = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+    return int(name) if name.isdecimal() else 0  # an identifier has no order

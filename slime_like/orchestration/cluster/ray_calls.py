@@ -1,0 +1,117 @@
+"""Bounded Ray calls whose failures read as one sentence: who, where, in which phase."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from slime_like.errors import SlimeLikeError
+from slime_like.system.interrupts import raise_if_interrupted
+
+_READY_TIMEOUT_S = 60.0
+"""For a value that is there already, and is only fetched."""
+
+_LOOK_EVERY_S = 5.0
+"""Between looks at whether the user has interrupted."""
+
+_Error = TypeVar("_Error", bound=SlimeLikeError)
+
+
+def nobody() -> None:
+    """Nobody else to look at."""
+
+
+def gather(
+    references: Sequence[Any],
+    names: Sequence[str],
+    *,
+    phase: str,
+    timeout_s: float,
+    error: type[SlimeLikeError],
+    watch: Callable[[], None] = nobody,
+) -> list[Any]:
+    """Wait for every reference; the first failure ends the wait.
+
+    Args:
+        references: Ray object references, one per named worker.
+        names: who answers each reference, for messages ("trainer rank 3").
+        phase: what they were doing, for messages ("scoring").
+        timeout_s: bound on the whole wait, in seconds.
+        error: class of the error to raise.
+        watch: called every few seconds of waiting; raises where an answer needs somebody who has died.
+
+    Raises:
+        error: a worker died, raised, or did not answer in time.
+    """
+    waiting = dict(zip(references, names, strict=True))
+    values: dict[Any, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
+        raise_if_interrupted()
+        if not ready:
+            watch()
+        if not ready and left > _LOOK_EVERY_S:
+            continue
+        if not ready:
+            late = ", ".join(waiting.values())
+            raise error(f"{late} gave no answer within {timeout_s:.0f} s while {phase}; the worker logs say more")
+        values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
+    return [values[reference] for reference in references]
+
+
+def one(
+    reference: Any, name: str, *, phase: str, timeout_s: float = _READY_TIMEOUT_S, error: type[SlimeLikeError]
+) -> Any:
+    """The value of one reference, one that is there already unless a bound is given; or a sentence about why not."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as cause:
+        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}") from cause
+    except RayTaskError as cause:
+        raise _from_worker(cause, name, phase, error) from cause
+    except RayActorError as cause:
+        raise error(f"{name} died while {phase}: {_death(cause)}") from cause
+    except RayError as cause:
+        raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
+
+
+def located(original: _Error, name: str, phase: str) -> _Error:
+    """The same error, saying who was doing what."""
+    if name in str(original):
+        return original
+    problems = getattr(original, "problems", None)
+    same = type(original)(problems if problems is not None else f"{name}, {phase}: {original}")
+    same.users_traceback = original.users_traceback
+    return same
+
+
+def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:
+    original = cause.cause
+    if isinstance(original, SlimeLikeError):
+        # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
+        return located(original, name, phase)
+    return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
+
+
+def _death(cause: RayActorError) -> str:
+    """Of an actor's process that ended without an exception Ray says no more than that, and its id."""
+    process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
+    if process is None or "worker process has died" not in str(cause):
+        return _first_line(cause)
+    return (
+        f"its process {process[1]} ended without an exception; most often the kernel has killed it for want of memory "
+        f"(dmesg tells), and its log is worker-*-{process[1]}.err in worker_logs"
+    )
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,94 @@
+"""Reference workers: trainer ranks that hold the reference's weights and score with the trainer's own function."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.reference.config import worker_config
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.scoring import request_tokens, score_sequences
+from slime_like.trajectory import UnscoredTrajectory
+
+
+class RankedReference:
+    """One worker: as many trainer ranks as ``reference.parallel`` has."""
+
+    def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
+        self._config = worker_config(config)
+        self._placement = placement
+        self._index = index
+        self.name = f"reference worker {index}"
+        self._guard = threading.Lock()
+        self._closed = False
+        self._weights: Path | None = None
+        self._ranks = self._new_ranks()
+
+    def _new_ranks(self) -> TrainerGroup:
+        return TrainerGroup(self._config, self._placement, self._index)
+
+    def launch(self) -> None:
+        """Create the ranks; they import in the background until ``setup`` waits for them."""
+        self._ranks.launch()
+
+    def setup(self) -> None:
+        """Load the weights."""
+        self._ranks.setup_for_scoring(self._weights)
+
+    def use(self, weights: Path) -> None:
+        """See ``ReferenceWorker``."""
+        if weights != self._weights:
+            self._ranks.load_weights(weights, "policy")
+            self._weights = weights
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        """See ``ReferenceWorker``."""
+        scores = score_sequences(self._ranks, trajectories, self._config.trainer)
+        return [score.logprobs for score in scores]
+
+    def restart(self, weights: Path | None) -> None:
+        """See ``ReferenceWorker``."""
+        self._ranks.shutdown()
+        self._weights = weights
+        with self._guard:  # whoever closes it meanwhile finds either all new ranks or none
+            if self._closed:
+                raise TrainerError(f"{self.name}, starting again: the run has ended")
+            self._ranks = self._new_ranks()
+            self._ranks.launch()
+        self.setup()
+
+    def close(self) -> None:
+        """See ``ReferenceWorker``."""
+        with self._guard:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._ranks.shutdown()
+
+
+def launch_references(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedReference]:
+    """Workers on their way up; ``stack`` ends them."""
+    workers = [RankedReference(config, placement, index) for index in range(config.reference_workers)]
+    for worker in workers:
+        stack.callback(worker.close)
+        worker.launch()
+    return workers
+
+
+def reference_pool(config: RunConfig, workers: list[RankedReference]) -> ReferencePool | None:
+    """A pool that each has joined after it loaded its weights; none without workers."""
+    if not workers:
+        return None
+    with ThreadPoolExecutor(len(workers)) as threads:
+        list(threads.map(RankedReference.setup, workers))
+    pool = ReferencePool(request_tokens(worker_config(config).trainer), config.reference.max_worker_restarts)
+    for worker in workers:
+        pool.join(worker)
+    return pool

@@ -1,0 +1,97 @@
+"""From reward functions to advantages: weights, the overlong penalty, the KL penalty, the estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.advantages import compute_advantages, find_estimator
+from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError, RewardError
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.plugins.traceback import full_traceback, told
+from slime_like.trajectory import ScoredTrajectory
+
+
+def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
+    """(N,) what the estimator is given: the weighted sum of (N, num_funcs) rewards, less the overlong penalty."""
+    weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
+    totals = rewards @ weights
+    buffer = config.algorithm.overlong_buffer
+    if buffer is None:
+        return totals
+    limit, factor = config.rollout.max_new_tokens, config.algorithm.overlong_factor
+    return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
+
+
+def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
+    """(N,) advantages of all samples of a step, which every estimator may look at, whatever its scope.
+
+    Raises:
+        RewardError: the estimator, which may be a user's, failed or gave something else than one finite number each.
+    """
+    name = config.algorithm.advantage
+    try:
+        advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
+    except Exception as error:
+        failure = RewardError(f"step {step}: {_told(name, error)}; correct it")
+        failure.users_traceback = full_traceback(error)
+        raise failure from error
+    if config.debug.shuffle_advantages:
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        advantages = advantages[torch.randperm(len(advantages), generator=generator)]
+    return advantages
+
+
+def require_group_scope(config: RunConfig) -> None:
+    """Streaming needs advantages before the batch is complete; of a user's estimator only its object can tell.
+
+    Raises:
+        ConfigError: it cannot be had, or looks at the whole batch.
+    """
+    name = config.algorithm.advantage
+    try:
+        scope = find_estimator(name).scope
+    except Exception as error:
+        raise ConfigError([f"{_told(name, error)}; correct it"]) from error
+    if scope != "group":
+        raise ConfigError(
+            [
+                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage={name} "
+                f"declares the scope {scope!r}; use one that compares within groups, or rollout.stream: false"
+            ]
+        )
+
+
+def _told(name: str, error: Exception) -> str:
+    return told("algorithm.advantage", name, error, "compute")
+
+
+def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+    """Take each sample's KL to the reference off its reward, and replace its advantage, here and on the trainers.
+
+    The batch is loaded and scored: only then is the reference's opinion known. Logprobs are those frozen at the start
+    of the step, so that the penalty is about the policy that sampled.
+    """
+    algorithm = config.algorithm
+    frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
+    penalties = [
+        kl_penalty(
+            own.policy,
+            own.required_reference,
+            trajectory.loss_mask,
+            torch.tensor([trajectory.response_len]),
+            algorithm.kl_reward_coef,
+            algorithm.kl_reward_estimator,
+        )[1]
+        for trajectory, own in ((t, frozen[t.sequence_id]) for t in trajectories)
+    ]
+    lengths = [trajectory.response_len for trajectory in trajectories]
+    totals = total_rewards(config, torch.stack([t.rewards for t in trajectories]), lengths) + torch.cat(penalties)
+    advantages = step_advantages(config, totals, [t.group_id for t in trajectories], step)
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        trajectory.advantages = advantage.clone()
+    trainers.set_advantages({t.sequence_id: float(t.advantages) for t in trajectories})

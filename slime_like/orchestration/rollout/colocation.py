@@ -1,0 +1,73 @@
+"""Whose turn it is on devices that trainers and engines share (``cluster.placement: colocated``)."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.trainer.group import TrainerGroup
+
+
+class Turns(Protocol):
+    """Called before each phase; what must move has moved on return."""
+
+    def training(self) -> None:
+        """Before scoring, training and saving."""
+
+    def generation(self) -> None:
+        """Before sampling."""
+
+    def begin_sync(self) -> None:
+        """Before weights travel: trainers still need theirs, engines need room for theirs."""
+
+    def end_sync(self) -> None:
+        """When weights have arrived, before engines sample again."""
+
+
+class OwnDevices:
+    """Trainers and engines have devices of their own: nothing moves."""
+
+    def training(self) -> None: ...
+
+    def generation(self) -> None: ...
+
+    def begin_sync(self) -> None: ...
+
+    def end_sync(self) -> None: ...
+
+
+class SharedDevices:
+    """Takes turns, so that a device never holds optimizer state and KV cache at once.
+
+    A sync is the hand-over: gradients and optimizer state leave, engine weights come, buckets travel, trainer weights
+    leave, the KV cache comes.
+    """
+
+    def __init__(self, trainers: TrainerGroup, engines: RolloutManager) -> None:
+        self._trainers = trainers
+        self._engines = engines
+        self._turn: Literal["trainers", "engines"] = "trainers"
+
+    def training(self) -> None:
+        if self._turn == "trainers":
+            return
+        self._engines.sleep()
+        self._trainers.onload()
+        self._turn = "trainers"
+
+    def generation(self) -> None:
+        if self._turn == "engines":
+            return
+        self._trainers.offload()
+        self._engines.wake(("weights", "kv_cache"))
+        self._turn = "engines"
+
+    def begin_sync(self) -> None:
+        self.training()
+        self._trainers.offload(keep_weights=True)
+        self._engines.wake(("weights",))
+
+    def end_sync(self) -> None:
+        self._trainers.offload()
+        self._engines.wake(("kv_cache",))
+        self._turn = "engines"

@@ -1,0 +1,213 @@
+"""Responses of several turns: the engine samples one, the environment answers it, and so on. Runs beside the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import Conversation, Generation, GenerationRequest
+from slime_like.interfaces.environment import Step, Task
+from slime_like.sandbox.environments.observations import ObservationEncoder
+from slime_like.sandbox.environments.pool import EnvironmentPool, StepFailed
+
+Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
+Abort = Callable[[str], Awaitable[None]]
+
+
+class Conversations:
+    """Turns of the model through one engine and turns of the environment through its workers.
+
+    A turn's prompt is the token ids of everything before it, exactly as they were sampled: nothing is encoded again.
+    Every sample goes its own way, at its own pace. What runs is frozen by a weight update and goes on under the new
+    weights, as any request; a turn that begins after it is sampled by them alone.
+
+    Args:
+        tokenizer: Hugging Face tokenizer of the model.
+        generate, abort: the engine's own; ``generate`` waits while weights are updated.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Any, generate: Generate, abort: Abort) -> None:
+        self._limits = config.rollout.environment
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._abort = abort
+        self._encoder = ObservationEncoder(tokenizer, self._limits.template, self._limits.max_observation_tokens)
+        self._pool = EnvironmentPool(self._limits)
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return self._pool.process_ids
+
+    async def start(self) -> None:
+        """Raises ``EnvironmentFailure`` where the environment cannot be used."""
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def run(self, request: GenerationRequest) -> list[Generation]:
+        """One conversation per sample, in sample order. The request must have a task.
+
+        ``request.sampling.max_new_tokens`` bounds a whole response, observations included.
+
+        Raises:
+            EngineError: as the engine's ``generate``.
+            EnvironmentFailure: the environment cannot go on.
+        """
+        if request.request_id in self._running:
+            raise EngineError(f"request {request.request_id} is already running; ids must be unique")
+        running = self._running[request.request_id] = _Running()
+        try:
+            return await _all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])
+        finally:
+            del self._running[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End the conversations of one request: ``run`` returns what they have come to, finish reason "abort"."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.aborted = True
+        for turn in list(running.turns):
+            await self._abort(turn)
+
+    async def _converse(self, request: GenerationRequest, index: int, running: _Running) -> Generation:
+        assert request.task is not None
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        task = Task(prompt, request.task.answer, dict(request.task.fields))
+        response, step = _Response(), Step()
+        for turn in range(self._limits.max_turns):
+            if running.aborted:
+                return response.finished("abort")
+            room = request.sampling.max_new_tokens - response.length
+            generation = await self._turn(request, index, turn, response, room, running)
+            response.sampled(generation)
+            if generation.finish_reason != "stop" or running.aborted:
+                return response.finished("abort" if running.aborted else generation.finish_reason)
+            text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            try:
+                step = await self._pool.step(task, step.state, text, first=turn == 0)
+            except StepFailed as error:
+                return response.failed(error, str(self._limits.name))
+            observation, cut = self._encoder.encode("" if step.done else step.observation)
+            response.stepped(step, cut)
+            if step.done:
+                return response.finished("stop")
+            room -= len(generation.token_ids) + len(observation)
+            if room < 1 or turn + 1 == self._limits.max_turns:
+                break
+            response.observe(observation)
+        return response.finished("length")
+
+    async def _turn(
+        self, request: GenerationRequest, index: int, turn: int, response: _Response, room: int, running: _Running
+    ) -> Generation:
+        limit = min(room, self._limits.max_turn_tokens or room)
+        own = replace(
+            request,
+            request_id=f"{request.request_id}/{index}/{turn}",
+            prompt_tokens=[*request.prompt_tokens, *response.tokens],
+            sampling=replace(request.sampling, max_new_tokens=limit),
+            num_samples=1,
+            seed=None if request.seed is None else _turn_seed(request.seed, index, turn),
+            prompt_logprobs=False,
+            task=None,
+        )
+        running.turns.add(own.request_id)
+        try:
+            (generation,) = await self._generate(own)
+        finally:
+            running.turns.discard(own.request_id)
+        return generation
+
+
+@dataclass(slots=True)
+class _Running:
+    """The conversations of one request: the turns that the engine has, and whether they are unwanted."""
+
+    turns: set[str] = field(default_factory=set)
+    aborted: bool = False
+
+
+class _Response:
+    """What a conversation has come to: the prompt's continuation, token by token.
+
+    Attributes:
+        tokens: sampled and observed ids.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._logprobs: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._turns: list[tuple[int, int]] = []
+        self._steps: list[dict[str, Any]] = []
+        self._reward = 0.0
+        self._success = False
+        self._failure: dict[str, str] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def sampled(self, generation: Generation) -> None:
+        """A turn of the model; one that was aborted before its first token is none."""
+        if len(generation.token_ids) == 0:
+            return
+        self._turns.append((self.length, self.length + len(generation.token_ids)))
+        self.tokens += generation.token_ids.tolist()
+        self._logprobs.append(generation.logprobs)
+        self._versions.append(generation.weight_versions)
+
+    def observe(self, observation: Sequence[int]) -> None:
+        """Tokens that nobody sampled: no logprob, and the version of what they answer."""
+        self.tokens += observation
+        self._logprobs.append(np.zeros(len(observation), np.float32))
+        self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
+
+    def stepped(self, step: Step, cut_tokens: int) -> None:
+        self._reward += step.reward
+        self._success = step.success
+        self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
+
+    def failed(self, error: StepFailed, environment: str) -> Generation:
+        self._failure = {"reason": error.reason, "function": environment}
+        if error.detail:
+            self._failure["detail"] = error.detail
+        return self.finished("stop")
+
+    def finished(self, reason: Any) -> Generation:
+        """It ends with a token that the model sampled: an observation that nobody answered teaches nothing."""
+        length = self._turns[-1][1] if self._turns else 0
+        return Generation(
+            token_ids=np.asarray(self.tokens[:length], np.int64),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
+            weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
+            finish_reason=reason,
+            conversation=Conversation(
+                tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)
+            ),
+        )
+
+
+def _turn_seed(seed: int, sample: int, turn: int) -> int:
+    """A seed for every turn of every sample, so that a conversation that is begun again goes the same way."""
+    return int(np.random.SeedSequence([seed, sample, turn]).generate_state(1)[0])
+
+
+async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+    """All results, in order; where one fails, or the caller is cancelled, none of the others goes on."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

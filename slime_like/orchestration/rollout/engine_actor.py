@@ -1,0 +1,154 @@
+"""The Ray actor around one rollout engine: a thin, asynchronous doorway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from slime_like.config import RunConfig
+from slime_like.data.tokenizer import load_tokenizer
+from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.interfaces import (
+    BucketMetadata,
+    EngineHealth,
+    Generation,
+    GenerationRequest,
+    UpdateReceipt,
+)
+from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
+from slime_like.orchestration.rollout.answers import Answer, Mailbox
+from slime_like.orchestration.rollout.conversations import Conversations
+from slime_like.orchestration.rollout.engine_class import engine_class
+
+
+class EngineActor:
+    """One engine, and the conversations that lead through it. Plain Python with coroutines: Ray makes an asynchronous
+    actor of it.
+
+    Requests that come while weights are updated wait until the update is finished, or has failed: a conversation goes
+    from turn to turn and knows nothing of the driver's syncs.
+    """
+
+    def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
+        if shared_devices:  # Ray gave a colocated engine no device of its own; CUDA is not initialised yet
+            os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
+        use_cluster_interface(gloo=False)  # weights come from other hosts
+        use_session_directory()
+        self._config = config
+        self._index = index
+        self._engine = engine_class(config)(config, index)
+        self._conversations: Conversations | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself forgets them
+        self._updated = asyncio.Event()
+        self._updated.set()
+
+    async def start(self) -> None:
+        timeout = self._config.rollout.start_timeout_s
+        try:
+            await asyncio.wait_for(self._engine.start(), timeout)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s; "
+                "raise rollout.start_timeout_s or read its log in the run directory"
+            ) from error
+        if self._config.rollout.environment.name is not None:
+            await self._start_conversations()
+
+    async def _start_conversations(self) -> None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
+        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+        await self._conversations.start()
+
+    async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
+        """Begin with ``requests``; ``answers`` has what becomes of them."""
+        mailbox = self._mailboxes.setdefault(asker, Mailbox())
+        mailbox.expected += len(requests)
+        for request in requests:
+            task = asyncio.create_task(self._answer(mailbox, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def answers(self, asker: str) -> list[Answer]:
+        """Those to ``asker``'s requests that are there, as soon as there is one."""
+        mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may come later than this
+        answers = await mailbox.take()
+        if mailbox.expected == 0:
+            del self._mailboxes[asker]
+        return answers
+
+    async def _answer(self, mailbox: Mailbox, request: GenerationRequest) -> None:
+        try:
+            mailbox.put(Answer(request.request_id, await self.generate(request)))
+        except SlimeLikeError as error:
+            mailbox.put(Answer(request.request_id, error=error))
+        except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
+            told = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
+            mailbox.put(Answer(request.request_id, error=told))
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """A request with a task becomes conversations where the run has an environment."""
+        talks = self._conversations is not None and request.task is not None
+        answer = self._conversations.run(request) if self._conversations and talks else self._sample(request)
+        timeout = self._config.rollout.request_timeout_s
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{request.request_id} was not answered within {timeout:.0f} s; raise rollout.request_timeout_s, or "
+                "lower rollout.max_concurrent_requests"
+            ) from error
+
+    async def _sample(self, request: GenerationRequest) -> list[Generation]:
+        await self._updated.wait()  # bounded by the request's own time
+        return await self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        if self._conversations is not None:
+            await self._conversations.abort(request_id)
+        await self._engine.abort(request_id)
+
+    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        await self._engine.connect(transport, rendezvous)
+
+    async def begin_update(self, version: int) -> None:
+        self._updated.clear()
+        async with self._opened_by_failure():
+            await self._engine.begin_update(version)
+
+    async def update(self, buckets: Sequence[BucketMetadata]) -> None:
+        async with self._opened_by_failure():
+            for bucket in buckets:
+                await self._engine.update(bucket)
+
+    async def finish_update(self, version: int) -> UpdateReceipt:
+        async with self._opened_by_failure():
+            receipt = await self._engine.finish_update(version)
+        self._updated.set()
+        return receipt
+
+    @asynccontextmanager
+    async def _opened_by_failure(self) -> AsyncIterator[None]:
+        """After a failed update the engine itself refuses to sample, and says why."""
+        try:
+            yield
+        except BaseException:
+            self._updated.set()
+            raise
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        await self._engine.wake(parts)
+
+    async def health(self) -> EngineHealth:
+        return await self._engine.health()
+
+    async def stop(self) -> None:
+        if self._conversations is not None:
+            await self._conversations.close()
+        await self._engine.stop()

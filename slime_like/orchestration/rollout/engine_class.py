@@ -1,0 +1,29 @@
+"""The class of a run's engines, and whether it can serve the model."""
+
+from __future__ import annotations
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.hosting.hosted_engine import HostedEngine
+from slime_like.interfaces import RolloutEngine
+from slime_like.interfaces.installed import load_engine
+from slime_like.models.dimensions import ModelDimensions
+
+
+def engine_class(config: RunConfig) -> type[RolloutEngine]:
+    """The class of the run's engines; where they live in another interpreter, the one that stands for it here."""
+    return HostedEngine if config.rollout.python is not None else load_engine(config.rollout.engine)
+
+
+def require_servable(config: RunConfig, on_cuda: bool) -> None:
+    """Refuse, before any engine is started, what its class says it cannot do on these devices.
+
+    A class says so by a static method ``refusal(dimensions, on_cuda)``, which it may do without.
+
+    Raises:
+        EngineError: with the engine's reason.
+    """
+    refusal = getattr(load_engine(config.rollout.engine), "refusal", None)
+    reason = refusal and refusal(ModelDimensions.from_checkpoint(config.model.path), on_cuda)
+    if reason:
+        raise EngineError(f"rollout.engine={config.rollout.engine}: {reason}")

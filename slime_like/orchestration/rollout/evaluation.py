@@ -1,0 +1,104 @@
+"""Held-out accuracy by the same engines and reward workers that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
+from slime_like.config import RunConfig
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.observability.records import EvaluationRecord
+from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
+from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.sandbox.rewards.pool import RewardOutcome
+from slime_like.trajectory import UnscoredTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """All files together, and each by itself under its name where there are several."""
+
+    overall: EvaluationRecord
+    datasets: dict[str, EvaluationRecord]
+
+
+class Evaluator:
+    """Evaluates on fixed lists of held-out prompts, one per file: what ``held_out`` read."""
+
+    def __init__(
+        self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._scorer = scorer
+        self._sampling = evaluation_sampling(config)
+        self._datasets = datasets
+
+    def run(self, step: int) -> EvaluationResult:
+        """Sample and score every prompt under the weights that the engines serve."""
+        prompts = [prompt for own in self._datasets.values() for prompt in own]
+        samples = self._config.evaluation.samples_per_prompt
+        requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
+        temperature = self._sampling.temperature or 1.0
+        groups = [
+            to_group(prompt, answer, temperature).trajectories
+            for prompt, answer in zip(prompts, self._engines.generate(requests), strict=True)
+        ]
+        outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
+        samples_of = [[_Sample.of(trajectory, next(outcomes)) for trajectory in group] for group in groups]
+        remaining = iter(samples_of)
+        results = {name: _figures([next(remaining) for _ in own]) for name, own in self._datasets.items()}
+        return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    success: bool
+    length: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> _Sample:
+        return cls(outcome.successes[0] > 0, trajectory.sampled_len, trajectory.finish_reason == "length")
+
+
+def dataset_names(files: Sequence[Path]) -> list[str]:
+    """The files' names without their endings; with as much of their directories as makes them differ."""
+    for parts in range(1, max((len(file.parts) for file in files), default=1) + 1):
+        names = ["/".join(file.with_suffix("").parts[-parts:]) for file in files]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{file.stem}-{index}" for index, file in enumerate(files)]
+
+
+def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Each file's prompts in their order; group ids are unique over all files.
+
+    Raises:
+        DataError: a file without a usable row, or with a bad one (``file:line: reason``).
+    """
+    data = config.data.model_copy(update={"shuffle": False})
+    datasets: dict[str, list[Prompt]] = {}
+    count = 0
+    for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
+        source = PromptSource([file], tokenizer, data, seed=0)
+        wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
+        datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
+        count += wanted
+    return datasets
+
+
+def _figures(prompts: Sequence[Sequence[_Sample]]) -> EvaluationRecord:
+    samples = [sample for own in prompts for sample in own]
+    successes = [[sample.success for sample in own] for own in prompts]
+    return EvaluationRecord(
+        accuracy=sum(sample.success for sample in samples) / len(samples),
+        pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},
+        num_responses=len(samples),
+        response_length_mean=sum(sample.length for sample in samples) / len(samples),
+        truncated_fraction=sum(sample.truncated for sample in samples) / len(samples),
+    )

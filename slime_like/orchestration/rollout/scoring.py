@@ -1,0 +1,166 @@
+"""Rewards and advantages: groups of unscored trajectories become scored ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.config.rollout import ENVIRONMENT
+from slime_like.interfaces import Conversation
+from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
+from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedGroup:
+    """A group whose rewards are known; advantages may depend on the batch it will be part of.
+
+    Attributes:
+        group: its N samples.
+        rewards, successes: (N, F) float32, one column per reward function.
+        totals: (N,) float32, the rewards that advantages come from.
+        metadata: one per sample.
+        reference: (response_len,) logprobs of each sample under the reference, where a worker has scored them.
+    """
+
+    group: GroupedUnscoredTrajectories
+    rewards: Tensor
+    successes: Tensor
+    totals: Tensor
+    metadata: list[dict[str, Any]]
+    reference: list[Tensor] | None = None
+
+
+class Scorer:
+    """Reward functions in worker processes, then advantages. Threads take turns with the workers."""
+
+    def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
+        self._config = config
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._names = [function.name for function in config.reward.functions]
+        self._turn = threading.Lock()
+
+    @property
+    def function_names(self) -> list[str]:
+        return self._names
+
+    def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
+        """What every reward function says of every response, in order; of a conversation they see the last turn."""
+        decode = self._tokenizer.batch_decode
+        responses = decode([_judged_tokens(t) for t in trajectories], skip_special_tokens=True)
+        prompts = {t.group_id: t.prompt_tokens for t in trajectories}
+        texts = dict(zip(prompts, decode(list(prompts.values()), skip_special_tokens=False), strict=True))
+        items = [
+            RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
+            for trajectory, response in zip(trajectories, responses, strict=True)
+        ]
+        with self._turn:
+            outcomes = self._pool.score(items, [trajectory.group_id for trajectory in trajectories])
+        return [
+            self._with_environment(outcome, trajectory.conversation)
+            for outcome, trajectory in zip(outcomes, trajectories, strict=True)
+        ]
+
+    def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
+        """Rewards and successes of all samples."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        outcomes = iter(self.outcomes(trajectories))
+        return [self._rewarded(group, [next(outcomes) for _ in group.trajectories]) for group in groups]
+
+    def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+        """The trajectories of a step's whole batch with their advantages, in the order of the groups."""
+        trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
+        totals = torch.cat([rewarded.totals for rewarded in groups])
+        advantages = step_advantages(self._config, totals, [t.group_id for t in trajectories], step)
+        rewards = torch.cat([rewarded.rewards for rewarded in groups])
+        successes = torch.cat([rewarded.successes for rewarded in groups])
+        metadata = [entry for rewarded in groups for entry in rewarded.metadata]
+        references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
+        return [
+            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i], references[i])
+            for i, trajectory in enumerate(trajectories)
+        ]
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories, outcomes: Sequence[RewardOutcome]) -> RewardedGroup:
+        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
+        successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
+        totals = total_rewards(self._config, rewards, [t.response_len for t in group.trajectories])
+        metadata = [
+            self._metadata(outcome, trajectory.conversation)
+            for outcome, trajectory in zip(outcomes, group.trajectories, strict=True)
+        ]
+        return RewardedGroup(group, rewards, successes, totals, metadata)
+
+    def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
+        """The environment's rewards among the computed ones; nothing at all where the conversation broke."""
+        if conversation is None:
+            return outcome
+        if conversation.failure is not None:
+            zeros = (0.0,) * len(self._names)
+            return RewardOutcome(zeros, zeros, dict(conversation.failure))
+        if ENVIRONMENT not in self._names:
+            return outcome
+        at = self._names.index(ENVIRONMENT)
+        own = (conversation.reward, float(conversation.success)) if "reason" not in outcome.metadata else (0.0, 0.0)
+        rewards, successes = (
+            (*values[:at], value, *values[at:])
+            for values, value in zip((outcome.rewards, outcome.successes), own, strict=True)
+        )
+        return RewardOutcome(rewards, successes, outcome.metadata)
+
+    def _metadata(self, outcome: RewardOutcome, conversation: Conversation | None) -> dict[str, Any]:
+        metadata = {"func_names": self._names, **outcome.metadata}
+        if conversation is not None:
+            steps = [dict(step) for step in conversation.metadata]
+            metadata["conversation"] = {"turns": [list(turn) for turn in conversation.turns], "steps": steps}
+        return metadata
+
+
+def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
+    """What reward functions see: not the words of the environment, which may hold the answer."""
+    if trajectory.conversation is None:
+        return trajectory.response_tokens
+    start, end = trajectory.conversation.turns[-1]
+    return trajectory.response_tokens[start:end]
+
+
+def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
+    return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)
+
+
+def _scored(
+    trajectory: UnscoredTrajectory,
+    rewards: Tensor,
+    successes: Tensor,
+    advantage: Tensor,
+    metadata: dict[str, Any],
+    reference: Tensor | None,
+) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        prompt_tokens=trajectory.prompt_tokens,
+        response_tokens=trajectory.response_tokens,
+        prompt_len=trajectory.prompt_len,
+        response_len=trajectory.response_len,
+        logprobs=trajectory.logprobs,
+        ref_logprobs=reference,
+        rewards=rewards,
+        advantages=advantage,
+        successes=successes,
+        answer=trajectory.answer,
+        sequence_id=trajectory.sequence_id,
+        group_id=trajectory.group_id,
+        reward_metadata=metadata,
+        policy_version=trajectory.policy_version,
+        loss_mask=trajectory.loss_mask,
+        weight_versions=trajectory.weight_versions,
+        temperature=trajectory.temperature,
+        finish_reason=trajectory.finish_reason,
+    )

@@ -1,0 +1,1 @@
+"""One run: directory, session, steps, figures."""

@@ -1,0 +1,190 @@
+"""A run's directory at its start: what is resumed, what is moved aside, and which settings have changed since."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from slime_like.checks.checkpoint_backend import backend_problem
+from slime_like.config import RunConfig
+from slime_like.config.reading.fields import all_fields, value_text
+from slime_like.config.reading.load import load_config, save_config
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.observability.metrics import METRICS_FILE
+from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, latest_checkpoint
+
+CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+EXPORT = "hf"
+"""The trained model as a Hugging Face directory."""
+
+_READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluation.files", "debug.load_rollouts")
+_TOLD = 8  # changed settings named; more make no sentence
+
+
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+    """What ``resume`` asks for; ``None`` means a new start. Nothing is changed on disk.
+
+    Raises:
+        CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
+        ConfigError: the run has finished, or another backend wrote the checkpoint.
+    """
+    checkpoint = _asked_for(config)
+    if checkpoint is not None:
+        _require_resumable(checkpoint, config)
+    return checkpoint
+
+
+def _asked_for(config: RunConfig) -> Checkpoint | None:
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        return Checkpoint.read(Path(config.resume))
+    latest = latest_checkpoint(config.run_dir)
+    return Checkpoint.read(latest) if latest is not None else None
+
+
+def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:
+    """Make the directory for a start from ``checkpoint``; what a new run is told stands there from now on.
+
+    An earlier run of the directory that is not the one resumed is moved aside.
+
+    Raises:
+        ConfigError: what this run reads would be moved with it, or something else is where its model belongs.
+        SlimeLikeError: it cannot be moved.
+    """
+    own = _is_own(config, checkpoint)
+    moved = not own and (config.run_dir / METRICS_FILE).exists()
+    if config.checkpoint.export_hf and not moved:
+        _require_room_for_export(config, own)
+    if own:
+        return
+    if moved:
+        _require_nothing_read_there(config)
+        aside = _move_aside(config.run_dir)
+        lock.take()
+        (aside / LOCK_FILE).unlink(missing_ok=True)
+    save_config(config, config.run_dir / CONFIG_FILE)
+
+
+def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Settings that have changed since the earlier start of this run, as "field: before -> now".
+
+    A configuration that differs is saved beside the earlier one, not over it: ``config.until-step-N.yaml`` is what the
+    steps up to N were made with. Called once the checkpoint is loaded: what was refused has changed nothing.
+    """
+    if not _is_own(config, checkpoint):
+        return []
+    changed = _keep_config(config, checkpoint.step)
+    save_config(config, config.run_dir / CONFIG_FILE)
+    return changed
+
+
+def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
+    """The closing figures; their presence says that the run has ended in good order."""
+    path = config.run_dir / SUMMARY_FILE
+    path.write_text(json.dumps({"steps": config.steps, **summary}, indent=1) + "\n", encoding="utf-8")
+
+
+def _is_own(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
+    """Does the checkpoint lie in the run's own directory?"""
+    return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
+
+
+def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
+    if not config.debug.load_rollouts:
+        checkpoint.data_position()  # raises before anything starts
+    if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
+        raise ConfigError([problem])
+    if _is_own(config, checkpoint) and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
+        raise ConfigError(
+            [
+                f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
+                "choose another run_dir, or set resume: never to start anew"
+            ]
+        )
+
+
+def _require_nothing_read_there(config: RunConfig) -> None:
+    place = config.run_dir.resolve()
+    inside = [
+        f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
+        "another run_dir"
+        for name in _READ
+        for path in _paths(_value(config, name))
+        if path.resolve().is_relative_to(place)
+    ]
+    if inside:
+        raise ConfigError(inside)
+
+
+def _require_room_for_export(config: RunConfig, own: bool) -> None:
+    """The model is written after the last step: what it must not replace is told before the first.
+
+    Args:
+        own: the directory is this run's already, so that a model there is an earlier start's.
+    """
+    export = config.run_dir / EXPORT
+    read = export.resolve() == config.model.path.resolve()
+    earlier = own and not read and (export / "config.json").is_file()
+    if not os.path.lexists(export) or earlier or (export.is_dir() and not any(export.iterdir())):
+        return
+    what = "model.path" if read else "no model that this run wrote"
+    raise ConfigError(
+        [
+            f"run_dir={config.run_dir}: {export} is {what}, and the trained one belongs there; move it away, give "
+            "another run_dir, or set checkpoint.export_hf: false"
+        ]
+    )
+
+
+def _paths(value: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, Path) else value
+
+
+def _move_aside(run_dir: Path) -> Path:
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        raise SlimeLikeError(
+            f"run_dir={run_dir}: the earlier run there could not be moved aside to {aside} ({error.strerror}); choose "
+            "another run_dir, or move it yourself"
+        ) from error
+    return aside
+
+
+def _keep_config(config: RunConfig, step: int) -> list[str]:
+    """Keep the earlier configuration where this one differs; what differs."""
+    path = config.run_dir / CONFIG_FILE
+    if not path.is_file():
+        return []
+    try:
+        changed = _differences(load_config(path, []), config)
+    except ConfigError as error:
+        changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
+    kept = path.with_name(f"config.until-step-{step:06d}.yaml")
+    if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
+        path.replace(kept)
+    return changed if len(changed) <= _TOLD else [*changed[:_TOLD], f"and {len(changed) - _TOLD} more"]
+
+
+def _differences(before: RunConfig, now: RunConfig) -> list[str]:
+    return [
+        f"{name}: {value_text(_value(before, name))} -> {value_text(_value(now, name))}"
+        for name in all_fields()
+        if name not in ("resume", "run_dir", "cluster.address") and _value(before, name) != _value(now, name)
+    ]
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,1 @@
+"""Trainer ranks: batches, optimizer steps, checkpoints, scoring."""

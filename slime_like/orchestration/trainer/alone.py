@@ -1,0 +1,40 @@
+"""Trainer ranks without engines or rewards, for commands that only score or verify."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.trainer.group import TrainerGroup
+
+
+@contextmanager
+def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
+    """Devices reserved and ranks launched, not set up yet; all gone outside. Needs a running ``Cluster``."""
+    with Placement(config, with_engines=False) as placement:
+        trainers = TrainerGroup(config, placement)
+        try:
+            trainers.launch()
+            yield trainers
+        finally:
+            trainers.shutdown()
+
+
+@contextmanager
+def run_directory(path: Path, temporary: bool) -> Iterator[Path]:
+    """``path``, made if needed. A temporary one goes when all went well or was refused, and stays for the logs of a
+    failure."""
+    path.mkdir(mode=0o700 if temporary else 0o777, parents=True, exist_ok=not temporary)
+    try:
+        yield path
+    except BaseException as error:
+        temporary = temporary and isinstance(error, ConfigError)
+        raise
+    finally:
+        if temporary:
+            shutil.rmtree(path)

@@ -1,0 +1,166 @@
+"""ExperienceBatcher: scored trajectories become packed micro-batches for every data-parallel replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing.partition import (
+    Partition,
+    partition_by_tokens,
+    partition_full_batches,
+    training_flops,
+)
+from slime_like.algorithms.reduction import step_denominator, token_weights
+from slime_like.config import RunConfig
+from slime_like.data.token_budget import TokenBudget
+from slime_like.errors import DataError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+
+Window = list[list[PackedTrajectory]]
+"""[data-parallel replica][micro-batch]; every replica has the same count."""
+
+_FEWEST_PER_STAGE = 4
+"""Micro-batches in a window for every stage of a pipeline."""
+
+
+@dataclass(slots=True)
+class TrainingBatch:
+    """What one training step feeds the trainers.
+
+    Attributes:
+        replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
+        denominators: one per minibatch: tokens, samples or groups of that optimizer step.
+        packed_tokens: tokens computed, padding and fillers included.
+    """
+
+    replicas: list[list[list[PackedTrajectory]]]
+    denominators: list[float]
+    packed_tokens: int
+
+
+class ExperienceBatcher:
+    """Packs by ``trainer.target_tokens_per_batch``; balances replicas by ``trainer.balance``, tokens or FLOPs."""
+
+    def __init__(self, config: RunConfig, data_parallel_size: int, pad_token_id: int) -> None:
+        self._config = config
+        self._replicas = data_parallel_size
+        self._pad_token_id = pad_token_id
+
+    def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
+        """All trajectories of a step, in minibatches of whole groups.
+
+        Raises:
+            DataError: fewer sequences than replicas in a minibatch, or one longer than the token budget.
+        """
+        replicas: list[list[list[PackedTrajectory]]] = [[] for _ in range(self._replicas)]
+        denominators = []
+        for minibatch in split_by_group(trajectories, self._config.algorithm.minibatches):
+            self.weigh(minibatch)
+            denominators.append(self.denominator(minibatch))
+            for replica, packs in zip(replicas, self.pack_all(minibatch), strict=True):
+                replica.append(packs)
+        packs = [pack for replica in replicas for minibatch in replica for pack in minibatch]
+        return TrainingBatch(replicas, denominators, sum(pack.packed_seq_len for pack in packs))
+
+    def weigh(self, groups: Sequence[ScoredTrajectory]) -> None:
+        """Set the token weight of every sequence of whole groups."""
+        algorithm = self._config.algorithm
+        counts, ids = _loss_tokens(groups)
+        weights = token_weights(algorithm.reduction, counts, ids, algorithm.constant_length)
+        for trajectory, weight in zip(groups, weights, strict=True):
+            trajectory.token_weight = weight
+
+    def denominator(self, minibatch: Sequence[ScoredTrajectory]) -> float:
+        """What the sums of the whole optimizer step are divided by, whatever its packs."""
+        return step_denominator(self._config.algorithm.reduction, *_loss_tokens(minibatch))
+
+    def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
+        """(a window of full micro-batches, what is left for later); the window may be empty.
+
+        A pipeline's has at least ``4 * trainer.parallel.pipeline`` micro-batches, so that its bubble is small.
+        """
+        parallel, budget = self._config.trainer.parallel, self._config.trainer.target_tokens_per_batch
+        partition = partition_full_batches(self._lengths(waiting), budget, self._replicas).partition
+        rounds = len(partition[0])
+        fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
+        rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0
+        sent = [replica[:rounds] for replica in partition]
+        gone = {index for replica in sent for members in replica for index in members}
+        return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
+
+    def pack_all(self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False) -> Window:
+        """All of them in one window, balanced over replicas.
+
+        Args:
+            sequences: at least one for every replica.
+            replicas_served: every replica has had sequences of this optimizer step already, so that fewer may come.
+
+        Raises:
+            DataError: fewer sequences than replicas, or one longer than the token budget.
+        """
+        if len(sequences) < self._replicas and not replicas_served:
+            raise DataError(
+                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas; raise "
+                "rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data"
+            )
+        lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
+        used = min(self._replicas, len(sequences))
+        partition = partition_by_tokens(lengths, budget, used, costs=self._costs(lengths))
+        return fill_to_equal_counts(self._packed(sequences, partition + [[] for _ in range(self._replicas - used)]))
+
+    def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
+        return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]
+
+    def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
+        """Sequences of one length are neighbours: attention on a CPU takes them together, where they lie."""
+        return pack_sequences(sorted(sequences, key=lambda each: each.total_len), pad_token_id=self._pad_token_id)
+
+    def _lengths(self, sequences: Sequence[ScoredTrajectory]) -> list[int]:
+        """Tokens that each takes of a micro-batch."""
+        return TokenBudget(self._config.trainer).padded_lengths(sequences)
+
+    def _costs(self, lengths: Sequence[int]) -> list[float] | None:
+        """What replicas are balanced by; none means tokens."""
+        if self._config.trainer.balance == "tokens":
+            return None
+        model = self._dimensions
+        attention = model.num_heads * (model.head_dim + model.value_dim) // 2
+        return training_flops(lengths, attention, model.active_parameters, model.num_layers)
+
+    @cached_property
+    def _dimensions(self) -> ModelDimensions:
+        return ModelDimensions.from_checkpoint(self._config.model.path)
+
+
+def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int]]:
+    """(loss-carrying tokens, group) of every trajectory."""
+    return [int(t.loss_mask.sum()) for t in trajectories], [t.group_id for t in trajectories]
+
+
+def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list[list[ScoredTrajectory]]:
+    """Whole groups, in order of appearance, in ``parts`` minibatches whose sizes differ by at most one group."""
+    by_group: dict[int, list[ScoredTrajectory]] = {}
+    for trajectory in trajectories:
+        by_group.setdefault(trajectory.group_id, []).append(trajectory)
+    groups = list(by_group.values())
+    if len(groups) < parts:
+        raise DataError(f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}; lower it")
+    bounds = [len(groups) * part // parts for part in range(parts + 1)]
+    return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
+
+
+def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:
+    """Pipelines and collectives need equal micro-batch counts: fill with zero-weight packs, never drop or repeat.
+
+    A replica may have no pack of its own; one must have.
+    """
+    most = max(len(packs) for packs in replicas)
+    like = next(packs[0] for packs in replicas if packs)
+    return [
+        packs + [zero_weight_pack(packs[0] if packs else like) for _ in range(most - len(packs))] for packs in replicas
+    ]

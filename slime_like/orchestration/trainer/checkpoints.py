@@ -1,0 +1,288 @@
+"""Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.system.disk import refusal
+
+_TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
+_NAME = re.compile(r"step-\d{6,}")  # a copy that somebody made under another name is not ours to remove
+_CHECKSUM, _FILES = "crc32", "files"
+_RESCUE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / _TRAINER
+
+    def data_position(self) -> dict[str, Any]:
+        """Where the prompts go on.
+
+        Raises:
+            CheckpointError: the run that wrote it read no prompts, but kept rollouts.
+        """
+        if "data" not in self.state:
+            raise CheckpointError(
+                f"resume: {self.path} is of a run on kept rollouts and has no position in data.train; resume it with "
+                "debug.load_rollouts, or start from its Hugging Face export"
+            )
+        position: dict[str, Any] = self.state["data"]
+        return position
+
+    def file(self, name: str) -> Path:
+        """A file that ``CheckpointStore.also_write`` put there.
+
+        Raises:
+            CheckpointError: it is missing, or not as it was written.
+        """
+        path = self.path / name
+        try:
+            intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
+        except (OSError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"resume: {path} is missing ({error}); resume from an older checkpoint in {self.path.parent}"
+            ) from error
+        if not intact:
+            raise CheckpointError(
+                f"resume: {path} is not as it was written; resume from an older checkpoint in {self.path.parent}"
+            )
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Open the checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: it is missing, or its state cannot be read; the message says what to do.
+        """
+        file = path / _STATE
+        if not path.is_dir():
+            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); {_elsewhere(path)}")
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+            if state.pop(_CHECKSUM) != _checksum(state):
+                raise ValueError("it is not as it was written")
+            return cls(path.resolve(), int(state["step"]), state)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"resume: {path} is no checkpoint ({_STATE} is missing); {_elsewhere(path)}"
+            ) from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
+            ) from error
+
+
+def _elsewhere(path: Path) -> str:
+    """What to do instead of reading ``path``."""
+    names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
+    whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
+    return f"give the path{whole} or start anew with resume: never"
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
+    """Write what ``Checkpoint.read`` reads, with a CRC-32 of it."""
+    content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
+    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
+    (directory / _STATE).write_text(text, encoding="utf-8")
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+class CheckpointStore:
+    """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint.
+
+    Args:
+        run_dir: the run's directory.
+        keep: newest checkpoints that stay after a save.
+        trainers: whose state is saved.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup) -> None:
+        self._root = run_dir / "checkpoints"
+        self._keep = keep
+        self._trainers = trainers
+        self._started: Path | None = None
+        self._also: dict[str, Callable[[Path], None]] = {}
+        self._linked: dict[str, Callable[[], Path | None]] = {}
+        for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
+            shutil.rmtree(partial)
+
+    def also_write(self, write: Callable[[Path], None], name: str) -> None:
+        """From now on, ``write`` the file ``name`` into every checkpoint."""
+        self._also[name] = write
+
+    def also_link(self, source: Callable[[], Path | None], name: str) -> None:
+        """From now on, link the files of the directory that ``source`` names, if any, into every checkpoint as
+        ``name``. They must not be written to any more; whoever reads them sees to their checksums."""
+        self._linked[name] = source
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
+
+        Raises:
+            CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
+        """
+        final = self._final(step)
+        with self._whole_or_removed(final):
+            self._begin(final, step, state)
+            self._trainers.save(_partial(final) / _TRAINER)
+            self._commit(final)
+        return final
+
+    def start(self, step: int, state: dict[str, Any]) -> None:
+        """As ``save``, from a copy of the state as it is now; it counts once ``commit_written`` or ``finish`` says so.
+
+        The one started before must have been finished.
+        """
+        final = self._final(step)
+        with self._whole_or_removed(final):
+            self._begin(final, step, state)
+            self._trainers.start_save(_partial(final) / _TRAINER)
+        self._started = final
+
+    def commit_written(self, timeout_s: float | None = None) -> Path | None:
+        """Commit the save that was started if all its files are written; its path if so.
+
+        Raises:
+            CheckpointError: a rank could not write its files, or the disk refuses now; as in ``save``.
+        """
+        if self._started is None:
+            return None
+        with self._whole_or_removed(self._started):
+            written = self._trainers.is_save_written(timeout_s)
+        return self.finish(timeout_s) if written else None
+
+    def finish(self, timeout_s: float | None = None) -> Path | None:
+        """Wait, at most ``trainer.step_timeout_s``, for the save that was started, and commit it; its path.
+
+        Raises:
+            CheckpointError, TrainerError: as in ``commit_written``, or it took too long.
+        """
+        if self._started is None:
+            return None
+        final = self._started
+        with self._whole_or_removed(final):
+            self._trainers.finish_save(timeout_s)
+            self._commit(final)
+        self._started = None
+        return final
+
+    def rescue(self) -> None:
+        """Of a run that fails: commit what is written already, if its trainers still answer. Called before they end."""
+        with contextlib.suppress(SlimeLikeError):  # what ended the run is told; this save never counted
+            self.commit_written(_RESCUE_TIMEOUT_S)
+
+    def abandon(self) -> None:
+        """Remove what never became a checkpoint. Called when nobody writes any more."""
+        for partial in self._root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)  # the next start would meet, and tell, what cannot be removed
+
+    def _final(self, step: int) -> Path:
+        return self._root / f"step-{step:06d}"
+
+    def _begin(self, final: Path, step: int, state: dict[str, Any]) -> None:
+        partial = _partial(final)
+        partial.mkdir(parents=True)
+        checksums = {}
+        for name, write in self._also.items():
+            write(partial / name)
+            checksums[name] = zlib.crc32((partial / name).read_bytes())
+        for name, source in self._linked.items():
+            if (files := source()) is not None:
+                link_tree(files, partial / name)
+        write_state(partial, step, {**state, _FILES: checksums})
+
+    def _commit(self, final: Path) -> None:
+        shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
+        _partial(final).rename(final)
+        self._point_latest(final)
+        self._remove_old(final)
+
+    @contextlib.contextmanager
+    def _whole_or_removed(self, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._started = None
+            # Before the removal, which makes room.
+            refused = refusal(_partial(final), error.strerror or str(error)) if isinstance(error, OSError) else None
+            shutil.rmtree(_partial(final), ignore_errors=True)
+            if refused is not None:
+                raise CheckpointError(refused) from error
+            raise
+
+    def _point_latest(self, final: Path) -> None:
+        link = self._root / ".latest-new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(self._root / "latest")
+
+    def _remove_old(self, newest: Path) -> None:
+        """Those of later steps than ``newest`` are older than it: a run that went on from before them left them."""
+        left_behind = _step(newest)
+        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
+        for old in saved[: -self._keep]:
+            shutil.rmtree(old)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The files of ``source`` under new names, without a copy where the file system has such links.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    shutil.copytree(source, target, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+        shutil.copyfile(source, target)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """What a run in ``run_dir`` goes on from: what ``latest`` says or, where a copy of the directory has come without
+    its links, the highest step, for whatever has such a name is whole; ``None`` where there is none."""
+    root = run_dir / "checkpoints"
+    latest = root / "latest"
+    return latest if latest.is_symlink() else max(_saved(root), key=_step, default=None)
+
+
+def _saved(root: Path) -> list[Path]:
+    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f"{_PARTIAL}{final.name}")

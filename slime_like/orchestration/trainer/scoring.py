@@ -1,0 +1,99 @@
+"""Logprobs of given sequences under a trainer group's weights, for `slime-like score` and for reference workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
+from slime_like.algorithms.packing.partition import partition_by_tokens
+from slime_like.config import TrainerConfig
+from slime_like.data.token_budget import TokenBudget
+from slime_like.errors import TrainerError
+from slime_like.interfaces import ScoredLogprobs
+from slime_like.orchestration.trainer.batcher import fill_to_equal_counts
+from slime_like.trajectory import PackedTrajectory, Trajectory
+
+# A window this long keeps a pipeline's bubble small, and the packs' lengths average out over replicas.
+_PACKS_PER_STAGE, _FEWEST_PACKS = 4, 8
+
+
+class PackScorer(Protocol):
+    """What scores packs; a ``TrainerGroup`` does."""
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    def score(
+        self, replicas: Sequence[list[PackedTrajectory]], weights: Literal["policy", "reference"] = "policy"
+    ) -> list[list[ScoredLogprobs]]: ...
+
+
+def window_tokens(trainer: TrainerConfig) -> int:
+    """Tokens that are worth handing to ``score_sequences`` at a time: several full packs for every replica."""
+    packs = max(_FEWEST_PACKS, _PACKS_PER_STAGE * trainer.parallel.pipeline)
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs
+
+
+def request_tokens(trainer: TrainerConfig) -> int:
+    """The fewest tokens that keep all ranks busy: a full pack for every replica, several where there is a pipeline."""
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
+
+
+def packs_per_request(trainer: TrainerConfig) -> int:
+    """Full packs that each replica has of ``request_tokens``."""
+    return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
+
+
+def score_sequences(
+    scorer: PackScorer,
+    sequences: Sequence[Trajectory],
+    trainer: TrainerConfig,
+    weights: Literal["policy", "reference"] = "policy",
+) -> list[ScoredLogprobs]:
+    """Logprob and entropy of every response token, at each sequence's own temperature.
+
+    Args:
+        scorer: holds the weights.
+        sequences: all scored or all unscored; memory is theirs and that of one packed copy, so hand over windows.
+        trainer: layout and token budget to pack for.
+        weights: which of the scorer's weights.
+
+    Returns:
+        (response_len,) float32 each, on the CPU, in the order of ``sequences``.
+
+    Raises:
+        DataError: a sequence is over the token budget.
+        TrainerError: a rank failed, or a value is not finite; the message names the sequence.
+    """
+    if not sequences:
+        return []
+    partition = _partition(sequences, trainer, scorer.data_parallel_size)
+    packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
+    answers = scorer.score(fill_to_equal_counts(packs), weights)
+    scores: dict[int, ScoredLogprobs] = {}
+    for replica, own, scored in zip(partition, packs, answers, strict=True):
+        for members, pack, values in zip(replica, own, scored[: len(own)], strict=True):
+            logprobs = unpack_response_logprobs(pack, values.logprobs)
+            entropy = unpack_response_logprobs(pack, values.entropy)
+            for index, *pair in zip(members, logprobs, entropy, strict=True):
+                scores[index] = _finite(ScoredLogprobs(*pair), sequences[index].sequence_id)
+    return [scores[index] for index in range(len(sequences))]
+
+
+def _partition(sequences: Sequence[Trajectory], trainer: TrainerConfig, replicas: int) -> list[list[list[int]]]:
+    """[replica][pack] indices; replicas beyond the number of sequences get none."""
+    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
+    used = min(replicas, len(sequences))
+    return partition_by_tokens(lengths, budget, used) + [[] for _ in range(replicas - used)]
+
+
+def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:
+    if not bool(torch.isfinite(score.logprobs).all() and torch.isfinite(score.entropy).all()):
+        raise TrainerError(
+            f"sequence {sequence_id}: a logprob or entropy is not finite; the weights hold NaN or infinity, or "
+            "overflow in this model.dtype"
+        )
+    return score

@@ -1,0 +1,1 @@
+"""Custom code: import paths, entry points, source, tracebacks."""

@@ -1,0 +1,1 @@
+"""Environments for conversations, and the worker processes that run them."""

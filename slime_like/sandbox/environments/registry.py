@@ -1,0 +1,49 @@
+"""Finding an environment by its name or by import path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from slime_like.interfaces.environment import Environment
+
+REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
+"""Those that come with this distribution. Paths, as a user's own are: workers import them, this package never does."""
+
+
+def resolve_environment(name: str) -> Callable[..., Environment]:
+    """The class registered as ``name``, or the one at ``package.module:name``.
+
+    Raises:
+        ValueError: unknown name, an import path that leads nowhere, or something that cannot be called.
+    """
+    if name not in REGISTERED and ":" not in name:
+        raise ValueError(f"unknown environment {name!r}; use {', '.join(REGISTERED)} or `package.module:name`")
+    module_name, _, attribute = REGISTERED.get(name, name).partition(":")
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"environment {name!r} cannot be imported ({error}); give `package.module:name`") from error
+    if not callable(found):
+        raise ValueError(f"environment {name!r} is a {type(found).__name__}; give a class")
+    return found
+
+
+def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """The environment itself.
+
+    Raises:
+        ValueError: as ``resolve_environment``, or the options are not its own.
+    """
+    found = resolve_environment(name)
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(map(str, inspect.signature(found).parameters.values()))
+        raise ValueError(f"options of environment {name!r}: {error}; it takes {takes or 'none'}") from error
+    try:
+        return found(**options)
+    except Exception as error:
+        raise ValueError(f"environment {name!r} refuses its options: {type(error).__name__}: {error}") from error

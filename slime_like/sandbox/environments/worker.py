@@ -1,0 +1,52 @@
+"""One environment worker, started by the pool as ``python -m slime_like.sandbox.environments.worker PARENT_PID``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from slime_like.interfaces.environment import Step, Task
+from slime_like.plugins.traceback import code_of
+from slime_like.sandbox.environments.registry import REGISTERED, build_environment
+from slime_like.sandbox.serving import Handler, failure, serve
+
+
+def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    name = setup["name"]
+    environment = build_environment(name, setup["options"])
+    code = None if name in REGISTERED else code_of(environment.step)
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        try:
+            state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
+            return _as_message(_checked(environment.step(state, item["response"])))
+        except (Exception, SystemExit) as error:
+            return failure(error, name, code)
+
+    return handle, {}
+
+
+def _checked(step: Any) -> Step:
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned a {type(step).__name__}; return a Step")
+    if not isinstance(step.observation, str):
+        raise TypeError(f"its observation is a {type(step.observation).__name__}; give text")
+    if not math.isfinite(step.reward):
+        raise ValueError(f"its reward is {step.reward}; give a finite number")
+    return step
+
+
+def _as_message(step: Step) -> dict[str, Any]:
+    return {
+        "state": step.state,
+        "observation": step.observation,
+        "done": bool(step.done),
+        "reward": float(step.reward),
+        "success": bool(step.success),
+        "metadata": dict(step.metadata),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(serve(_prepare))

@@ -1,0 +1,1 @@
+"""Reward functions, and the worker processes that run them."""

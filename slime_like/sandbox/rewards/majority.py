@@ -1,0 +1,66 @@
+"""Reward for agreeing with the others: no ground truth is needed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+from slime_like.interfaces.reward import RewardResult, group_reward
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_MAX_CHARS = 4096
+_MAX_DIGITS = 200
+
+
+@group_reward
+def majority(
+    prompt: str, responses: Sequence[str], answer: str, *, min_share: float = 0.0, require_answer: bool = True
+) -> list[RewardResult]:
+    """1 where a response's final answer is the one that most responses of its group give, else 0.
+
+    ``r_i = 1[a_i = argmax_a n(a)]`` with ``n(a)`` the number of responses whose final answer is ``a``: test-time
+    reinforcement learning (TTRL, arXiv:2504.16084, equation 2). Where several answers are the most frequent there is no
+    majority, and nobody is rewarded: the order of the samples decides nothing.
+
+    The final answer is what stands in the last ``\\boxed{}``, or else the last number; numbers are compared by value.
+
+    Args:
+        prompt, answer: not looked at.
+        responses: all of one group.
+        min_share: no reward either where the most frequent answer has less than this share of all responses.
+        require_answer: a response without a box and without a number has no answer; false takes its whole text for one.
+    """
+    answers = [_final_answer(response[-_MAX_CHARS:], require_answer) for response in responses]
+    counts = Counter(answer for answer in answers if answer is not None).most_common(2)
+    tied = len(counts) == 2 and counts[0][1] == counts[1][1]
+    enough = bool(counts) and counts[0][1] >= min_share * len(responses)
+    winner = counts[0][0] if enough and not tied else None
+    share = counts[0][1] / len(responses) if counts else 0.0
+    return [
+        RewardResult(float(wins), wins, {"answer": own, "share": share})
+        for own in answers
+        for wins in [winner is not None and own == winner]
+    ]
+
+
+def _final_answer(response: str, require_answer: bool) -> str | None:
+    boxed, numbers = _BOXED.findall(response), _NUMBER.findall(response)
+    if boxed:
+        return _plain(boxed[-1].strip())
+    if numbers:
+        return _plain(numbers[-1])
+    text = " ".join(response.split()).casefold()
+    return text if text and not require_answer else None
+
+
+def _plain(text: str) -> str:
+    """A number in one spelling; other text as it is."""
+    if _NUMBER.fullmatch(text) is None or len(text) > _MAX_DIGITS:
+        return text
+    try:
+        return str(Fraction(text.replace(",", "")))
+    except (ValueError, ZeroDivisionError):
+        return text

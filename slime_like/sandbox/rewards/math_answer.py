@@ -1,0 +1,128 @@
+"""Does the response's final answer equal the ground truth? Judged by Hugging Face's math-verify.
+
+What a model wrote is hostile until shown otherwise: it is cut to a length and refused beyond a nesting depth before
+anything parses it. What still takes too long or too much memory is ended by the worker's limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from slime_like.interfaces.reward import RewardResult
+
+# Both functions warn that their own alarm is off; here the pool bounds the time.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_MAX_DEPTH = 24
+_MAX_ANSWER_CHARS = 1024
+_SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
+_WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_NUMBER = re.compile(r"-?[\d,]*\.?\d+%?")
+_BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
+# A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
+_ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
+
+
+def math_verify(
+    prompt: str,
+    response: str,
+    answer: str,
+    *,
+    max_chars: int = 4096,
+    require_boxed: bool = False,
+    allow_arithmetic: bool = False,
+) -> RewardResult:
+    r"""1 where the response's final answer equals ``answer``, else 0.
+
+    Numbers, fractions, expressions, sets and intervals are compared by value, in plain text or LaTeX; an answer of
+    words alone is compared as text. In the response the last ``\boxed{}``, or else the last mathematical expression, is
+    the final answer.
+
+    Args:
+        max_chars: only so many characters at the response's end are parsed; a cut is reported in the metadata.
+        require_boxed: no reward without ``\boxed{}``.
+        allow_arithmetic: accept ``12+34`` where the answer is the number 46; otherwise a model could earn the reward by
+            repeating the question.
+
+    Raises:
+        ValueError: the ground truth itself cannot be parsed.
+    """
+    tail = _tail(response, max_chars)
+    metadata: dict[str, Any] = {"cut_chars": len(response) - len(tail)} if len(tail) < len(response) else {}
+    reason = _why_wrong(tail, answer.strip(), require_boxed, allow_arithmetic)
+    if reason is not None:
+        metadata["reason"] = reason
+    return RewardResult(reward=float(reason is None), success=reason is None, metadata=metadata)
+
+
+def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic: bool) -> str | None:
+    if require_boxed and "\\boxed{" not in response:
+        return "not boxed"
+    if _depth(response) > _MAX_DEPTH:
+        return "nested too deeply"
+    if _WORDS.fullmatch(answer):
+        return None if _words(response) == _words(answer) else "wrong"
+    bare = response.strip()  # also of what int() takes for no white space, such as the separators "\x1c" to "\x1f"
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(bare):
+        return None if int(answer) == int(bare) else "wrong"
+    from math_verify import parse, verify  # and sympy with it: the driver looks at the options only, and judges nothing
+
+    parsed = parse(_plain_decimals(response), parsing_timeout=None)
+    if not parsed:
+        return "no answer found"
+    if not allow_arithmetic and _NUMBER.fullmatch(answer) and _ARITHMETIC.search(str(parsed[-1])):
+        return "arithmetic left undone"
+    return None if verify(_ground_truth(answer), parsed, timeout_seconds=None) else "wrong"
+
+
+@lru_cache(maxsize=4096)
+def _ground_truth(answer: str) -> Any:
+    """Plain numbers and delimited LaTeX parse as they are; bare LaTeX only inside a box."""
+    if len(answer) > _MAX_ANSWER_CHARS or _depth(answer) > _MAX_DEPTH:
+        raise ValueError(f"the ground truth {answer[:40]!r}... is too long or nested too deeply")
+    from math_verify import parse
+    from sympy import Integer  # type: ignore[import-untyped]
+
+    if _INTEGER.fullmatch(answer):
+        return [Integer(answer), answer]  # what parse would return, at a hundredth of its time
+    plain = _plain_decimals(answer)
+    delimited = _NUMBER.fullmatch(plain) or "$" in plain or "\\boxed" in plain
+    parsed = parse(plain if delimited else f"\\boxed{{{plain}}}", parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
+    return parsed
+
+
+def _tail(text: str, max_chars: int) -> str:
+    """The end of the text, from a white space on, so that no number is cut in two."""
+    if len(text) <= max_chars:
+        return text
+    tail = text[-max_chars:]
+    pieces = tail.split(maxsplit=1)
+    return pieces[1] if len(pieces) == 2 and not text[-max_chars - 1].isspace() else tail
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
+
+
+def _plain_decimals(text: str) -> str:
+    """``1e3`` as ``1000``: math-verify would read it as 1."""
+    return _SCIENTIFIC.sub(lambda match: format(Decimal(match.group()), "f"), text)
+
+
+def _words(text: str) -> str:
+    boxed = _BOXED_WORDS.findall(text)
+    return (boxed[-1] if boxed else text).strip(" \t\r\n.()*").casefold()

@@ -1,0 +1,126 @@
+"""A worker's own side: reads items from standard input, writes one answer per item to standard output.
+
+Imports neither torch nor the configuration, so that a replacement is quick. A worker ends when its input ends, and the
+kernel ends it when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any, BinaryIO
+
+from slime_like.plugins.traceback import full_traceback, place
+from slime_like.sandbox.protocol import encode, read_message
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+"""One item to one answer. It catches what the item's own code raises."""
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST = 300
+_LONGEST_TRACEBACK = 10_000
+
+
+def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -> int:
+    """Serve until standard input ends; the parent's process id is the first argument of the command line.
+
+    Args:
+        prepare: makes the handler of the first message, and says what the parent is told besides "ready". That message
+            has ``memory_mb``, the address space allowed beyond what is in use when ``prepare`` has returned, and
+            ``timeout_s``, the CPU seconds that one item may take.
+
+    Returns:
+        Exit code: 0, or 1 where ``prepare`` raised ``ValueError``, whose text the parent is told.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
+    _die_with_parent(int(sys.argv[1]))
+    requests, replies = _take_over_pipes()
+    setup = read_message(requests)
+    if setup is None:
+        return 0
+    try:
+        handle, about = prepare(setup)
+    except ValueError as error:
+        _send(replies, {"error": str(error)})
+        return 1
+    _limit_memory(int(setup["memory_mb"]) * 2**20)
+    _send(replies, {"ready": os.getpid(), **about})
+    while (request := read_message(requests)) is not None:
+        for item in request["items"]:
+            _limit_cpu(setup["timeout_s"])
+            _send(replies, handle(item))
+    return 0
+
+
+def failure(error: BaseException, where: str, code: CodeType | None = None) -> dict[str, Any]:
+    """The answer that says why one item has none.
+
+    Args:
+        where: what the user calls it.
+        code: of a user's own function or method: the detail names the line of its file.
+    """
+    if isinstance(error, MemoryError):
+        return {"reason": "memory", "function": where}
+    where_raised = "" if code is None else f" ({place(error, code)})"
+    if isinstance(error, TimeoutError):  # of something that the item's code has waited for
+        return {"reason": "timeout", "function": where, "detail": f"{str(error)[:_LONGEST]}{where_raised}"}
+    return {
+        "reason": "error",
+        "function": where,
+        "detail": f"{type(error).__name__}: {error}"[:_LONGEST] + where_raised,
+        "traceback": full_traceback(error)[-_LONGEST_TRACEBACK:],
+    }
+
+
+def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
+    try:
+        data = encode(message)
+    except (TypeError, ValueError) as error:  # what JSON cannot express
+        data = encode({"reason": "error", "detail": f"metadata: {error}"[:_LONGEST]})
+    stream.write(data)
+    stream.flush()
+
+
+def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the two pipes for the pool; what an item's code prints goes to standard error."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_parent(parent: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(0)
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Bound the address space to what is in use now plus ``extra_bytes``."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """``seconds`` more of CPU time, over all threads, rounded up; then the kernel ends this process.
+
+    One thread meets the pool's own bound on time first. This one is for those that start more, and its children inherit
+    it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = math.ceil(time.process_time() + seconds) + 1
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

@@ -1,0 +1,1 @@
+"""The operating system: files, memory, network, processes, threads, interrupts."""

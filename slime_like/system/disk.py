@@ -1,0 +1,52 @@
+"""Durable writes, and sentences about a disk that refuses them or a file that lost bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def refusal(path: Path, reason: str) -> str:
+    """One sentence: what could not be written, why, how much is free there, and what to do."""
+    return (
+        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and start again: the run goes on "
+        "from its last checkpoint"
+    )
+
+
+def length_fault(found: int, written: int) -> str | None:
+    """What is wrong with a file of ``found`` bytes of which ``written`` were written, behind its name."""
+    if found == written:
+        return None
+    if found > written:
+        return f"has {found} bytes, though {written} were written"
+    return f"is {'cut off' if found else 'empty'}: it has {found} of the {written} bytes that were written"
+
+
+def _room(path: Path) -> str:
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+    except OSError as error:  # the disk is gone
+        return f"how much is free cannot be told: {error.strerror or error}"
+    return f"{usage.free} of {usage.total} bytes are free"
+
+
+def replace_directory(partial: Path, directory: Path) -> None:
+    """Put ``partial`` in the place of ``directory``; what was there is moved aside first, then removed."""
+    old = directory.parent / f".{directory.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or a directory's names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,248 @@
+"""One batch through every parallel layout that fits the machine: does each compute what one rank computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import ray
+from torch import Tensor
+
+from slime_like.checks.attention import attention_problems
+from slime_like.checks.fsdp import fsdp_problems
+from slime_like.checks.layout import layout_problems
+from slime_like.checks.offload import offload_problems
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.scoring import score_sequences
+from slime_like.trajectory import ScoredTrajectory
+from slime_like.verification.batch import with_frozen_logprobs
+from slime_like.verification.comparison import (
+    Measurement,
+    Parity,
+    TensorGap,
+    add_gradients,
+    add_weights,
+    compare_gradient,
+    compare_measurements,
+    compare_tensor,
+    missing_tensor,
+    unexpected_tensor,
+)
+from slime_like.verification.layouts import Layout
+from slime_like.verification.table import Row
+from slime_like.verification.tensor_store import TensorStore
+from slime_like.verification.tolerances import tolerances_of
+
+CPU_RANKS = 8
+"""Most ranks of a layout on a machine without GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutsRequest:
+    """What to compare.
+
+    Attributes:
+        baseline: the layout that the others are compared with.
+        layouts: the others.
+        required: a layout that does not fit is an error, not a skipped row.
+        batch: what all are given.
+        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
+    """
+
+    baseline: Layout
+    layouts: Sequence[Layout]
+    required: bool
+    batch: Sequence[ScoredTrajectory]
+    temporary_run_dir: bool
+
+
+def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
+    """Per-token logprobs, gradients, ``config.steps`` optimizer steps with their figures, weights afterwards.
+
+    Returns:
+        One row per layout, the baseline first.
+
+    Raises:
+        SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
+    """
+    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
+    reasons = {
+        layout.name: model_misfit(layout, dimensions, len(request.batch)) or setting_misfit(layout.applied_to(config))
+        for layout in everyone
+    }
+    _refuse(request, reasons)
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
+        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(request.layouts), unit="layout"))
+        progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
+        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
+        resources = ray.cluster_resources()
+        reasons |= {own.name: reasons[own.name] or device_misfit(own, resources) for own in everyone}
+        _refuse(request, reasons)
+        progress.note(f"{request.baseline.name}: the one that the others are compared with")
+        weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
+        baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
+        own = baseline.compare(baseline.own, Gaps())
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, own)]
+        progress.update(1, {})
+        for done, layout in enumerate(request.layouts, start=2):
+            progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
+            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
+            progress.update(done, {})
+        return rows
+
+
+def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
+    ranks = layout.parallel.world_size
+    if misfit is not None:
+        return Row(layout.name, ranks, skipped=misfit)
+    try:
+        found, gaps = baseline.measure(config)
+    except TrainerError as error:
+        return Row(layout.name, ranks, failed=str(error))
+    return Row(layout.name, ranks, baseline.compare(found, gaps))
+
+
+def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
+    """Why a layout cannot run this model and a batch of so many sequences, or ``None``."""
+    problems = layout_problems(layout.parallel, dimensions)
+    if problems:
+        return problems[0]
+    if layout.parallel.data > sequences:
+        return f"has {layout.parallel.data} replicas, and the batch has {sequences} sequences; every replica needs one"
+    return None
+
+
+def setting_misfit(config: RunConfig) -> str | None:
+    """Why a layout's attention cannot be used in this environment, or does not go with another setting; or ``None``."""
+    problems = [*attention_problems(config), *fsdp_problems(config)]
+    if config.trainer.backend == "megatron":
+        problems += offload_problems(config)
+    return next(iter(problems), None)
+
+
+def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
+    """Why a layout cannot run on a cluster with these resources (as Ray names them), or ``None``."""
+    ranks, gpus = layout.parallel.world_size, int(resources.get("GPU", 0))
+    there = gpus or min(CPU_RANKS, int(resources.get("CPU", 0)))
+    if ranks > there:
+        return f"needs {ranks} ranks, and there are {there} {'GPUs' if gpus else 'CPU slots'}"
+    return None
+
+
+def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
+    """The baseline, and layouts that were asked for, must fit."""
+    required = (request.baseline, *(request.layouts if request.required else ()))
+    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in required if reasons[layout.name]]
+    if problems:
+        raise ConfigError(problems)
+
+
+@dataclass(slots=True)
+class Gaps:
+    """How far every tensor is from the baseline's: the first step's gradients, and the weights after training."""
+
+    gradients: list[TensorGap] = field(default_factory=list)
+    weights: list[TensorGap] = field(default_factory=list)
+
+
+class Baseline:
+    """What the baseline computed, its gradients and its weights before and after training on disk.
+
+    Attributes:
+        batch: what every layout is given: the frozen logprobs are in it.
+        own: the baseline's measurement.
+    """
+
+    def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._tolerances = tolerances_of(config.model.dtype, dimensions)
+        self._gradients = TensorStore(directory / "gradients")
+        self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
+        with trainers_alone(config) as trainers:
+            trainers.setup()
+            _drain(trainers.exported_tensors(), self._initial.add)
+            scores = score_sequences(trainers, batch, config.trainer)
+            self.batch = with_frozen_logprobs(batch, scores, config.seed)
+            logprobs = [score.logprobs for score in scores]
+            self.own = _train(trainers, config, self.batch, logprobs, self._gradients.add)
+            _drain(trainers.exported_tensors(), self._final.add)
+
+    def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
+        """Run another layout; its tensors are compared bucket by bucket and not kept."""
+        gaps = Gaps()
+        with trainers_alone(config) as trainers:
+            trainers.setup()
+            scores = score_sequences(trainers, self.batch, config.trainer)
+            found = _train(
+                trainers,
+                config,
+                self.batch,
+                [score.logprobs for score in scores],
+                lambda tensors: gaps.gradients.extend(self._gradient_gaps(tensors)),
+            )
+            _drain(trainers.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
+        gaps.gradients += _missing(self._gradients, gaps.gradients)
+        gaps.weights += _missing(self._final, gaps.weights)
+        return found, gaps
+
+    def compare(self, found: Measurement, gaps: Gaps) -> Parity:
+        parity = compare_measurements(found, self.own, self.batch, self._tolerances)
+        add_gradients(parity, gaps.gradients)
+        add_weights(parity, gaps.weights)
+        return parity
+
+    def _gradient_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
+        whole = self.own.grad_norms[0]
+        return [
+            compare_gradient(name, tensor, self._gradients[name], whole, self._tolerances)
+            if name in self._gradients.names
+            else unexpected_tensor(name)
+            for name, tensor in tensors.items()
+        ]
+
+    def _weight_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
+        return [
+            compare_tensor(name, tensor, self._final[name], self._initial[name], self._tolerances)
+            if name in self._final.names
+            else unexpected_tensor(name)
+            for name, tensor in tensors.items()
+        ]
+
+
+def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
+    return [missing_tensor(name) for name in expected.names - {gap.name for gap in found}]
+
+
+def _train(
+    trainers: TrainerGroup,
+    config: RunConfig,
+    batch: Sequence[ScoredTrajectory],
+    logprobs: list[Tensor],
+    gradients: Callable[[Mapping[str, Tensor]], None],
+) -> Measurement:
+    """All optimizer steps; ``gradients`` is given those of the first one, bucket by bucket."""
+    packed = ExperienceBatcher(config, trainers.data_parallel_size, pad_token_id=0).batch(batch)
+    trainers.load_batch(packed.replicas)
+    _drain(trainers.gradient_tensors(0, packed.denominators[0]), gradients)
+    stats = [
+        trainers.train_minibatch(index, denominator)
+        for _ in range(config.steps)
+        for index, denominator in enumerate(packed.denominators)
+    ]
+    return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
+
+
+def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: Callable[[Mapping[str, Tensor]], None]) -> None:
+    for tensors in buckets:
+        sink(tensors)

@@ -1,0 +1,46 @@
+"""Which tensors make a model complete: the names and shapes of its own Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import WeightFilesError, header_shapes
+
+
+def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a full weight update of this model carries. Reads headers only.
+
+    What some checkpoints store without its being a weight of its own is left out (``ModelDimensions.is_ignored``).
+
+    Raises:
+        CheckpointError: no safetensors file there, or a damaged one.
+    """
+    try:
+        shapes = header_shapes(Path(directory))
+    except WeightFilesError as error:
+        raise CheckpointError(f"model.path={directory}: {error}") from error
+    dimensions = ModelDimensions.from_checkpoint(directory)
+    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
+def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:
+    """Refuse an update that lacks tensors or brings unknown ones.
+
+    Raises:
+        WeightSyncError: names the first few tensors.
+    """
+    missing = sorted(set(expected) - set(received))
+    unknown = sorted(set(received) - set(expected))
+    problems = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in (("missing", missing), ("unknown", unknown))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"weight update of {engine} is not the whole model: {' and '.join(problems)}; "
+            "every sender must stream all of its buckets, under Hugging Face's names, before the update is finished"
+        )
