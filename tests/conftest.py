@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
-from tests.processes import run
+from tests.support.processes import run
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,61 @@ class Tiny:
         ]  # fmt: skip
 
 
-# Files that take minutes begin first, so that none is left running alone at the end.
-_FOLDERS = ("hosts", "faults", "end_to_end", "engines", "mutation", "parallel", "gpu", "unit")
+ROOT = Path(__file__).parent
+DURATIONS = ROOT.parent / "build" / "test_durations.tsv"
+
+LANES = {
+    "hosts": "several hosts in network namespaces",
+    "faults": "kills, damaged files, full disks",
+    "end_to_end": "commands as a user starts them",
+    "engines": "vLLM, SGLang and the transformers engine",
+    "mutation": "known bugs put into the code, each caught by a test",
+    "parallel": "several ranks of a trainer",
+    "process": "starts processes of its own",
+    "benchmarks": "the arithmetic of the benchmarks",
+    "gpu": "needs a CUDA device",
+    "unit": "one process, at most a second a test",
+}
+"""Marker of every test, named like its folder. The longest files begin first: none runs alone at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for lane, description in LANES.items():
+        config.addinivalue_line("markers", f"{lane}: {description}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
-    items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(root).parts[0]))
+    order = list(LANES)
+    lanes = {item: item.path.relative_to(ROOT).parts[0] for item in items}
+    for item, lane in lanes.items():
+        item.add_marker(lane)
+    items.sort(key=lambda item: order.index(lanes[item]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@dataclass
+class Durations:
+    """Seconds of every test and of every file, kept as a table; the longest first."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        DURATIONS.parent.mkdir(exist_ok=True)
+        rows = sorted(self.seconds.items(), key=lambda row: -row[1])
+        DURATIONS.write_text("".join(f"{seconds:.2f}\t{name}\n" for name, seconds in rows), encoding="utf-8")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the process that collects the reports
+        session.config.pluginmanager.register(Durations())
 
 
 @pytest.fixture(scope="session", autouse=True)
