@@ -8,9 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.processes import run
+
+# Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
+settings.register_profile(
+    "explore",
+    settings.get_profile("default"),
+    max_examples=1000,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("suite", settings.get_profile("explore"), max_examples=100, derandomize=True, database=None)
+# One failing example is enough where a failure is expected; searching for the smallest would take most of the time.
+settings.register_profile("mutation", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
+settings.load_profile("suite")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from slime_like.algorithms import (
 )
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.properties import examples
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, shapes
 
 HIDDEN = 6
@@ -239,7 +240,7 @@ def assert_equal_in_norm(actual: Tensor, expected: Tensor, dtype: torch.dtype) -
     chunk=st.integers(8, 512),
     seed=SEEDS,
 )
-@settings(max_examples=3, deadline=None, phases=PHASES)
+@examples(3, phases=PHASES)
 def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
     sequences = make_sequences(shapes, seed)
     counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
@@ -273,7 +274,7 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @given(shapes=shapes(40, 300), padding=PADDINGS, seed=SEEDS)
 @example(shapes=[(231, 2)], padding=32, seed=1162)  # the clip leaves no gradient at all
-@settings(max_examples=4, deadline=None, phases=PHASES)
+@examples(4, phases=PHASES)
 def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
     """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""
     sequences, clip = batch(shapes, seed), 0.3

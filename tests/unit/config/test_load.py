@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
@@ -18,6 +18,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.reference import reference_text
 from slime_like.config.reading.yaml_text import read_document, write_text
 from slime_like.errors import ConfigError
+from tests.properties import examples
 
 REPOSITORY = Path(__file__).parents[3]
 MINIMAL = {"run_dir": "/runs/x", "model": {"path": "/models/x"}}
@@ -88,7 +89,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, a
 KEYS = st.text("abcXYZ_", min_size=1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN)))
 @example(
     entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}
