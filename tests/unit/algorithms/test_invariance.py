@@ -44,6 +44,9 @@ REDUCTIONS = ("tokens", "samples", "groups", "constant")
 # float32 would decide whether a token has a gradient.
 OFFSETS = (-0.4, -0.15, -0.05, 0.0, 0.05, 0.15, 0.4)
 
+# So large that neither KL nor entropy cancels the policy's term: the small rest of two float32 numbers is rounding.
+ADVANTAGES = (-2.0, -1.1, -0.7, 0.7, 1.1, 2.0)
+
 
 class TinyModel:
     """Hidden state of a token from its id and its position: enough to show a wrong shift or position."""
@@ -133,6 +136,7 @@ def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTraje
         old, engine = pick.choice(OFFSETS), pick.choice(OFFSETS)
         s.old_logprobs = (own + old).float()
         s.logprobs = (own + old + engine).float()
+        s.advantages = torch.tensor(pick.choice(ADVANTAGES))
         # Far enough away: the difference of two nearly equal float32 numbers has no 1e-6 to be compared to.
         distance = 0.5 + torch.rand(own.shape, generator=torch.Generator().manual_seed(seed))
         s.ref_logprobs = (own - distance).float()
