@@ -95,6 +95,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    """Tests talk to servers on this machine alone; a proxy would be asked for these as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        for scheme in ("http", "https", "all"):
+            patch.delenv(f"{scheme}_proxy", raising=False)
+            patch.delenv(f"{scheme}_proxy".upper(), raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     root = tmp_path_factory.mktemp("tiny")
