@@ -9,9 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.support.processes import run
+
+# Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
+settings.register_profile(
+    "explore",
+    settings.get_profile("default"),
+    max_examples=1000,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("suite", settings.get_profile("explore"), max_examples=100, derandomize=True, database=None)
+# One failing example is enough where a failure is expected; searching for the smallest would take most of the time.
+settings.register_profile("mutation", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
+settings.load_profile("suite")
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ LANES = {
     "engines": "vLLM, SGLang and the transformers engine",
     "mutation": "known bugs put into the code, each caught by a test",
     "parallel": "several ranks of a trainer",
-    "process": "starts processes of its own",
+    "process": "starts processes, or takes longer than a second",
     "benchmarks": "the arithmetic of the benchmarks",
     "gpu": "needs a CUDA device",
     "unit": "one process, at most a second a test",
@@ -92,7 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device, and torch sees none")
 
 
-@dataclass
+@dataclass(eq=False)
 class Durations:
     """Seconds of every test and of every file, kept as a table; the longest first."""
 
@@ -122,6 +137,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    """Tests talk to servers on this machine alone; a proxy would be asked for these as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        for scheme in ("http", "https", "all"):
+            patch.delenv(f"{scheme}_proxy", raising=False)
+            patch.delenv(f"{scheme}_proxy".upper(), raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -130,9 +130,9 @@ def test_recompute_is_tried_where_memory_runs_out_and_a_failure_leaves_the_other
         return Figures(1.0, 0.1, 0.8, 0.2, 1.0, 1 << 30, 2.5) if enough else None
 
     monkeypatch.setattr(command, "in_process", in_process)
-    arguments = f"--shapes tiny --tokens {TOKENS} --micro-batches 2 --result {tmp_path / 'r.md'}".split()
+    arguments = f"--shapes tiny --tokens {TOKENS} --micro-batches 2 --result".split()
     with pytest.raises(SystemExit) as ended:
-        command.main([*arguments, "--backend", "megatron", "fsdp", "hf-padded"])
+        command.main([*arguments, str(tmp_path / "r.md"), "--backend", "megatron", "fsdp", "hf-padded"])
     assert ended.value.code == 1
     megatron, padded = ([(side, recompute) for recompute in ("none", "full")] for side in ("megatron", "hf-padded"))
     assert tried == [*megatron, ("fsdp", "none"), *padded]

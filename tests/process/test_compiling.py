@@ -73,7 +73,7 @@ def call(package: Path) -> tuple[int, int, str]:
     )
     first, second = done.stdout.splitlines()
     assert second == "refused"  # float64
-    added, hits, directory = first.split()
+    added, hits, directory = first.split(maxsplit=2)
     return int(added), int(hits), directory
 
 

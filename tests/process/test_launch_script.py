@@ -20,7 +20,7 @@ REPO = Path(__file__).parents[2]
 
 
 def dry_run(**variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"SLIME": str(Path(sys.executable).with_name("slime-like")), "DRY_RUN": "1", **variables}
     command = ["bash", str(REPO / "scripts" / "run_qwen_32b.sh"), "--run_dir", "/shared/runs/first", "--seed", "7"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.reference import reference_text
-from slime_like.config.reading.yaml_text import read_document, write_text
 from slime_like.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -84,18 +82,6 @@ def test_a_file_its_saved_copy_and_the_same_values_as_flags_are_equal(tmp_path: 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 KEYS = st.text("abcXYZ_", min_size=1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN)))
-@example(
-    entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}
-)
-def test_what_is_written_reads_back_equal(entries: dict[str, Any]) -> None:
-    document = read_document(write_text(entries), "x.yaml")
-    assert document.problems == []
-    assert document.data == entries
-    assert value_types(document.data) == value_types(entries)
 
 
 def value_types(data: Any) -> Any:

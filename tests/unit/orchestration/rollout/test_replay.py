@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.orchestration.rollout.replay import ReplayBuffer
@@ -48,7 +48,6 @@ def test_a_negative_bound_is_refused() -> None:
         ReplayBuffer(-1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(1, 7), max_size=10))
 def test_every_group_leaves_once(versions: list[int], takes: list[int]) -> None:
     buffer = filled(*versions)
