@@ -21,7 +21,7 @@ class TensorField:
     """Description of a trajectory's tensor, from which packing, unpacking, checks, dumps and tables follow.
 
     Attributes:
-        dtype: of the packed and the unpacked tensor. Any float type is packed as this one, any integer type too.
+        dtype: of the packed and the unpacked tensor: a float type takes all numbers, an integer type all integers.
         over: what the first dimension counts: tokens of the prompt or of the response, reward functions, or nothing
             (one number per sequence).
         optional: ``None`` is allowed, in all sequences of a pack or in none.

@@ -1,4 +1,4 @@
-"""What is wrong with sequences that cannot be packed, in words.
+"""Checks of sequences before packing, with messages that name the sequence.
 
 Packing checks whole arrays; only where such a check fails is every sequence looked at.
 """
@@ -26,7 +26,7 @@ _TOKEN_IDS = ("prompt_tokens", "response_tokens")
 
 # ----------------------------------------------------------------------------------------------------- of the arguments
 def checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
-    """All trajectories, of one kind; whatever can be walked over is welcome.
+    """The trajectories of any iterable as a list, all of one kind.
 
     Raises:
         ValueError: one alone, none, something else, or scored ones among unscored ones.
@@ -105,16 +105,16 @@ def _refuse_budget(sequences: Sequence[Trajectory], actual: int, budget: int) ->
 
 
 def repeated_id(sequence_ids: Sequence[str]) -> str:
-    """Which id stands there twice."""
+    """Message that names the id of several sequences."""
     (twice, count), *_ = Counter(sequence_ids).most_common(1)
     return (
-        f"{count} sequences of the pack have the id {twice!r}, so that what belongs to them could not be told apart; "
-        "give every sequence an id of its own, unique over the run"
+        f"{count} sequences of the pack have the id {twice!r}, so that their values could not be kept apart; "
+        "give every sequence an id that is unique over the run"
     )
 
 
 def negative_id(sequences: Sequence[Trajectory]) -> str | None:
-    """The first sequence with a token below 0: an ``ignore_index`` would be scored as 0 without a word."""
+    """The first sequence with a token below 0: an ``ignore_index`` would silently be scored as 0."""
     for sequence in sequences:
         for name in _TOKEN_IDS:
             if (lowest := int(getattr(sequence, name).amin())) < 0:
@@ -126,7 +126,7 @@ def negative_id(sequences: Sequence[Trajectory]) -> str | None:
 
 
 def first_fault(sequences: Sequence[Trajectory]) -> str | None:
-    """The first field of the first sequence that is not what its trajectory's documentation says, or ``None``.
+    """The first field of the first sequence that does not match its description, or ``None``.
 
     Then the first that only some sequences have, or have with another number of reward functions.
     """

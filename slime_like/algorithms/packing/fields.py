@@ -1,8 +1,8 @@
 """The fields of many sequences as the tensors of a pack, checked as whole arrays.
 
 Torch joins what is a tensor for every sequence; it refuses pieces that differ in their number of dimensions, lie on
-different devices, or would lose something by conversion (numbers as bools, fractions as integers), and what it says of
-a thousand tensors at once names none: ``packing_faults`` finds the one.
+different devices, or would lose something by conversion (numbers as bools, fractions as integers). Its message about a
+thousand tensors at once names none: ``faults`` finds the one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime_like.algorithms.packing.layout import Array, PackLengths, layout, mas
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
 
 RESPONSE_FIELDS = tensor_fields(PackedTrajectory)
-"""What a pack has one entry of per response token, as its trajectories."""
+"""Tensors that a pack and its trajectories have with one entry per response token."""
 
 _dtype_of = attrgetter("dtype")
 
@@ -33,7 +33,7 @@ def pack_tensors(
 
     Raises:
         ValueError: an entry that no pack may hold; the message names the sequence.
-        TypeError, AttributeError, RuntimeError: a field of another kind than its trajectory says.
+        TypeError, AttributeError, RuntimeError: a field that does not match its description.
     """
     with torch.no_grad():
         tensors = layout(lengths)
@@ -165,7 +165,7 @@ def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------- plain numbers
 def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
-    """What each sequence says, 1 if it is unscored and says nothing."""
+    """The weight of each sequence, 1 if it is unscored."""
     if isinstance(sequences[0], ScoredTrajectory):
         return [s.token_weight for s in sequences]  # type: ignore[union-attr]
     return [1.0] * len(sequences)

@@ -27,7 +27,7 @@ from slime_like.algorithms.packing.transfer import move_together
 from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
-# Plain values of a sequence, and the pack's list of them.
+# Field of a sequence that is no tensor: the pack's list of its values.
 _PLAIN = {
     "sequence_id": "sequence_ids",
     "group_id": "group_ids",
@@ -49,8 +49,8 @@ def pack_sequences(
 
     Args:
         sequences: all scored or all unscored, on the CPU, in the order they will have in the pack. Token ids and
-            weight versions are integers, loss masks bool; whatever else is a tensor may have any number type, and
-            becomes what its trajectory says it is (float32).
+            weight versions are integers, loss masks bool; all other tensors may have any number type, and become the
+            type that their field describes (float32).
         device: where the pack's tensors go, in one transfer.
         pad_token_id: token id of trailing padding.
         target_tokens_per_batch: length the pack is padded to; none adds no padding.
@@ -61,7 +61,7 @@ def pack_sequences(
 
     Raises:
         ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields
-            that only some sequences have, a field of another type or shape than its trajectory says, an id that two
+            that only some sequences have, a field of another type or shape than described, an id that two
             sequences have, a negative token id, an advantage, a reward or a loss-carrying token's logprob that is not
             finite, a negative weight, a temperature that is not positive, or more tokens than the budget: the message
             names the sequence. A device that is not there, or a number that should be whole.
@@ -76,7 +76,7 @@ def pack_sequences(
         lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
         tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        # What torch says about a thousand tensors at once names none of them; looking at each costs as much as packing.
+        # Torch's message about a thousand tensors at once names none of them; looking at each costs as much as packing.
         if fault := first_fault(sequences):
             raise ValueError(fault) from error
         raise
