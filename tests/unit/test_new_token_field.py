@@ -188,3 +188,12 @@ def test_entries_of_different_shapes_are_named(copy: Copy) -> None:
     sequences[2] = replace(sequences[2], routes=torch.zeros(6, 2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"'s2': entries of routes have shape \(2, 2\), those of the first .*\(2, 3\)"):
         copy.algorithms.pack_sequences(sequences)
+
+
+@pytest.mark.parametrize("copy", [FIELDS["values"]], indirect=True)
+def test_a_number_that_is_not_finite_needs_a_masked_token(copy: Copy) -> None:
+    sequence = replace(copy.sequences()[0], values=torch.tensor([0.0, float("nan"), 0.0, 0.0]))
+    with pytest.raises(ValueError, match="'s0': values has the entry nan at response token 1, which carries loss"):
+        copy.algorithms.pack_sequences([sequence])
+    masked = replace(sequence, loss_mask=torch.tensor([True, False, True, True]))
+    assert copy.of(copy.algorithms.pack_sequences([masked])).isnan().tolist() == [False, True, False, False]
