@@ -19,6 +19,14 @@ def reason_against_kernels(setting: Literal["auto", "off"]) -> str | None:
     return None
 
 
+def operators_note(setting: Literal["auto", "off"]) -> str:
+    """Line of a run's log: the operators that compute on a CPU."""
+    reason = reason_against_kernels(setting)
+    if reason is None:
+        return "CPU operators: Numba kernels where they serve, torch's for the rest"
+    return f"CPU operators: torch's alone ({reason})"
+
+
 def kernels_are_used(setting: Literal["auto", "off"]) -> bool:
     """True where the Numba kernels compute what they serve."""
     return reason_against_kernels(setting) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,23 +61,36 @@ def test_gradients_are_those_of_torch(family: str, layout: Settings, tmp_path: P
             torch.testing.assert_close(other, reference, rtol=0, atol=bound)
 
 
-def _parts_by_kernels(placement: RankPlacement, config: RunConfig) -> set[str]:
-    """What computes by kernels in a trainer of ``config``: classes of modules, and that of the head's rows."""
+def _parts_by_kernels(placement: RankPlacement, config: RunConfig, numba: bool) -> set[str]:
+    """What computes by kernels in a trainer of ``config``: classes of modules, and that of the head's rows.
+
+    Args:
+        numba: it is installed.
+    """
     trainer = MegatronTrainer(config, placement)
-    trainer.setup_for_scoring()
+    with pytest.MonkeyPatch.context() as patch:
+        if not numba:
+            patch.setitem(sys.modules, "numba", None)
+        trainer.setup_for_scoring()
     found = {type(module) for chunk in trainer.chunks for module in chunk.modules()}
     found |= {type(chunk.rows) for chunk in trainer.chunks}
     trainer.shutdown()
     return {kind.__name__ for kind in found if kind.__name__.startswith("Fused")}
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_the_setting_decides_what_computes(kernels: str, tmp_path: Path) -> None:
+EVERY = {"FusedNorm", "FusedLayer", "FusedMLP", "FusedSelfAttention", "FusedLogitRows"}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "numba", "expected"), [("auto", True, EVERY), ("off", True, set()), ("auto", False, set())]
+)
+def test_the_setting_and_the_install_decide_what_computes(
+    kernels: str, numba: bool, expected: set[str], tmp_path: Path
+) -> None:
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     config = parity_config(checkpoint, tmp_path, {"cpu_kernels": kernels})
-    (found,) = run_ranks(_parts_by_kernels, 1, tmp_path / "ranks", config)
-    every = {"FusedNorm", "FusedLayer", "FusedMLP", "FusedSelfAttention", "FusedLogitRows"}
-    assert found == (every if kernels == "auto" else set())
+    (found,) = run_ranks(_parts_by_kernels, 1, tmp_path / "ranks", config, numba)
+    assert found == expected
 
 
 def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[int]:
