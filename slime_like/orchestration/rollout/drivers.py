@@ -8,8 +8,8 @@ from typing import Protocol
 
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.in_flight import NoEngineLeft
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.system.interrupts import raise_if_interrupted

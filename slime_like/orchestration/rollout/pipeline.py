@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.in_flight import Flight
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
@@ -23,11 +23,16 @@ class GroupPipeline:
     """
 
     def __init__(
-        self, config: RunConfig, store: GroupStore, flight: Flight, scorer: Scorer, references: ReferencePool | None
+        self,
+        config: RunConfig,
+        store: GroupStore,
+        client: EngineClient,
+        scorer: Scorer,
+        references: ReferencePool | None,
     ) -> None:
         self._config = config
         self._store = store
-        self._flight = flight
+        self._client = client
         self._scorer = scorer
         self._references = references
         self._sampling = training_sampling(config)
@@ -36,7 +41,7 @@ class GroupPipeline:
     @property
     def num_sampling(self) -> int:
         """Groups at the engines."""
-        return len(self._flight)
+        return len(self._client)
 
     @property
     def has_references(self) -> bool:
@@ -54,16 +59,16 @@ class GroupPipeline:
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, "train")
         for prompt, request in zip(prompts, requests, strict=True):
             self._requested[request.request_id] = prompt
-            self._flight.submit(request)
+            self._client.submit(request)
 
     def collect(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
         """The next samples from the engines; nothing after ``timeout_s``.
 
         Raises:
             NoEngineLeft: a later call continues as soon as there is an engine.
-            EngineError: see ``Flight.poll``.
+            EngineError: see ``EngineClient.poll``.
         """
-        answers = self._flight.poll(timeout_s)
+        answers = self._client.poll(timeout_s)
         self._record_resent()
         groups = [
             to_group(self._requested.pop(request.request_id), generations, self._sampling.temperature)
@@ -94,15 +99,15 @@ class GroupPipeline:
     def abort(self) -> None:
         """Abort and drop every group, wherever it is."""
         self._record_resent()  # an engine may have died since the last answer
-        self._flight.abort(self._requested.keys())
+        self._client.abort(self._requested.keys())
         if self._references is not None:
             self._references.discard()
         self._requested.clear()
         self._store.drop_oversampled()
 
     def _record_resent(self) -> None:
-        self._store.resent([self._requested[request_id].group_id for request_id in self._flight.moved])
-        self._flight.moved.clear()
+        self._store.resent([self._requested[request_id].group_id for request_id in self._client.resent])
+        self._client.resent.clear()
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Whether there is anything to learn from it: rewards that differ, where ``rollout.drop_zero_spread``."""

@@ -11,8 +11,8 @@ from slime_like.data.prompts import PromptSource
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.drivers import RolloutDriver, SynchronousDriver, ThreadedDriver
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.in_flight import Flight
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -26,7 +26,7 @@ class RolloutSource:
     time, as far ahead as ``StalenessGate`` allows.
 
     Args:
-        flight: an empty one through the run's engines.
+        client: of the run's engines, without requests.
         revive: restarts engines with the weights of the version that is served; called when none is left.
         references: score groups before they are ready for training; none where trainers do it.
     """
@@ -35,7 +35,7 @@ class RolloutSource:
         self,
         config: RunConfig,
         prompts: PromptSource,
-        flight: Flight,
+        client: EngineClient,
         scorer: Scorer,
         turns: Turns,
         ledger: Ledger,
@@ -46,7 +46,7 @@ class RolloutSource:
         self._scorer = scorer
         self._ledger = ledger
         self._store = GroupStore(config, prompts, ledger)
-        pipeline = GroupPipeline(config, self._store, flight, scorer, references)
+        pipeline = GroupPipeline(config, self._store, client, scorer, references)
         self._driver: RolloutDriver
         if config.rollout.max_staleness > 0:
             self._driver = ThreadedDriver(pipeline, self._store, revive)

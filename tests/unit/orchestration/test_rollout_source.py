@@ -22,8 +22,8 @@ from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import OwnDevices
+from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.in_flight import NoEngineLeft
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
@@ -51,12 +51,12 @@ class Prompts:
         self.issued = state["issued"]
 
 
-class ShuffledFlight:
+class ShuffledClient:
     """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
         self.held: list[GenerationRequest] = []
-        self.moved: list[str] = []
+        self.resent: list[str] = []
         self.polls = 0
         self.version = 0
         self.dead = False
@@ -74,7 +74,7 @@ class ShuffledFlight:
         self.polls += 1
         if self.polls in self._dies_at:
             self.dead = True
-            self.moved += [request.request_id for request in self.held]
+            self.resent += [request.request_id for request in self.held]
         if self.dead:
             raise NoEngineLeft("the only engine died")
         self._random.shuffle(self.held)
@@ -119,7 +119,7 @@ def settings(run_dir: Path, **rollout: Any) -> RunConfig:
 
 def source(
     run_dir: Path,
-    flight: ShuffledFlight,
+    client: ShuffledClient,
     references: ReferencePool | None = None,
     scorer: CoinScorer | None = None,
     **rollout: Any,
@@ -128,10 +128,10 @@ def source(
 
     def revive(version: int) -> None:
         revived.append(version)
-        flight.dead = False
+        client.dead = False
 
     made = RolloutSource(
-        settings(run_dir, **rollout), Prompts(), flight, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
+        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), revive, references,
     )  # fmt: skip
     return made, revived
@@ -139,14 +139,14 @@ def source(
 
 def batches(
     made: RolloutSource,
-    flight: ShuffledFlight,
+    client: ShuffledClient,
     first: int = 1,
     last: int = STEPS,
     stream: bool = False,
     max_staleness: int = 0,
 ) -> Iterator[list[int]]:
     clock = PhaseClock()
-    flight.version = first - 1
+    client.version = first - 1
     made.synced(first - 1)
     for step in range(first, last + 1):
         if stream:
@@ -158,7 +158,7 @@ def batches(
         assert len(trajectories) == PROMPTS * SAMPLES
         assert step - 1 - oldest <= max_staleness
         made.trained(trajectories, step)
-        flight.version = step
+        client.version = step
         made.synced(step)
         yield groups
 
@@ -170,9 +170,9 @@ def batches(
 def test_every_group_is_trained_once_and_none_is_too_old(
     run_dir: Path, ahead: int, drop: bool, stream: bool, seed: int
 ) -> None:
-    flight = ShuffledFlight(seed, dies_at=(3, 17))
-    made, revived = source(run_dir, flight, max_staleness=ahead, drop_zero_spread=drop)
-    trained = [group for batch in batches(made, flight, stream=stream, max_staleness=ahead) for group in batch]
+    client = ShuffledClient(seed, dies_at=(3, 17))
+    made, revived = source(run_dir, client, max_staleness=ahead, drop_zero_spread=drop)
+    trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
     made.close()
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
     audit = audit_run(run_dir)
@@ -214,7 +214,7 @@ class Opinions:
 def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
-    flight, pool = ShuffledFlight(0, dies_at=(5,)), ReferencePool(request_tokens=10)
+    client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
     pool.join(Opinions("first", fails_at=7))
     pool.join(Opinions("second"))
     opinions: list[tuple[int, float]] = []
@@ -225,8 +225,8 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
                 opinions.extend((own.group.group_id, float(logprobs)) for logprobs in own.reference or [])
             return super().scored(groups, step)
 
-    made, _ = source(run_dir, flight, pool, Scorer(), drop_zero_spread=True, **rollout)
-    steps = batches(made, flight, stream=stream, max_staleness=rollout.get("max_staleness", 0))
+    made, _ = source(run_dir, client, pool, Scorer(), drop_zero_spread=True, **rollout)
+    steps = batches(made, client, stream=stream, max_staleness=rollout.get("max_staleness", 0))
     trained = [group for batch in steps for group in batch]
     made.close()
     pool.close()
@@ -239,16 +239,16 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_late_is_aborted(run_dir: Path, stream: bool) -> None:
-    flight = ShuffledFlight(0)
-    made, _ = source(run_dir, flight, oversample=2.0)
-    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
-    assert len(trained) == STEPS * PROMPTS and not flight.held
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, oversample=2.0)
+    trained = [group for batch in batches(made, client, stream=stream) for group in batch]
+    assert len(trained) == STEPS * PROMPTS and not client.held
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
 
 
-class ListedFlight(ShuffledFlight):
+class ListedClient(ShuffledClient):
     """Answers those groups that a test lets it answer."""
 
     def __init__(self) -> None:
@@ -265,39 +265,39 @@ class ListedFlight(ShuffledFlight):
 
 def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
     """In turn: of the four groups of a step, the first come out while the last is still being sampled."""
-    flight = ListedFlight()
-    made, _ = source(run_dir, flight)
+    client = ListedClient()
+    made, _ = source(run_dir, client)
     made.synced(0)
     parts = made.stream(1, PhaseClock())
     for ready, left in (([2], 3), ([0, 3], 1), ([1], 0)):
-        flight.done = list(ready)
+        client.done = list(ready)
         assert {t.group_id for t in next(parts)} == set(ready)
-        assert len(flight.held) == left
+        assert len(client.held) == left
     assert list(parts) == [] and made.queue_sizes() == (0, 0)
 
 
 def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
     """Ahead by one: what version 0 began must be trained in steps 1 and 2. In step 2 eight groups are on their way,
     four of version 0 and four of version 1: the latter stream only as far as places are left for the former."""
-    flight, config = ListedFlight(), settings(run_dir, max_staleness=1)
+    client, config = ListedClient(), settings(run_dir, max_staleness=1)
     store = GroupStore(config, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
-    pipeline = GroupPipeline(config, store, flight, CoinScorer(), None)  # type: ignore[arg-type]
+    pipeline = GroupPipeline(config, store, client, CoinScorer(), None)  # type: ignore[arg-type]
 
     def answer(*groups: int) -> None:
-        flight.version, flight.done = store.version, list(groups)
+        client.version, client.done = store.version, list(groups)
         pipeline.accept(pipeline.reward(pipeline.collect(0.0)), 0.0)
 
     def take() -> list[int]:
         return [rewarded.group.group_id for rewarded in store.take()]
 
     pipeline.issue()
-    assert len(flight.held) == 2 * PROMPTS
+    assert len(client.held) == 2 * PROMPTS
     answer(0, 1, 2, 5)
     assert store.may_take() == 4
     assert take() == [0, 1, 2, 5]
     store.serve(1)
     pipeline.issue()
-    assert len(flight.held) == 2 * PROMPTS
+    assert len(client.held) == 2 * PROMPTS
     answer(8, 9)
     assert store.may_take() == 0  # 3, 4, 6 and 7 need all four places of step 2
     answer(6)
@@ -312,31 +312,31 @@ def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
     """Interrupted with groups under way and groups ready: state and ledger go on in another source."""
-    flight = ShuffledFlight(1)
-    made, _ = source(run_dir, flight, max_staleness=2)
-    before = [group for batch in batches(made, flight, last=5, max_staleness=2) for group in batch]
+    client = ShuffledClient(1)
+    made, _ = source(run_dir, client, max_staleness=2)
+    before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
     made.close()
     state = json.loads(json.dumps(made.state_dict()))
     made._ledger.snapshot(run_dir / "copy")
-    flight = ShuffledFlight(2)
-    again, _ = source(run_dir, flight, max_staleness=2)
+    client = ShuffledClient(2)
+    again, _ = source(run_dir, client, max_staleness=2)
     again.load_state_dict(state)
     again._ledger.restore(run_dir / "copy")
-    after = [group for batch in batches(again, flight, first=6, max_staleness=2) for group in batch]
+    after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
     again.close()
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
     assert audit_run(run_dir).holds
 
 
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:
-    class Broken(ShuffledFlight):
+    class Broken(ShuffledClient):
         def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
             raise EngineError("engine 0 refused")
 
-    flight = Broken(0)
-    made, _ = source(run_dir, flight, max_staleness=1)
+    client = Broken(0)
+    made, _ = source(run_dir, client, max_staleness=1)
     with pytest.raises(EngineError, match="engine 0 refused"):
-        next(batches(made, flight))
+        next(batches(made, client))
     made.close()
 
 
@@ -348,7 +348,7 @@ class FlatScorer(CoinScorer):
 
 
 def test_a_task_without_spread_ends(run_dir: Path) -> None:
-    flight = ShuffledFlight(0)
-    made, _ = source(run_dir, flight, scorer=FlatScorer(), drop_zero_spread=True, max_drops_per_step=20)
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, scorer=FlatScorer(), drop_zero_spread=True, max_drops_per_step=20)
     with pytest.raises(RewardError, match=r"21 groups for one step .* rollout.max_drops_per_step=20"):
-        next(batches(made, flight))
+        next(batches(made, client))
