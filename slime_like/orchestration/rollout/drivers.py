@@ -1,4 +1,4 @@
-"""What keeps the pipeline going: the training loop itself, or a thread beside it."""
+"""Drivers of the pipeline: inside the training loop, or in a thread beside it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutDriver(Protocol):
         """Sampling may begin: the engines serve weights. Later calls change nothing."""
 
     def groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        """The groups of ``step`` as they become ready, ``at_least`` so many at a time.
+        """The groups of ``step`` as they become ready, at least ``at_least`` at a time.
 
         Raises:
             EngineError, RewardError: from engines and reward workers.
@@ -38,10 +38,10 @@ class RolloutDriver(Protocol):
 
 
 class SynchronousDriver:
-    """Samples while the training loop waits for its groups: sampling and training take turns.
+    """Samples while the training loop waits for its groups (``rollout.max_staleness`` 0).
 
     Args:
-        oversample: groups issued per group trained; what a complete batch leaves behind is aborted.
+        oversample: groups issued per group trained; above 1, a complete batch aborts all others.
         revive: restarts engines with the weights of the version that is served; called when none is left.
     """
 
@@ -75,7 +75,7 @@ class SynchronousDriver:
                 yield groups
 
     def _advance(self, at_least: int, clock: PhaseClock) -> None:
-        """Collect and reward until ``at_least`` groups are ready or dropped; with reference workers, whatever is first.
+        """Collect and reward until ``at_least`` groups are ready or dropped; with reference workers, collect once.
 
         Groups are rewarded while others are still being sampled, and accepted together: when dropped ones are replaced
         does not depend on which was faster.
@@ -95,7 +95,7 @@ class SynchronousDriver:
             return self._pipeline.reward(groups)
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """Whatever comes first; nothing if that takes long, or reference workers may finish meanwhile."""
+        """The next samples; nothing after a while, which is short when reference workers may finish meanwhile."""
         raise_if_interrupted()
         try:
             return self._pipeline.collect(_SHORT_POLL_S if self._pipeline.num_referred else _POLL_S)
