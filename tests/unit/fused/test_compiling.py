@@ -48,15 +48,15 @@ except TypeError:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A package with this compiling, one kernel, and what it calls in another file."""
-    fused = tmp_path / "slime_like" / "fused"
-    fused.mkdir(parents=True)
-    (tmp_path / "slime_like" / "__init__.py").touch()
-    (fused / "__init__.py").touch()
+    kernels = tmp_path / "slime_like" / "cpu" / "kernels"
+    kernels.mkdir(parents=True)
+    for folder in (kernels, *kernels.parents[:2]):
+        (folder / "__init__.py").touch()
     own = Path(slime_like.cpu.kernels.__path__[0])
-    shutil.copy(own / "compiling.py", fused)
-    shutil.copy(own.parent / "errors.py", tmp_path / "slime_like")
-    (fused / "example.py").write_text(KERNEL)
-    (fused / "helper.py").write_text(HELPER % 1)
+    shutil.copy(own / "compiling.py", kernels)
+    shutil.copy(own.parents[1] / "errors.py", tmp_path / "slime_like")
+    (kernels / "example.py").write_text(KERNEL)
+    (kernels / "helper.py").write_text(HELPER % 1)
     return tmp_path
 
 
@@ -80,7 +80,7 @@ def call(package: Path) -> tuple[int, int, str]:
 def test_it_is_kept_until_anything_that_it_is_made_of_changes(package: Path) -> None:
     assert call(package)[:2] == (1, 0)
     assert call(package)[:2] == (1, 1)
-    (package / "slime_like" / "fused" / "helper.py").write_text(HELPER % 2)
+    (package / "slime_like" / "cpu" / "kernels" / "helper.py").write_text(HELPER % 2)
     assert call(package)[:2] == (2, 0)
 
 
@@ -97,13 +97,13 @@ def test_a_damaged_one_is_compiled_anew(package: Path, damage: str) -> None:
 
 def test_where_nothing_can_be_written_it_is_compiled_by_every_process(package: Path) -> None:
     # Files where directories would have to be: permissions do not hold root back.
-    (package / "slime_like" / "fused" / "__pycache__").touch()
+    (package / "slime_like" / "cpu" / "kernels" / "__pycache__").touch()
     (package / "home").touch()
     assert call(package) == (1, 0, "None")
 
 
 def test_in_the_users_home_where_the_package_cannot_be_written(package: Path) -> None:
-    (package / "slime_like" / "fused" / "__pycache__").touch()
+    (package / "slime_like" / "cpu" / "kernels" / "__pycache__").touch()
     assert call(package)[:2] == (1, 0)
     _, hits, directory = call(package)
     assert hits == 1 and Path(directory).is_relative_to(package / "home")
