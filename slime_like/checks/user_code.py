@@ -16,7 +16,6 @@ from slime_like.sandbox.rewards.registry import (
     REGISTERED,
     check_parameters,
     check_signature_options,
-    known_names,
     resolve_reward,
     try_options,
 )
@@ -40,7 +39,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                yield f"{field} is unknown; use {known_names()} or `package.module:name`"
+                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or `package.module:name`"
             elif problem := own_problem(function.name):
                 yield f"{field} {problem}"
             else:

@@ -167,7 +167,7 @@ class WorkerPool:
         return self._kind.error(f"a {self._kind.who} {what}: {worker.last_words()}")
 
     def _replace(self, worker: WorkerProcess) -> None:
-        if self._remove(worker) and self._failure is None:
+        if self._remove(worker):
             self._launch_worker()
 
     def _remove(self, worker: WorkerProcess) -> bool:

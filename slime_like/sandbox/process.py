@@ -102,7 +102,7 @@ class WorkerProcess:
         """Close its pipes, in the loop's thread: a worker that is idle then exits."""
         if self._reader is not None:
             self._reader.close()
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.abort()
 
     def end(self, grace_s: float = 0.0) -> None:

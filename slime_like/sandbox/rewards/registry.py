@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from slime_like.config.rollout import ENVIRONMENT
 from slime_like.interfaces.reward import GROUP_MARK
 
 RewardCallable = Callable[..., Any]
@@ -37,11 +36,6 @@ _PURE = frozenset({"format", "length"})
 """Those that only look at their arguments, at once and with nothing to import."""
 
 
-def known_names() -> str:
-    """For messages."""
-    return ", ".join((*REGISTERED, ENVIRONMENT))
-
-
 def resolve_reward(name: str) -> RewardCallable:
     """The function registered as ``name``, or the one at ``package.module:name``.
 
@@ -49,7 +43,7 @@ def resolve_reward(name: str) -> RewardCallable:
         ValueError: unknown name, an import path that leads nowhere, or something that is no function.
     """
     if name not in REGISTERED and ":" not in name:
-        raise ValueError(f"unknown reward function {name!r}; use {known_names()} or `package.module:name`")
+        raise ValueError(f"unknown reward function {name!r}; use {', '.join(REGISTERED)} or `package.module:name`")
     module_name, _, attribute = REGISTERED.get(name, name).partition(":")
     try:
         function = getattr(import_module(module_name), attribute)
