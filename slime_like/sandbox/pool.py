@@ -24,7 +24,7 @@ class WorkerKind:
     Attributes:
         module: run as ``python -m``; it calls ``serving.serve``.
         setup: first message, besides the limits.
-        who: one of the workers, without an article.
+        who: one of the workers, with its article.
         section: of the configuration, with the limits.
         subject: the setting that names the code they run.
         error: raised where the workers cannot go on.
@@ -35,7 +35,7 @@ class WorkerKind:
     who: str
     section: str
     subject: str
-    error: type[SlimeLikeError]
+    error: Callable[[str], SlimeLikeError]
 
 
 class WorkerPool:
@@ -156,15 +156,15 @@ class WorkerPool:
                     self._remove(worker)
                     continue
                 raise self._start_failure(ended, worker) from None
-            if "error" in message:
-                raise self._kind.error(f"{self._kind.subject}: {message['error']}")
+            if "problems" in message:
+                raise self._kind.error("\n".join(message["problems"]))
             self.about = message
             return worker
 
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"
         what = late if ended.reason == "timeout" else "ended while starting"
-        return self._kind.error(f"a {self._kind.who} {what}: {worker.last_words()}")
+        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_words()}")
 
     def _replace(self, worker: WorkerProcess) -> None:
         if self._remove(worker):

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
+from slime_like.errors import ConfigError
 from slime_like.plugins.traceback import full_traceback, place
 from slime_like.sandbox.protocol import encode, read_message
 
@@ -38,7 +39,7 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
             ``timeout_s``, the CPU seconds that one item may take.
 
     Returns:
-        Exit code: 0, or 1 where ``prepare`` raised ``ValueError``, whose text the parent is told.
+        Exit code: 0, or 1 where ``prepare`` raised ``ConfigError``, whose problems the parent receives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
     _die_with_parent(int(sys.argv[1]))
@@ -48,8 +49,8 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
         return 0
     try:
         handle, about = prepare(setup)
-    except ValueError as error:
-        _send(replies, {"error": str(error)})
+    except ConfigError as error:
+        _send(replies, {"problems": error.problems})
         return 1
     _limit_memory(int(setup["memory_mb"]) * 2**20)
     _send(replies, {"ready": os.getpid(), **about})

@@ -40,9 +40,9 @@ class EnvironmentPool:
         kind = WorkerKind(
             _MODULE,
             {"name": config.name, "options": config.options},
-            who=f"worker of environment {config.name}",
+            who="an environment worker",
             section="rollout.environment",
-            subject="rollout.environment",
+            subject=f"rollout.environment.name={config.name}",
             error=EnvironmentFailure,
         )
         self._workers = WorkerPool(kind, config)

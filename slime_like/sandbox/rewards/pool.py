@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
 from slime_like.config import RewardConfig
-from slime_like.errors import RewardError
+from slime_like.config.rollout import ENVIRONMENT
+from slime_like.errors import ConfigError, RewardError, SlimeLikeError
 from slime_like.sandbox.loop_thread import LoopThread
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
@@ -58,9 +59,8 @@ class RewardPool:
         self._functions = [function.name for function in config.computed]
         self._has_foreign = any(name not in LOCAL for name in self._functions)
         self._count = config.workers
-        setup = {"functions": [{"name": function.name, "options": function.options} for function in config.computed]}
-        kind = WorkerKind(_MODULE, setup, "reward worker", "reward", "reward.functions", RewardError)
-        self._workers = WorkerPool(kind, config)
+        functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
+        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions", RewardError), config)
         self._failures = RewardFailures(config)
         self._thread = LoopThread()
         self._closed = False
@@ -169,6 +169,42 @@ class RewardPool:
 
         await self._workers.ask(items, settle)
         return answers
+
+
+def start_problems(config: RewardConfig, index: int) -> list[str]:
+    """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone."""
+    subject = f"reward.functions.{index}.name={config.functions[index].name}"
+    kind = _workers_of(config, [index], subject, lambda text: ConfigError(text.splitlines()))
+    thread = LoopThread()
+    try:
+        thread.run(_try_start(WorkerPool(kind, config.model_copy(update={"workers": 1}))))
+    except ConfigError as error:
+        return error.problems
+    finally:
+        thread.close()
+    return []
+
+
+async def _try_start(workers: WorkerPool) -> None:
+    workers.launch()
+    try:
+        await workers.ready()
+    finally:
+        await workers.close()
+
+
+def _workers_of(
+    config: RewardConfig, functions: Iterable[int], subject: str, error: Callable[[str], SlimeLikeError]
+) -> WorkerKind:
+    setup = [
+        {
+            "field": f"reward.functions.{index}",
+            "name": config.functions[index].name,
+            "options": config.functions[index].options,
+        }
+        for index in functions
+    ]
+    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, error)
 
 
 def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:

@@ -339,7 +339,7 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
 
 UNUSABLE = [
     (RewardFunction(name="user_rewards:absent"), "cannot be imported"),
-    (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType; give a function"),
+    (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType, which cannot be called"),
     (RewardFunction(name="length"), "options of reward function 'length'"),
 ]
 
