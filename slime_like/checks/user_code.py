@@ -1,4 +1,4 @@
-"""What can be wrong with the reward functions and environments that a configuration names, and with their options."""
+"""Checks of the reward functions and environments that a configuration names, and of their options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
-    """As with rewards: what comes with the package is tried, a user's own is looked up."""
+    """As with rewards: built-in environments are tried, the module of a custom one is looked up."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
         unused = sorted(environment.model_fields_set - {"name"})

@@ -1,7 +1,7 @@
 """The report as one HTML page that needs nothing else.
 
-What a model said is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
-content security policy admits its own style and script by hash, and neither the network nor any other script.
+A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
+content security policy admits the page's style and script by hash, and neither the network nor any other script.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _SUSPICIOUS_STEPS = 8
 
 
 class StepFailed(Exception):
-    """A step that has no outcome: it costs its own conversation.
+    """A step without an outcome: it costs its conversation alone.
 
     Attributes:
         reason: "timeout", "crash", "memory", "cpu" or "error".

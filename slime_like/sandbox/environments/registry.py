@@ -10,7 +10,7 @@ from slime_like.interfaces.environment import Environment
 from slime_like.plugins.resolve import resolve_callable
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
-"""Those that come with this distribution. Paths, as a user's own are: workers import them, this package never does."""
+"""Environments of this distribution, as import paths: workers import them, this package never does."""
 
 
 def resolve_environment(name: str) -> Callable[..., Environment]:
@@ -26,7 +26,7 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """The environment itself.
 
     Raises:
-        ValueError: as ``resolve_environment``, or the options are not its own.
+        ValueError: as ``resolve_environment``, or it does not take the options.
     """
     found = resolve_environment(name)
     try:

@@ -1,4 +1,4 @@
-"""Whose fault failures are: one bad response costs its own sample, broken reward functions end the run."""
+"""Failures that count as broken reward functions and end the run; one bad response costs its sample alone."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RewardFailures:
         self.has_answered = False
         self._functions = [function.name for function in config.computed]
         self._timeout_s = config.timeout_s
-        # The user's own, or a service. What ours give up on is the responses' fault: a policy may well write eight huge
-        # powers in succession.
+        # Custom functions, or a service. What built-in ones give up on is the responses' fault: a policy may well write
+        # eight huge powers in succession.
         self._has_foreign = any(name not in LOCAL for name in self._functions)
         self._broken = ("error", "crash", "timeout") if self._has_foreign else ("error",)
         self._prompts = FailureBudget(_SUSPICIOUS_PROMPTS)

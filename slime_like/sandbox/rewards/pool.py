@@ -1,4 +1,4 @@
-"""Scoring responses in worker processes with bounds on time and memory: a bad answer costs its own sample, no more."""
+"""Reward functions in worker processes with bounds on time and memory: a bad answer costs its sample, no more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """What the reward functions say of one response.
+    """Result of the reward functions for one response.
 
     Attributes:
         rewards: one per computed function (``RewardConfig.computed``), unweighted; all 0 where scoring failed.
@@ -84,7 +84,7 @@ class RewardPool:
 
         Args:
             groups: for each item, what it shares with the others of its group, which has one prompt and one answer;
-                none makes every item a group of its own.
+                without it, every item is a group.
 
         Raises:
             RewardError: the workers cannot go on, or so many items failed with none between them that had a reward that
@@ -132,15 +132,16 @@ class RewardPool:
         answers = self._thread.run(self._answers([*samples, *wholes]))
         shared = answers[len(samples) :]
         last = (items[-1].prompt, items[-1].answer)
-        own = [_NOTHING] * len(items)
+        of_items = [_NOTHING] * len(items)
         if samples:
             indices = [which[self._key(item)] for item in items]
-            own = [answers[index] for index in indices]
-            self._failures.record_prompts(own, len({tuple(indices[i] for i in group) for group in members}), last)
+            of_items = [answers[index] for index in indices]
+            self._failures.record_prompts(of_items, len({tuple(indices[i] for i in group) for group in members}), last)
         if wholes:
             self._failures.record_groups(shared, last)
         kinds = [name in of_groups for name in self._functions]
-        return [_outcome(kinds, pair) for pair in zip(own, _each_sample(shared, members, len(items)), strict=True)]
+        shared_of_items = _each_sample(shared, members, len(items))
+        return [_outcome(kinds, pair) for pair in zip(of_items, shared_of_items, strict=True)]
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
         """Functions that are not ours may look at the prompt, and are called for each."""
@@ -221,11 +222,11 @@ def _group_message(items: Sequence[RewardItem]) -> dict[str, Any]:
 
 
 def _each_sample(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
-    """What the group functions say of every item; a failed group's reason, for all of its items."""
+    """The group functions' answer for every item; a failed group's reason, for all of its items."""
     found = [_NOTHING] * count
     for answer, group in zip(answers, members, strict=bool(answers)):
-        own = answer["samples"] if "samples" in answer else [answer] * len(group)
-        for index, value in zip(group, own, strict=True):
+        values = answer["samples"] if "samples" in answer else [answer] * len(group)
+        for index, value in zip(group, values, strict=True):
             found[index] = value
     return found
 

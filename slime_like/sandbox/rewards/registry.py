@@ -44,7 +44,7 @@ def resolve_reward(name: str) -> RewardCallable:
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
     """As ``check_options``, and functions that touch nothing but their arguments are called with the options once.
 
-    What a service is to be asked with is looked at; the service is not asked.
+    A service's request is checked; nothing is sent.
 
     Raises:
         ValueError: the options do not fit, or the function cannot work with their values.

@@ -45,7 +45,7 @@ class _Function:
         return [_checked(result) for result in results]
 
     def failure(self, error: BaseException) -> dict[str, Any]:
-        """The answer that says why an item has no reward; of a user's function, with file and line."""
+        """The answer for an item without a reward: the reason; for a custom function, with file and line."""
         return failure(error, self.name, self._code)
 
     def warm_up(self) -> None:
@@ -86,7 +86,7 @@ def _group_outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict
             results.append(function.of_group(item))
         except (Exception, SystemExit) as error:
             return function.failure(error)
-    return {"samples": [_as_message(functions, own) for own in zip(*results, strict=True)]}
+    return {"samples": [_as_message(functions, sample) for sample in zip(*results, strict=True)]}
 
 
 def _as_message(functions: Sequence[_Function], results: Sequence[RewardResult]) -> dict[str, Any]:
