@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from os import getpid
 from typing import Any, Literal
 
 from slime_like.errors import SlimeLikeError
-from slime_like.sandbox.protocol import HEADER_BYTES, decode, encode, length_of
+from slime_like.sandbox.protocol import encode, take_messages
 
+_READ_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
 
@@ -46,6 +48,8 @@ class WorkerProcess:
             bufsize=0,
         )
         self._replies = asyncio.StreamReader()
+        self._incoming = bytearray()
+        self._messages: deque[dict[str, Any]] = deque()
         self._reader: asyncio.BaseTransport | None = None
         self._writer: asyncio.WriteTransport | None = None
 
@@ -77,14 +81,14 @@ class WorkerProcess:
         Raises:
             WorkerEnded: there is none, or none within ``timeout_s``.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                length = length_of(await self._replies.readexactly(HEADER_BYTES))
-                return decode(await self._replies.readexactly(length))
-        except TimeoutError:
-            raise WorkerEnded("timeout") from None
-        except asyncio.IncompleteReadError:
-            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash") from None
+        if not self._messages:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not self._messages:
+                        await self._read()
+            except TimeoutError:
+                raise WorkerEnded("timeout") from None
+        return self._messages.popleft()
 
     def was_killed(self) -> bool:
         """After ``WorkerEnded``: whether SIGKILL ended it, which no code of this package sends to a worker at work."""
@@ -129,6 +133,14 @@ class WorkerProcess:
         finally:
             self._process.stdout.close()
             self._log.close()
+
+    async def _read(self) -> None:
+        """Take what has arrived: many messages at once, where items take little time."""
+        data = await self._replies.read(_READ_BYTES)
+        if not data:
+            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash")
+        self._incoming += data
+        self._messages.extend(take_messages(self._incoming))
 
     def _exit_code(self) -> int | None:
         """``None`` where it has closed its output and lives."""

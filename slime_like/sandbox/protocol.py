@@ -7,7 +7,6 @@ import struct
 from typing import Any, BinaryIO
 
 _LENGTH = struct.Struct(">I")
-HEADER_BYTES = _LENGTH.size
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -16,22 +15,26 @@ def encode(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def length_of(header: bytes) -> int:
-    """Bytes of the body that follows a header."""
-    (length,) = _LENGTH.unpack(header)
-    return int(length)
-
-
-def decode(body: bytes) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(body)
-    return message
-
-
 def read_message(stream: BinaryIO) -> dict[str, Any] | None:
     """The next message of a blocking stream, ``None`` at its end."""
-    header = stream.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES:
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
         return None
-    length = length_of(header)
+    (length,) = _LENGTH.unpack(header)
     body = stream.read(length)
-    return decode(body) if len(body) == length else None
+    return json.loads(body) if len(body) == length else None
+
+
+def take_messages(buffer: bytearray) -> list[dict[str, Any]]:
+    """Remove every complete message from the front of ``buffer`` and return them."""
+    messages = []
+    start = 0
+    while len(buffer) >= start + _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer, start)
+        end = start + _LENGTH.size + length
+        if len(buffer) < end:
+            break
+        messages.append(json.loads(bytes(buffer[start + _LENGTH.size : end])))
+        start = end
+    del buffer[:start]
+    return messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -127,7 +127,7 @@ class RewardPool:
         for item in items:
             chosen.setdefault(self._key(item), item)
         which = {key: index for index, key in enumerate(chosen)}
-        samples = [asdict(item) for item in chosen.values()] if len(of_groups) < len(self._functions) else []
+        samples = [_sample_message(item) for item in chosen.values()] if len(of_groups) < len(self._functions) else []
         wholes = [_group_message([items[i] for i in group]) for group in members] if of_groups else []
         answers = self._thread.run(self._answers([*samples, *wholes]))
         shared = answers[len(samples) :]
@@ -214,6 +214,10 @@ def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
     for index, group in zip(range(count), groups, strict=True):
         found.setdefault(group, []).append(index)
     return list(found.values())
+
+
+def _sample_message(item: RewardItem) -> dict[str, Any]:
+    return {"prompt": item.prompt, "response": item.response, "answer": item.answer}
 
 
 def _group_message(items: Sequence[RewardItem]) -> dict[str, Any]:
