@@ -13,6 +13,7 @@ import pytest
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.registry import try_options
 from slime_like.sandbox.rewards.remote import remote
+from tests.support.reward_service import Service
 from tests.support.reward_service import url as url
 
 
