@@ -42,7 +42,7 @@ class SynchronousDriver:
 
     Args:
         oversample: groups issued per group trained; above 1, a complete batch aborts all others.
-        revive: restarts engines with the weights of the version that is served; called when none is left.
+        revive: restarts engines and gives them weights; called when none is left.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SynchronousDriver:
         store: GroupStore,
         turns: Turns,
         oversample: float,
-        revive: Callable[[int], None],
+        revive: Callable[[], None],
     ) -> None:
         self._pipeline = pipeline
         self._store = store
@@ -100,7 +100,7 @@ class SynchronousDriver:
         try:
             return self._pipeline.collect(_SHORT_POLL_S if self._pipeline.num_referred else _POLL_S)
         except NoEngineLeft:
-            self._revive(self._store.version)
+            self._revive()
             return []
 
     def close(self) -> None: ...
@@ -116,7 +116,7 @@ class ThreadedDriver:
         revive: see ``SynchronousDriver``.
     """
 
-    def __init__(self, pipeline: GroupPipeline, store: GroupStore, revive: Callable[[int], None]) -> None:
+    def __init__(self, pipeline: GroupPipeline, store: GroupStore, revive: Callable[[], None]) -> None:
         self._pipeline = pipeline
         self._store = store
         self._revive = revive
@@ -160,7 +160,7 @@ class ThreadedDriver:
                 needs_engines = self._needs_engines
             raise_if_interrupted()
             if needs_engines:
-                self._revive(self._store.version)
+                self._revive()
                 with self._store.changed:
                     self._needs_engines = False
                     self._store.changed.notify_all()

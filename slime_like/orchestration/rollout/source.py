@@ -47,11 +47,15 @@ class RolloutSource:
         self._ledger = ledger
         self._store = GroupStore(config, prompts, ledger)
         pipeline = GroupPipeline(config, self._store, client, scorer, references)
+
+        def revive_engines() -> None:
+            revive(self._store.version)
+
         self._driver: RolloutDriver
         if config.rollout.max_staleness > 0:
-            self._driver = ThreadedDriver(pipeline, self._store, revive)
+            self._driver = ThreadedDriver(pipeline, self._store, revive_engines)
         else:
-            self._driver = SynchronousDriver(pipeline, self._store, turns, config.rollout.oversample, revive)
+            self._driver = SynchronousDriver(pipeline, self._store, turns, config.rollout.oversample, revive_engines)
 
     def synced(self, version: int) -> None:
         """The engines serve ``version``; the first call starts the sampling thread, if there is to be one."""
