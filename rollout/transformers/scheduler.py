@@ -60,7 +60,7 @@ class DecodeScheduler:
         self._batch = DecodeBatch(model, kernels)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -90,7 +90,7 @@ class DecodeScheduler:
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread; False if it has not ended in time."""
-        self._put(self._stop)
+        self._put(self._stopping.set)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -102,7 +102,7 @@ class DecodeScheduler:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping.is_set():
                 self._turn()
             self._fail_all(EngineError("the engine was stopped"))
         except BaseException as error:  # handed to every caller, and to all that come later
@@ -118,7 +118,7 @@ class DecodeScheduler:
         while not self._inbox.empty():
             self._inbox.get()()
         self._settle()
-        if self._stopping or not self._has_work():
+        if self._stopping.is_set() or not self._has_work():
             return
         if self._pause_mode is None:
             self._admit()
@@ -175,9 +175,6 @@ class DecodeScheduler:
         self._version = version
         self._batch.forget_cache()
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     def _fail_all(self, error: EngineError) -> None:
         self._error = error
         while not self._inbox.empty():
@@ -195,7 +192,7 @@ def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
 
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-    """A caller that gave up has cancelled its future: then nobody waits for the value."""
+    """A caller that gave up has cancelled its future, and the value is not needed."""
     try:
         if error is None:
             future.set_result(value)
