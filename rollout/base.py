@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Running = TypeVar("Running")
 T = TypeVar("T")
+MemoryPart = Literal["weights", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
 class EngineBase(Generic[Running]):
@@ -82,10 +84,10 @@ class EngineBase(Generic[Running]):
     async def _close_update(self) -> None:
         """Give up an update that the engine still holds open."""
 
-    async def _give_memory_back(self) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         raise NotImplementedError
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -183,14 +185,19 @@ class EngineBase(Generic[Running]):
     async def sleep(self) -> None:
         """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
         self._alive()
-        await self.pause("abort")
-        await self._give_memory_back()
-        self._asleep = {"weights", "kv_cache"}
+        awake = [part for part in MEMORY_PARTS if part not in self._asleep]
+        if awake:  # after a failed sync that is the weights alone
+            await self.pause("abort")
+            await self._give_memory_back(awake)
+        self._asleep.update(awake)
 
-    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def wake(self, parts: Sequence[MemoryPart]) -> None:
         self._alive()
-        await self._take_memory(parts)
-        self._asleep -= set(parts)
+        asleep = [part for part in parts if part in self._asleep]
+        if not asleep:
+            return
+        await self._take_memory(asleep)
+        self._asleep.difference_update(asleep)
         if not self._asleep:
             await self.resume()
 

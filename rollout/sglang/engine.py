@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rollout.base import EngineBase
+from rollout.base import EngineBase, MemoryPart
 from rollout.engine_arguments import check_arguments
 from rollout.sglang.arguments import environment, on_cpu, sleep_mode
 from slime_like.errors import EngineError
@@ -130,11 +130,11 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _close_update(self) -> None:
         await self._tell("closing a failed update", "close_update")
 
-    async def _give_memory_back(self) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         if self._gives_memory_back():
-            await self._ask("sleep", "release_memory", ("kv_cache", "weights"))
+            await self._ask("sleep", "release_memory", tuple(reversed(parts)))
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         if self._gives_memory_back():
             await self._ask("wake", "resume_memory", tuple(parts))
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rollout.base import EngineBase
+from rollout.base import EngineBase, MemoryPart
 from rollout.engine_arguments import check_arguments
 from rollout.requests import sample_seed, stop_ids
 from slime_like.cpu.onednn import use_onednn
@@ -127,11 +127,12 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
         self._alive().set_version(version)
 
-    async def _give_memory_back(self) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Caches go with their requests."""
-        await asyncio.to_thread(self._move, "cpu")
+        if "weights" in parts:
+            await asyncio.to_thread(self._move, "cpu")
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         if "weights" in parts:
             await asyncio.to_thread(self._move, _device())
 

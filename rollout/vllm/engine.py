@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.base import EngineBase, one_line
+from rollout.base import EngineBase, MemoryPart, one_line
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids
@@ -181,12 +181,12 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     async def _close_update(self) -> None:
         await self._sync_call("closing a failed update", self._workers("finish_weight_update"))
 
-    async def _give_memory_back(self) -> None:
-        """Weights go to host memory."""
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+        """Weights go to host memory. vLLM itself skips a part that is asleep."""
         if self._gives_memory_back():
             await self._bounded("sleep", self._while_alive(self._alive().sleep(level=1, mode="abort")))
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         if self._gives_memory_back():
             await self._bounded("wake", self._while_alive(self._alive().wake_up(tags=list(parts))))
 

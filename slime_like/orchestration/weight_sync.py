@@ -139,14 +139,13 @@ class WeightSync:
         Raises:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
-        self._turns.begin_sync()
         told: list[str] = []
         while True:
-            restarted = self._engines.restart_dead()
-            if restarted:
-                self._connected = False
-                told += restarted
+            told += self._restart_dead()
             try:
+                self._turns.begin_sync()
+                if self._engines.has_dead:
+                    continue
                 report = self._send(version, told)
             except (EngineError, WeightSyncError) as error:
                 # Over a network an engine's death shows at the sender and at other engines, too, perhaps first.
@@ -155,6 +154,14 @@ class WeightSync:
                 continue  # whoever has half of the weights gets all of them, from the first bucket
             self._engines.admit()
             return report
+
+    def _restart_dead(self) -> list[str]:
+        """See ``RolloutManager.restart_dead``; devices are made free before."""
+        if not self._engines.has_dead:
+            return []
+        self._turns.starting_engines()
+        self._connected = False
+        return self._engines.restart_dead()
 
     def _send(self, version: int, restarted: list[str]) -> SyncReport:
         started = time.perf_counter()

@@ -111,6 +111,7 @@ class LocalEngines:
     """The generation pool of one engine."""
 
     num_engines = 1
+    has_dead = False
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine

@@ -11,6 +11,9 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
 
+    def starting_engines(self) -> None:
+        """Before an engine is started again, whoever used its device."""
+
     def training(self) -> None:
         """Before scoring, training and saving."""
 
@@ -27,6 +30,8 @@ class Turns(Protocol):
 class OwnDevices:
     """Trainers and engines have devices of their own: nothing moves."""
 
+    def starting_engines(self) -> None: ...
+
     def training(self) -> None: ...
 
     def generation(self) -> None: ...
@@ -41,12 +46,20 @@ class SharedDevices:
 
     A sync is the hand-over: gradients and optimizer state leave, engine weights come, buckets travel, trainer weights
     leave, the KV cache comes.
+
+    Engines that have died leave the pool when they are found dead; the others go on.
     """
 
     def __init__(self, trainers: TrainerGroup, engines: RolloutManager) -> None:
         self._trainers = trainers
         self._engines = engines
-        self._turn: Literal["trainers", "engines"] = "trainers"
+        self._turn: Literal["trainers", "engines", "sync"] = "trainers"
+
+    def starting_engines(self) -> None:
+        """An engine takes all the memory that it is allowed, whatever it needs later."""
+        if self._turn != "engines":
+            self._trainers.offload()
+            self._turn = "engines"
 
     def training(self) -> None:
         if self._turn == "trainers":
@@ -64,6 +77,7 @@ class SharedDevices:
 
     def begin_sync(self) -> None:
         self.training()
+        self._turn = "sync"
         self._trainers.offload(keep_weights=True)
         self._engines.wake(("weights",))
 

@@ -158,6 +158,11 @@ class RolloutManager:
         return bool(self._dead) and self._restarts_left >= 0
 
     @property
+    def has_dead(self) -> bool:
+        """Whether an engine is dead that ``restart_dead`` has not replaced."""
+        return len(self._dead) > len(self._restarted)
+
+    @property
     def _restarts_left(self) -> int:
         waiting = len(self._dead) - len(self._restarted)
         return self._config.rollout.max_engine_restarts - self._restarts - waiting
@@ -260,10 +265,33 @@ class RolloutManager:
 
     # -------------------------------------------------------------------------------------------------------- turns
     def sleep(self) -> None:
-        self._call("sleep", phase="making room for the trainers")
+        """Parts of an engine that are asleep stay so."""
+        self._call_living("sleep", phase="making room for the trainers")
 
     def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        self._call("wake", parts, phase="coming back to the device")
+        self._call_living("wake", parts, phase="coming back to the device")
+
+    def _call_living(self, method: str, *arguments: Any, phase: str) -> None:
+        """Call every engine that is not known to be dead. One that is found dead leaves the pool.
+
+        Raises:
+            EngineError: an engine that lives has failed, or no restart is left for one that has died.
+        """
+        references = {
+            index: getattr(engine, method).remote(*arguments)
+            for index, engine in enumerate(self._engines)
+            if index not in self._dead or index in self._restarted
+        }
+        failures: dict[int, EngineError] = {}
+        for index, reference in references.items():  # all of them: the next phase needs what they use now
+            try:
+                self._gather({index: reference}, phase=phase, timeout_s=self._config.sync.timeout_s)
+            except EngineError as error:
+                failures[index] = error
+        members = {self._members[member].index: member for member in self._registry.workers}
+        for index, failure in failures.items():
+            if index not in members or not self.lose(members[index], failure):
+                raise failure
 
     # ---------------------------------------------------------------------------------------------------------- end
     def shutdown(self, timeout_s: float = 30.0) -> None:
@@ -282,9 +310,12 @@ class RolloutManager:
         references = [getattr(engine, method).remote(*arguments) for engine in self._engines]
         return self._gather(references, phase=phase, timeout_s=timeout_s or self._config.sync.timeout_s)
 
-    def _gather(self, references: list[Any], *, phase: str, timeout_s: float) -> list[Any]:
-        names = [self._name(index) for index in range(len(references))]
-        return gather(references, names, phase=phase, timeout_s=timeout_s, error=EngineError, watch=self._watch)
+    def _gather(self, references: list[Any] | dict[int, Any], *, phase: str, timeout_s: float) -> list[Any]:
+        """Wait for the engines' answers: all of them in order, or some by index."""
+        asked = references if isinstance(references, dict) else dict(enumerate(references))
+        names = [self._name(index) for index in asked]
+        answers = list(asked.values())
+        return gather(answers, names, phase=phase, timeout_s=timeout_s, error=EngineError, watch=self._watch)
 
 
 def _is_alive(actor: Any) -> bool:
