@@ -108,10 +108,7 @@ class LocalTrainers:
 
 
 class LocalEngines:
-    """The generation pool of one engine."""
-
-    num_engines = 1
-    has_dead = False
+    """The group of one engine."""
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -120,14 +117,8 @@ class LocalEngines:
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(call, 60))
 
-    def restart_dead(self) -> list[str]:
-        return []
-
-    def lose_dead(self, error: Exception) -> bool:
-        """The engine lives in this process."""
-        return False
-
-    def admit(self) -> None: ...
+    def __len__(self) -> int:
+        return 1
 
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
@@ -151,9 +142,23 @@ class LocalEngines:
         return lambda: answers
 
 
+class LocalSupervisor:
+    """Of an engine in this process: it never dies."""
+
+    generation, has_dead, weights = 0, False, None
+
+    def __init__(self, engines: LocalEngines) -> None:
+        self.engines = engines
+
+    def find_dead(self, error: Exception) -> bool:
+        return False
+
+    def admit(self) -> None: ...
+
+
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
     placement: Any = SimpleNamespace(device="CPU", num_nodes=1)
-    mixed: Any = (trainers, engines)
+    mixed: Any = (trainers, LocalSupervisor(engines))
     sync = WeightSync(config, mixed[0], mixed[1], placement, OwnDevices(), SESSION)
     sync.connect()
     return sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 
 
@@ -50,7 +50,7 @@ class SharedDevices:
     Engines that have died leave the pool when they are found dead; the others go on.
     """
 
-    def __init__(self, trainers: TrainerGroup, engines: RolloutManager) -> None:
+    def __init__(self, trainers: TrainerGroup, engines: EngineSupervisor) -> None:
         self._trainers = trainers
         self._engines = engines
         self._turn: Literal["trainers", "engines", "sync"] = "trainers"

@@ -6,7 +6,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.replay import Held, ReplayBuffer
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
@@ -57,7 +58,7 @@ class RolloutSource:
 
     Args:
         flight: an empty one through the run's engines.
-        revive: brings engines back, with the weights of the version that is served; called when none is left.
+        supervisor: has engines serve again when none is left.
         references: scores groups that will be trained before they count as ready; none where trainers do it.
     """
 
@@ -69,7 +70,7 @@ class RolloutSource:
         scorer: Scorer,
         turns: Turns,
         ledger: Ledger,
-        revive: Callable[[int], None],
+        supervisor: EngineSupervisor,
         references: ReferencePool | None = None,
     ) -> None:
         self._config = config
@@ -78,7 +79,7 @@ class RolloutSource:
         self._scorer = scorer
         self._turns = turns
         self._ledger = ledger
-        self._revive = revive
+        self._supervisor = supervisor
         self._references = references
         self._sampling = training_sampling(config)
         self._asked: dict[str, Prompt] = {}
@@ -348,7 +349,7 @@ class RolloutSource:
         try:
             return self._collect(_THREAD_POLL_S if self._num_referred else _POLL_S)
         except NoEngineLeft:
-            self._revive(self._version)
+            self._supervisor.revive()
             return []
 
     def _abort_rest(self) -> None:
@@ -385,7 +386,7 @@ class RolloutSource:
                 lost = self._no_engine is not None
             raise_if_interrupted()
             if lost:
-                self._revive(self._version)
+                self._supervisor.revive()
                 with self._changed:
                     self._no_engine = None
                     self._changed.notify_all()

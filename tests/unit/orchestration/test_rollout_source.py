@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,13 @@ def source(
     )  # fmt: skip
     revived: list[int] = []
 
-    def revive(version: int) -> None:
-        revived.append(version)
+    def revive() -> None:
+        revived.append(flight.version)
         flight.dead = False
 
     made = RolloutSource(
-        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir), revive,  # type: ignore[arg-type]
-        references,
+        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir),  # type: ignore[arg-type]
+        SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
 
