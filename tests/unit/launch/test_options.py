@@ -11,7 +11,7 @@ from slime_like.commands import launch as command
 from slime_like.errors import ConfigError
 from slime_like.launch.devices import local_gpus, slots_per_node
 from slime_like.launch.options import LaunchOptions, find_place
-from tests.unit.orchestration.test_placement import config
+from tests.unit.orchestration.cluster.test_placement import config
 
 
 def options(**fields: object) -> LaunchOptions:
