@@ -15,7 +15,7 @@ from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
 from tests.faults.quick import quick
 from tests.faults.test_killed_processes import VLLM_CORE
-from tests.processes import Command
+from tests.support.processes import Command
 
 ACTOR, RANK = "ray::EngineActor", "ray::TrainerRank"
 TURNS = {  # whose call, as Ray shows it in the title of the actor's process, lasts only for this turn

@@ -16,7 +16,7 @@ from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
-from tests.unit.config.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import write_checkpoint
 
 STEPS = 2
 
