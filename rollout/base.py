@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
+from rollout.hooks import MEMORY_PARTS, EngineHooks, MemoryPart, Running
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
@@ -19,16 +20,13 @@ from slime_like.weights.expected_tensors import expected_tensors
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
 
-Running = TypeVar("Running")
 T = TypeVar("T")
-MemoryPart = Literal["weights", "kv_cache"]
-MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
-class EngineBase(Generic[Running]):
-    """The half of ``RolloutEngine`` that is the same for all; ``Running`` is what a started engine is made of.
+class EngineBase(EngineHooks[Running]):
+    """The half of ``RolloutEngine`` that is the same for all.
 
-    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the methods below that raise
+    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the hooks that raise
     ``NotImplementedError``.
     """
 
@@ -48,47 +46,6 @@ class EngineBase(Generic[Running]):
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
-
-    # --------------------------------------------------------------------------------------------- what an engine adds
-    def _alive(self) -> Running:
-        """Raises ``EngineError`` where the engine has not been started, or has died."""
-        raise NotImplementedError
-
-    async def _is_alive(self) -> bool:
-        """Asks, within a bound, whatever does the work."""
-        raise NotImplementedError
-
-    def _own_process_ids(self) -> tuple[int, ...]:
-        return ()
-
-    async def _freeze(self, mode: PauseMode) -> None:
-        raise NotImplementedError
-
-    async def _thaw(self) -> None:
-        raise NotImplementedError
-
-    async def _open_update(self) -> None: ...
-
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
-        """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
-        raise NotImplementedError
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        """Hashes of all that the open update has brought, and the seconds they took."""
-        raise NotImplementedError
-
-    async def _make_current(self, version: int) -> None:
-        """The update is whole: serve it, and flush every cache."""
-        raise NotImplementedError
-
-    async def _close_update(self) -> None:
-        """Give up an update that the engine still holds open."""
-
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
-        raise NotImplementedError
-
-    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------- requests
     def _serving(self) -> Running:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.base import EngineBase, MemoryPart
+from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
+from rollout.hooks import MemoryPart
 from rollout.requests import sample_seed, stop_ids
 from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import EngineError, WeightSyncError
@@ -98,7 +99,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._receivers.clear()
         self._model, self._destinations = None, {}
 
-    # ------------------------------------------------------------------------------------------------- see EngineBase
+    # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> DecodeScheduler:
         if self._scheduler is None:
             raise EngineError(f"{self._name} is not running; call start first")
