@@ -94,7 +94,7 @@ class EngineBase(EngineHooks[Running]):
             await self.pause("keep")
             self._resume_after_update = True
         self._state.begin(version)
-        await self._open_update()
+        await self._begin_update()
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
@@ -103,7 +103,7 @@ class EngineBase(EngineHooks[Running]):
         except WeightSyncError as error:
             await self._close_failed(str(error))
             raise
-        await self._take_bucket(bucket)
+        await self._update(bucket)
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
@@ -113,7 +113,7 @@ class EngineBase(EngineHooks[Running]):
         except WeightSyncError as error:
             await self._close_failed(str(error))
             raise
-        await self._make_current(version)
+        await self._finish_update(version)
         receipt = self._state.commit(received, hash_s)
         if self._resume_after_update:
             self._resume_after_update = False

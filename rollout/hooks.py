@@ -32,9 +32,9 @@ class EngineHooks(Generic[Running]):
     async def _thaw(self) -> None:
         raise NotImplementedError
 
-    async def _open_update(self) -> None: ...
+    async def _begin_update(self) -> None: ...
 
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+    async def _update(self, bucket: BucketMetadata) -> None:
         """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
         raise NotImplementedError
 
@@ -42,7 +42,7 @@ class EngineHooks(Generic[Running]):
         """Hashes of all that the open update has brought, and the seconds they took."""
         raise NotImplementedError
 
-    async def _make_current(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         """The update is whole: serve it, and flush every cache."""
         raise NotImplementedError
 

@@ -115,17 +115,17 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _thaw(self) -> None:
         await self._ask("resume", "resume")
 
-    async def _open_update(self) -> None:
+    async def _begin_update(self) -> None:
         await self._tell("begin_update", "begin_update")
 
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+    async def _update(self, bucket: BucketMetadata) -> None:
         await self._tell("update", "update", metadata_to_wire(bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._tell("finish_update", "received")
         return checksums, hash_s
 
-    async def _make_current(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         await self._tell("finish_update", "finish_update", version)
 
     async def _close_update(self) -> None:

@@ -98,16 +98,16 @@ class Host:
 
     async def begin_update(self) -> None:
         await self.close_update()
-        await self._ranks.call("begin_reception")
+        await self._ranks.call("begin_update")
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._updating = True
 
     async def update(self, metadata: dict[str, Any]) -> None:
-        await self._ranks.call("receive_bucket", metadata=json.dumps(metadata))
+        await self._ranks.call("update", metadata=json.dumps(metadata))
 
     async def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open update's tensors, and the seconds they took."""
-        return common_checksums(await self._ranks.call("report_received"))
+        return common_checksums(await self._ranks.call("received"))
 
     async def close_update(self) -> None:
         """Close SGLang's side of an update, if one is open."""
@@ -133,7 +133,7 @@ class Host:
     async def reach_schedulers(self) -> None:
         """Use every socket to the schedulers once."""
         await self.ping()
-        await self._ranks.call("begin_reception")
+        await self._ranks.call("begin_update")
 
     async def ping(self) -> None:
         """Answered by the schedulers, not only by this process."""

@@ -116,14 +116,14 @@ class EngineScheduler(Scheduler):
     def connect_transport(self, transport: str, rendezvous: str) -> None:
         self._answer(lambda: self._connect(transport, json.loads(rendezvous)))
 
-    def begin_reception(self) -> None:
+    def begin_update(self) -> None:
         self._arrivals = Arrivals()
         self.reports.put(RankReport())
 
-    def receive_bucket(self, metadata: str) -> None:
+    def update(self, metadata: str) -> None:
         self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
 
-    def report_received(self) -> None:
+    def received(self) -> None:
         self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
 
     def _answer(self, action: Callable[[], None]) -> None:

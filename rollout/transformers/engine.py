@@ -115,16 +115,16 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     async def _thaw(self) -> None:
         self._alive().resume()
 
-    async def _open_update(self) -> None:
+    async def _begin_update(self) -> None:
         self._arrivals = Arrivals()
 
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+    async def _update(self, bucket: BucketMetadata) -> None:
         await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return self._arrivals.checksums, self._arrivals.hashing.seconds
 
-    async def _make_current(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
         self._alive().set_version(version)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.weights.delta.receiver import is_base_lost
@@ -210,7 +210,7 @@ class WeightSync:
             gathered_next: waits for the first buckets.
         """
         sent = _Sent()
-        loading: list[Any] = []
+        loading: EngineAnswers | None = None
         loaded_nbytes = 0
         while True:
             started = time.perf_counter()
@@ -220,7 +220,8 @@ class WeightSync:
             if not buckets and self._config.sync.verify:
                 # Trainers are done, while engines still load the last buckets and make the version current.
                 sent.expected = self._trainers.start_probe(self._probe)
-            self._engines.wait_update(loading)
+            if loading is not None:
+                loading.result()
             sent.gather_s += gathered - started
             hash_s = max((bucket.figures.hash_s for bucket in buckets), default=0.0)
             sent.rounds.append(Round(hash_s, time.perf_counter() - gathered, loaded_nbytes))
@@ -229,7 +230,7 @@ class WeightSync:
             for bucket in buckets:
                 sent.add(bucket)
             loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
-            loading = self._engines.start_update(buckets)
+            loading = self._engines.update(buckets)
 
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Callable[[], np.ndarray]
@@ -241,13 +242,11 @@ class WeightSync:
     def _verify_probe(self, version: int, expected: Callable[[], np.ndarray]) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
-        answered = self._engines.ask_each(
-            [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
-        )
-        wanted, answers = expected(), answered()
+        asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
+        wanted, answers = expected(), [answers.result() for answers in asked]
         worst = 0.0
         for engine in range(len(self._engines)):
-            got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
+            got = np.concatenate([_prompt_logprobs(answer[engine][0], engine) for answer in answers])
             gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(

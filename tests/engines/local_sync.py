@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -107,6 +108,16 @@ class LocalTrainers:
             sender.release(metadata)
 
 
+@dataclass
+class Answers(Generic[T]):
+    """Of engines that have answered already."""
+
+    values: list[T]
+
+    def result(self) -> list[T]:
+        return self.values
+
+
 class LocalEngines:
     """The group of one engine."""
 
@@ -126,20 +137,16 @@ class LocalEngines:
     def begin_update(self, version: int) -> None:
         self.run(self.engine.begin_update(version))
 
-    def start_update(self, buckets: list[BucketMetadata]) -> list[Any]:
+    def update(self, buckets: list[BucketMetadata]) -> Answers[None]:
         for bucket in buckets:
             self.run(self.engine.update(bucket))
-        return []
-
-    def wait_update(self, references: list[Any]) -> None:
-        assert references == []
+        return Answers([None])
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return [self.run(self.engine.finish_update(version))]
 
-    def ask_each(self, requests: list[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
-        answers = [[self.run(self.engine.generate(request))[0]] for request in requests]
-        return lambda: answers
+    def probe(self, request: GenerationRequest) -> Answers[list[Generation]]:
+        return Answers([self.run(self.engine.generate(request))])
 
 
 class LocalSupervisor:

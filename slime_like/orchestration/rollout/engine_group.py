@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -10,7 +11,7 @@ from ray.exceptions import RayError
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, EngineHealth, Generation, GenerationRequest, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, nobody
 from slime_like.orchestration.rollout.engine_actor import EngineActor
@@ -105,30 +106,16 @@ class EngineGroup:
     def begin_update(self, version: int) -> None:
         self.call("begin_update", version, phase="beginning a weight update")
 
-    def start_update(self, buckets: list[BucketMetadata]) -> list[Any]:
-        """Let every engine fetch the buckets; returns at once with references for ``wait_update``."""
-        return [actor.update.remote(buckets) for actor in self._actors]
-
-    def wait_update(self, references: list[Any]) -> None:
-        self._gather(dict(enumerate(references)), phase="loading weights")
+    def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
+        """Have every engine fetch and load the buckets; returns at once."""
+        return self._ask("update", buckets, phase="loading weights")
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return self.call("finish_update", version, phase="finishing a weight update")
 
-    def ask_each(self, requests: Sequence[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
-        """The same one-sample requests to every engine.
-
-        Returns:
-            At once, what waits for the answers: for each request, every engine's.
-        """
-        asked = [[actor.generate.remote(request) for actor in self._actors] for request in requests]
-
-        def answered() -> list[list[Generation]]:
-            phase = "answering the weight-sync probe"
-            answers = [self._gather(dict(enumerate(references)), phase=phase) for references in asked]
-            return [[generations[0] for generations in each] for each in answers]
-
-        return answered
+    def probe(self, request: GenerationRequest) -> EngineAnswers:
+        """The same request to every engine, past the pool; returns at once."""
+        return self._ask("generate", request, phase="answering the weight-sync probe")
 
     # -------------------------------------------------------------------------------------------------------- calls
     def call(
@@ -140,17 +127,15 @@ class EngineGroup:
         indexes: Iterable[int] | None = None,
     ) -> list[Any]:
         """The answers of all engines, or of those named by ``indexes``; by default within ``sync.timeout_s``."""
-        called = range(len(self)) if indexes is None else indexes
-        references = {index: getattr(self._actors[index], method).remote(*arguments) for index in called}
-        return self._gather(references, phase=phase, timeout_s=timeout_s)
+        return self._ask(method, *arguments, phase=phase, indexes=indexes).result(timeout_s)
 
     def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
         """Call these engines and wait for all of them; the failures by engine."""
-        references = {index: getattr(self._actors[index], method).remote(*arguments) for index in indexes}
+        asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
         failures: dict[int, EngineError] = {}
-        for index, reference in references.items():
+        for index, answers in asked.items():
             try:
-                self._gather({index: reference}, phase=phase)
+                answers.result()
             except EngineError as error:
                 failures[index] = error
         return failures
@@ -163,8 +148,34 @@ class EngineGroup:
             ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         return list(ready)
 
-    def _gather(self, references: dict[int, Any], *, phase: str, timeout_s: float | None = None) -> list[Any]:
-        names = [self.name(index) for index in references]
-        bound = timeout_s or self._config.sync.timeout_s
-        answers = list(references.values())
-        return gather(answers, names, phase=phase, timeout_s=bound, error=EngineError, watch=self._watch)
+    def _ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+        asked = range(len(self)) if indexes is None else indexes
+        references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
+        return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswers:
+    """Answers that several engines owe.
+
+    Attributes:
+        references: by the engine's name.
+        phase: what the engines are doing, for messages.
+        timeout_s: the bound where ``result`` is given none.
+        watch: see ``EngineGroup``.
+    """
+
+    references: dict[str, Any]
+    phase: str
+    timeout_s: float
+    watch: Callable[[], None]
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all of them, in the order of the engines.
+
+        Raises:
+            EngineError: the first failure.
+        """
+        bound = timeout_s or self.timeout_s
+        asked, names = list(self.references.values()), list(self.references)
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)
