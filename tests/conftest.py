@@ -139,13 +139,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# Of the shell that starts the suite: a proxy, which servers on this machine would be reached through, and its terminal.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SHELL_VARIABLES = (*_PROXIES, *map(str.upper, _PROXIES), "COLUMNS", "LINES")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _no_proxy() -> Iterator[None]:
-    """Tests talk to servers on this machine alone; a proxy would be asked for these as well."""
+def _any_shell() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for scheme in ("http", "https", "all"):
-            patch.delenv(f"{scheme}_proxy", raising=False)
-            patch.delenv(f"{scheme}_proxy".upper(), raising=False)
+        for name in _SHELL_VARIABLES:
+            patch.delenv(name, raising=False)
         yield
 
 
