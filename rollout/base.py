@@ -1,4 +1,4 @@
-"""What every engine keeps account of, whatever samples for it: requests, pauses, sleep, the state of its weights."""
+"""The bookkeeping of every engine: requests, pauses, sleep, the state of its weights."""
 
 from __future__ import annotations
 
@@ -179,13 +179,13 @@ class EngineBase(EngineHooks[Running]):
 
 
 def one_line(error: Exception) -> str:
-    """Our own errors say everything themselves; of others also the type."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_told(error)}"
+    """The error on one line, with its type unless it is this distribution's."""
+    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
     return " ".join(text.split())[:500]
 
 
-def _told(error: Exception) -> str:
-    """pydantic's own text counts its errors and ends each with an address."""
+def _error_text(error: Exception) -> str:
+    """The text of an error; of pydantic's without the count and the addresses."""
     if not isinstance(error, ValidationError):
         return str(error)
     details = error.errors(include_url=False, include_context=False, include_input=False)

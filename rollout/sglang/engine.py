@@ -1,4 +1,4 @@
-"""SGLang behind ``RolloutEngine``: its engine, in processes of its own."""
+"""SGLang behind ``RolloutEngine``: its engine, in separate processes."""
 
 from __future__ import annotations
 

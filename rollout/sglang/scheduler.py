@@ -41,7 +41,7 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
     """SGLang's ``run_scheduler_process`` with our scheduler.
 
     Args:
-        reports: what this rank says besides SGLang's own answers.
+        reports: answers of this rank beside SGLang's.
         inherited: a descriptor that a fork has copied and that must not be kept open here.
         arguments, options: SGLang's own.
     """

@@ -25,7 +25,7 @@ from slime_like.cpu.kernels import decode_attention, decode_heads, decode_norm, 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """Where the rows' new tokens stand. In a prefill every token of every context is a row of its own.
+    """Where the rows' new tokens stand. In a prefill every token of every context is a separate row.
 
     Attributes:
         cos, sin: (more than any position, head_dim / 2).

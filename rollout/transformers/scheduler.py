@@ -207,7 +207,7 @@ def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
 
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-    """A caller that gave up has cancelled its future: then nobody waits for the value."""
+    """Set a future, unless its caller gave up and cancelled it."""
     try:
         if error is None:
             future.set_result(value)

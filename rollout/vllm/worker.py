@@ -131,7 +131,7 @@ class WorkerExtension(_Worker):
         """
         try:
             return getattr(self, method)(**arguments), None
-        except Exception as error:  # told to the engine, which fails the update
+        except Exception as error:  # returned to the engine, which fails the update
             return None, one_line(error)
 
     def begin_update(self) -> None:

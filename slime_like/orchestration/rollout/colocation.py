@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that trainers and engines share (``cluster.placement: colocated``)."""
+"""Turns of trainers and engines on the devices that they share (``cluster.placement: colocated``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
 
     def starting_engines(self) -> None:
-        """Before an engine is started again, whoever used its device."""
+        """Before a dead engine is started again."""
 
     def training(self) -> None:
         """Before scoring, training and saving."""
@@ -28,7 +28,7 @@ class Turns(Protocol):
 
 
 class OwnDevices:
-    """Trainers and engines have devices of their own: nothing moves."""
+    """Trainers and engines have separate devices: nothing moves."""
 
     def starting_engines(self) -> None: ...
 
@@ -56,7 +56,7 @@ class SharedDevices:
         self._turn: Literal["trainers", "engines", "sync"] = "trainers"
 
     def starting_engines(self) -> None:
-        """An engine takes all the memory that it is allowed, whatever it needs later."""
+        """Trainers leave: an engine that starts takes all the memory that it is allowed."""
         if self._turn != "engines":
             self._trainers.offload()
             self._turn = "engines"
