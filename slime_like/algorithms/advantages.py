@@ -171,6 +171,11 @@ def compute_advantages(
     if not rewards.numel():
         return rewards.to(dtype)
     advantages = found(rewards.double(), groups, **options)
+    _check_computed(estimator, advantages, rewards)
+    return advantages.to(dtype)
+
+
+def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None:
     if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
         gave = f"shape {tuple(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
         raise ValueError(
@@ -182,7 +187,6 @@ def compute_advantages(
             f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; every "
             "one must be finite, also in a group of one or without spread"
         )
-    return advantages.to(dtype)
 
 
 def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from slime_like.checks.user_code import environment_problems, reward_problems
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.run import RunConfig
+from slime_like.cpu.choice import kernels_are_used
 from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
@@ -89,7 +90,7 @@ def check_machine(config: RunConfig, dimensions: ModelDimensions | None, trains:
     """What this machine lacks: files, directories that can be written, packages. ``trains`` as in ``check``."""
     problems = [*_places(config, trains), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
     problems += _converted(config)
-    problems += [*attention_problems(config), *check_compiler()]
+    problems += [*attention_problems(config), *check_compiler(config)]
     if not config.supervised:
         problems += _sync_directory(config)
     if dimensions is not None:
@@ -123,14 +124,14 @@ def check_run_dir(config: RunConfig) -> list[str]:
     return [] if problem is None else [f"run_dir={config.run_dir} {problem}"]
 
 
-def check_compiler() -> list[str]:
+def check_compiler(config: RunConfig) -> list[str]:
     """May Numba compile? It has a variable of its own against it, for debugging."""
     value = os.environ.get("NUMBA_DISABLE_JIT", "")
-    if not value.strip("0"):
+    if not value.strip("0") or not kernels_are_used(config.trainer.cpu_kernels):
         return []
     return [
         f"NUMBA_DISABLE_JIT={value} in the environment keeps Numba from compiling the kernels for a CPU, which do not "
-        "run uncompiled; unset it"
+        "run uncompiled; unset it, or use trainer.cpu_kernels=off"
     ]
 
 

@@ -12,7 +12,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.orchestration.cluster.ray_calls import located, one
 from slime_like.orchestration.rollout.answers import Answer
-from slime_like.orchestration.rollout.in_flight import Flight, NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import EngineClient, NoEngineLeft
 from slime_like.orchestration.rollout.registry import WorkerRegistry
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
@@ -51,11 +51,11 @@ class RolloutManager:
         with self._lock:
             self._registry.release(member, tokens)
 
-    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
-        self.supervisor.actor(member).submit.remote(flight, requests)
+    def send(self, member: int, client: str, requests: Sequence[GenerationRequest]) -> None:
+        self.supervisor.actor(member).submit.remote(client, requests)
 
-    def ask(self, member: int, flight: str) -> Any:
-        return self.supervisor.actor(member).answers.remote(flight)
+    def ask(self, member: int, client: str) -> Any:
+        return self.supervisor.actor(member).answers.remote(client)
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         return self.supervisor.engines.wait(references, timeout_s)
@@ -78,9 +78,9 @@ class RolloutManager:
         return self.supervisor.name(member)
 
     # --------------------------------------------------------------------------------------------------- generation
-    def flight(self) -> Flight:
-        """An empty flight through this pool."""
-        return Flight(self, self._silence_s)
+    def client(self) -> EngineClient:
+        """A client of this pool, without requests."""
+        return EngineClient(self, self._silence_s)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """All responses of every request, in the order of the requests. Call where the weight sync may be used.
@@ -89,14 +89,14 @@ class RolloutManager:
             EngineError: an engine refused, a request outlived ``rollout.request_timeout_s``, or no restart is left for
                 an engine that has died.
         """
-        flight = self.flight()
+        client = self.client()
         for request in requests:
-            flight.submit(request)
+            client.submit(request)
         answers: dict[str, list[Generation]] = {}
-        while len(flight):
+        while len(client):
             raise_if_interrupted()
             try:
-                answers |= {request.request_id: found for request, found in flight.poll(_POLL_S)}
+                answers |= {request.request_id: found for request, found in client.poll(_POLL_S)}
             except NoEngineLeft:
                 self.supervisor.revive()
         return [answers[request.request_id] for request in requests]

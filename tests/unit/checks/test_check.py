@@ -821,6 +821,7 @@ def test_numba_must_be_allowed_to_compile(
     found = check(load_config(None, flags))
     assert len(found) == problems
     assert all(problem.startswith("NUMBA_DISABLE_JIT=1 in the environment") for problem in found)
+    assert check(load_config(None, [*flags, "--trainer.cpu_kernels", "off"])) == []
 
 
 def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:
