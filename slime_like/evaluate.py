@@ -10,6 +10,7 @@ from slime_like.data.prompts import load_tokenizer
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.rollout.engines_alone import engines_alone
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.session import launch_engines
@@ -25,6 +26,7 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
     """
+    config = engines_alone(config)
     tokenizer = load_tokenizer(config.model.path)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:

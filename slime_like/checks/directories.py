@@ -5,7 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from slime_like.config.run import RunConfig
+
+
+def run_directory_problems(config: RunConfig) -> Iterator[str]:
+    """Can it be made, and written into, and moved aside by a later run?"""
+    if problem := shared_directory_problem(config.run_dir) or directory_problem(config.run_dir):
+        yield f"run_dir={config.run_dir} {problem}"
+
+
+def dump_directory_problems(config: RunConfig) -> Iterator[str]:
+    directory = config.debug.save_rollouts
+    if directory is not None and (problem := directory_problem(directory)):
+        yield f"debug.save_rollouts={directory} {problem}"
+
+
+def sync_directory_problems(config: RunConfig) -> Iterator[str]:
+    directory = config.sync.directory if config.sync.transport == "directory" else None
+    if directory is not None and (problem := directory_problem(directory)):
+        yield f"sync.directory={directory} {problem}"
 
 
 def directory_problem(path: Path) -> str | None:

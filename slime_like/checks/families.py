@@ -8,6 +8,12 @@ from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 
+def balancing_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    coefficient = config.algorithm.moe_aux_loss_coef
+    if coefficient > 0 and dimensions.num_experts == 0:
+        yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
+
+
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Why the configured trainer cannot train this model, each with the remedy; nothing for the known families.
 

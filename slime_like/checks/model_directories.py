@@ -29,6 +29,15 @@ def _missing(path: Path, field: str) -> list[str]:
     return [] if path.is_dir() else [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
 
 
+def model_problems(config: RunConfig) -> list[str]:
+    """Why the sizes of ``model.path`` cannot be read."""
+    return find_dimensions(config.model.path, "model.path")[1]
+
+
+def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
+    return weight_problems(config.model.path, "model.path", dimensions)
+
+
 def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
     """What is wrong with the weight files at ``path``, which ``field`` names."""
     return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]

@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from slime_like.config.run import RunConfig
 
 
+def megatron_offload_problems(config: RunConfig) -> Iterator[str]:
+    """Of the backend megatron only: others have host optimizers of their own."""
+    if config.trainer.backend == "megatron":
+        yield from offload_problems(config)
+
+
 def offload_problems(config: RunConfig) -> Iterator[str]:
     """Why Megatron cannot keep optimizer state in host memory, each with the remedy."""
     settings = config.trainer.optimizer

@@ -41,7 +41,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             f"rollout.max_staleness={ahead} lets engines and trainers work at once, but cluster.placement=colocated "
             "has them take turns on the same devices; use placement: separate, or max_staleness: 0"
         )
-    if ahead > 0 and "importance_correction" not in algorithm.model_fields_set and not config.supervised:
+    if ahead > 0 and "importance_correction" not in algorithm.model_fields_set:
         yield (
             f"rollout.max_staleness={ahead} trains on samples of older weights, which biases the gradient unless "
             "algorithm.importance_correction corrects for it; set it to truncate or mask, or to none if that is meant"

@@ -12,6 +12,23 @@ def total_updates(config: RunConfig) -> int:
     return config.steps * config.algorithm.epochs * config.algorithm.minibatches
 
 
+def minibatch_problems(config: RunConfig) -> Iterator[str]:
+    """Do a step's samples suffice for its minibatches and replicas?"""
+    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
+    samples = 1 if config.supervised else config.rollout.samples_per_prompt
+    replicas = config.trainer.parallel.data
+    if minibatches > prompts:
+        yield (
+            f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}, and a group stays "
+            f"in one minibatch; use at most {prompts}"
+        )
+    elif prompts // minibatches * samples < replicas:
+        yield (
+            f"trainer.parallel.data={replicas} is more than the {prompts // minibatches * samples} samples of a "
+            "minibatch, and every replica needs one; lower it, or raise rollout.prompts_per_step"
+        )
+
+
 def schedule_problems(config: RunConfig) -> Iterator[str]:
     """Why the schedule of learning rate and weight decay cannot be followed, with the remedy."""
     optimizer = config.trainer.optimizer

@@ -40,7 +40,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """Custom functions whose module is found are imported, each by a reward worker with its limits."""
-    for index, function in enumerate(() if config.supervised else config.reward.functions):
+    for index, function in enumerate(config.reward.functions):
         if ":" in function.name and not import_path_problem(function.name):
             yield from start_problems(config.reward, index)
 

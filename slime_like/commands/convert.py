@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.checks.check import check_trainer
+from slime_like.checks.check import require_valid
 from slime_like.checks.directories import directory_problem
+from slime_like.checks.needs import CONVERSION
 from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
@@ -267,9 +268,7 @@ def _conversion(options: argparse.Namespace) -> ConversionOptions:
 def _checked(own: Sequence[str], flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
     config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *own, *flags])
-    problems = check_trainer(config)
-    if problems:
-        raise ConfigError(problems)
+    require_valid(config, CONVERSION)
     return config
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like import __version__
-from slime_like.checks.check import check, require_valid
+from slime_like.checks.check import require_valid
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.engine_install import version_warning
-from slime_like.checks.files import data_problems, with_problems_of_files
+from slime_like.checks.files import with_problems_of_files
+from slime_like.checks.needs import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands import convert as convert_command
 from slime_like.commands import launch as launch_command
 from slime_like.commands import plan as plan_command
@@ -22,7 +22,6 @@ from slime_like.commands import score as score_command
 from slime_like.commands import verify as verify_command
 from slime_like.commands.arguments import given_path, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
-from slime_like.config.evaluated import for_evaluation
 from slime_like.config.reading.help import fields_help
 from slime_like.config.reading.load import load_config
 from slime_like.config.run import MAX_SEED
@@ -118,19 +117,19 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
     tiny.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
 
 
-def _loaded(path: Path | None, flags: list[str], temporary: Path | None = None) -> RunConfig:
-    """For training, or for an evaluation that leaves nothing behind where no run directory is named."""
+def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, temporary: Path | None = None) -> RunConfig:
+    """Args: ``temporary`` is the run directory where none is named."""
     try:
-        return load_config(path, flags, temporary)
+        config = load_config(path, flags, temporary)
     except ConfigError as error:
-        raise with_problems_of_files(error, trains=temporary is None) from error
+        raise with_problems_of_files(error, needs_of) from error
+    require_valid(config, needs_of(config))
+    return config
 
 
 def _evaluate(path: Path | None, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
-    config = for_evaluation(_loaded(path, flags, temporary))
-    if problems := [*_evaluation_problems(config), *check(config, trains=False)]:
-        raise ConfigError(problems + data_problems(config, trains=False))
+    config = _loaded(path, flags, evaluation_needs, temporary)
     InterruptHandler().install()
     from slime_like.evaluate import evaluate
 
@@ -145,19 +144,8 @@ def _evaluate(path: Path | None, flags: list[str]) -> int:
     return 0
 
 
-def _evaluation_problems(config: RunConfig) -> Iterator[str]:
-    if not config.evaluation.files:
-        yield "evaluation.files=[] is empty; give at least one held-out file"
-    if config.model.weights is not None:
-        yield (
-            f"model.weights={config.model.weights}: engines are evaluated, and they load model.path; make a Hugging "
-            "Face directory of it with `slime-like convert to-hf`"
-        )
-
-
 def _train(path: Path | None, flags: list[str]) -> int:
-    config = _loaded(path, flags)
-    require_valid(config)
+    config = _loaded(path, flags, training_needs)
     InterruptHandler().install()
     with made_to_stay():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.check import check_compiler, check_run_dir, check_trainer
+from slime_like.checks.check import check
 from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.checks.directories import directory_problem
+from slime_like.checks.needs import RANKS, loading_needs
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
@@ -96,8 +97,7 @@ def _file_problems(source: Path, output: Path) -> list[str]:
 def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
     config = load_config(None, ["--run_dir", str(temporary_run_dir("score")), *source.flags, *flags])
-    problems = check_trainer(config, loads_model=source.weights is None)
-    problems += check_run_dir(config) + check_compiler(config)
+    problems = check(config, loading_needs(config, RANKS) if source.weights is None else RANKS)
     if source.weights is not None:
         problem = backend_problem(source.weights.parent, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [problem]

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.checks.check import check_compiler, check_run_dir, check_trainer
+from slime_like.checks.check import require_valid
+from slime_like.checks.needs import RANKS, loading_needs
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -113,9 +114,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
     config = load_config(None, [*_named(model), *settings, *flags])
-    problems = check_trainer(config, loads_model=True) + check_run_dir(config) + check_compiler(config)
-    if problems:
-        raise ConfigError(problems)
+    require_valid(config, loading_needs(config, RANKS))
     return config
 
 

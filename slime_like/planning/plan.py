@@ -12,7 +12,7 @@ from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
-from slime_like.checks.user_code import custom_reward_problems
+from slime_like.checks.needs import training_needs
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend, load_backend
@@ -129,7 +129,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     backend = plannable_backend(config)
     dimensions = counted_dimensions(config, dimensions, backend)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
-    plan.problems += [*check_settings(config, dimensions), *custom_reward_problems(config)]
+    plan.problems += check_settings(config, dimensions, training_needs(config))
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
     plan.problems += [text for text in _of_references(config, dimensions, backend) if text not in plan.problems]
     plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]
@@ -192,7 +192,8 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
 
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
-    lacking = [text for text in check_machine(config, dimensions) if text not in plan.problems]
+    found = check_machine(config, dimensions, training_needs(config))
+    lacking = [text for text in found if text not in plan.problems]
     if options.preflight:
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
         return

@@ -9,6 +9,7 @@ from typing import Any
 from slime_like.checks.check import check_settings
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
+from slime_like.checks.needs import training_needs
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -137,7 +138,8 @@ def _problems(
     config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, backend: type[TrainerBackend]
 ) -> list[str]:
     """For which a plan would refuse a layout before it reckons with memory."""
-    return [*check_settings(config, dimensions), *backend.check(config), *checks.placement_problems(config, hardware)]
+    settings = check_settings(config, dimensions, training_needs(config) - {"code"})  # the same for all
+    return [*settings, *backend.check(config), *checks.placement_problems(config, hardware)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:

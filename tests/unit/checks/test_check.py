@@ -12,8 +12,9 @@ import torch
 
 from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
-from slime_like.checks.check import check, check_trainer
+from slime_like.checks.check import check
 from slime_like.checks.layout import layers_per_stage, layout_problems
+from slime_like.checks.needs import CONVERSION, evaluation_needs
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.reading.load import load_config
@@ -624,7 +625,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def test_what_is_not_computed_of_deepseek_v3_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | change))
     config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path})
-    problems = check_trainer(config)
+    problems = check(config, CONVERSION)
     assert any(sentence in problem for problem in problems), problems
 
 
@@ -731,12 +732,14 @@ def test_numba_must_be_allowed_to_compile(
 
 def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
+    flags = [*flags, "--evaluation.files", str(tmp_path / "train.jsonl")]
     given = [[], FSDP, ["--trainer.parallel.tensor", "3"], ["--algorithm.moe_aux_loss_coef", "0.1"]]
     for more in given:
-        assert check(load_config(None, [*flags, *more])) != []
-        assert check(load_config(None, [*flags, *more]), trains=False) == []
-    lengths = ["--data.max_prompt_tokens", "9999"]
-    assert "data.max_prompt_tokens=9999" in check(load_config(None, [*flags, *lengths]), trains=False)[0]
+        config = load_config(None, [*flags, *more])
+        assert check(config) != []
+        assert check(config, evaluation_needs(config)) == []
+    config = load_config(None, [*flags, "--data.max_prompt_tokens", "9999"])
+    assert "data.max_prompt_tokens=9999" in check(config, evaluation_needs(config))[0]
 
 
 def test_a_family_without_what_every_decoder_has_is_refused_by_name(flags: list[str], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime_like.checks.check import check_trainer
+from slime_like.checks.check import check
+from slime_like.checks.needs import CONVERSION
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.weights_source import find_weights
@@ -135,7 +136,8 @@ def test_check_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_weights_to_start_from_must_be_a_checkpoint(root: Path) -> None:
     def problems(weights: str) -> list[str]:
-        return check_trainer(load_config(None, ["--run_dir", "r", "--model.path", "model", "--model.weights", weights]))
+        flags = ["--run_dir", "r", "--model.path", "model", "--model.weights", weights]
+        return check(load_config(None, flags), CONVERSION)
 
     assert problems("meg") == []
     assert problems("notes") == [

@@ -22,6 +22,8 @@ from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
 from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
+from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.rollout.engines_alone import engines_alone
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -120,7 +122,8 @@ def test_eval_does_not_look_at_what_only_training_uses(
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
     assert main(["eval", *needed, *flags]) == 0, capsys.readouterr().err
     [(config, temporary)] = seen
-    assert temporary and not config.supervised and not config.run_dir.exists()
+    assert temporary and not config.run_dir.exists()
+    assert bundle_sizes(engines_alone(config), with_trainers=False) == [1] * config.rollout.num_engines
     assert main(["eval", *needed, *flags, "--run_dir", "kept"]) == 0
     assert seen[1][0].run_dir == tmp_path / "kept" and not seen[1][1]
     if "sft" not in flags:  # demonstrations that a model was trained on are no reason not to sample from it

@@ -1,0 +1,59 @@
+"""Every sequence must fit the model, the engine and a micro-batch; token ids must exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.run import RunConfig
+from slime_like.models.dimensions import ModelDimensions
+
+_RAISE = ", or raise it"
+
+
+def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    for token in config.rollout.stop_token_ids:
+        if not 0 <= token < dimensions.vocab_size:
+            yield (
+                f"rollout.stop_token_ids={token} is no token of the model; its ids are 0 to {dimensions.vocab_size - 1}"
+            )
+
+
+def rollout_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    return _served(config, "rollout", config.rollout.max_new_tokens, dimensions)
+
+
+def budget_problems(config: RunConfig) -> Iterator[str]:
+    budget = config.trainer.target_tokens_per_batch
+    return _too_long(
+        config, "rollout", config.rollout.max_new_tokens, "trainer.target_tokens_per_batch", budget, _RAISE
+    )
+
+
+def held_out_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    response = config.evaluation.max_new_tokens
+    if config.evaluation.files and response is not None:
+        yield from _served(config, "evaluation", response, dimensions)
+
+
+def served_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    longest = config.rollout.max_model_len
+    if longest is not None and longest > dimensions.max_position_embeddings:
+        yield (
+            f"rollout.max_model_len={longest} is more than the model's "
+            f"max_position_embeddings={dimensions.max_position_embeddings}; use at most that"
+        )
+
+
+def _served(config: RunConfig, section: str, response: int, dimensions: ModelDimensions) -> Iterator[str]:
+    most = dimensions.max_position_embeddings
+    yield from _too_long(config, section, response, "the model's max_position_embeddings", most, "")
+    yield from _too_long(config, section, response, "rollout.max_model_len", config.max_model_len, _RAISE)
+
+
+def _too_long(config: RunConfig, section: str, response: int, what: str, limit: int, otherwise: str) -> Iterator[str]:
+    prompt = config.data.max_prompt_tokens
+    if prompt + response > limit:
+        yield (
+            f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {prompt + response} tokens, "
+            f"more than {what}={limit}; lower them{otherwise}"
+        )

@@ -1,0 +1,73 @@
+"""What is wrong with the rows of a configuration that is refused anyway: told in the same list, not in the next one.
+
+A run reads its rows with the model's tokenizer, which takes a second to import, once its configuration is right. What
+is not there, is no checkpoint or is a file of another type is left to other checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.run import RunConfig
+from slime_like.data.encoding import RowEncoder
+from slime_like.data.rows import SUFFIXES, read_rows
+from slime_like.data.tokenizer import missing_tokenizer
+from slime_like.errors import DataError
+
+_MAX_ROWS = 20_000
+"""Of each file: a second."""
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    is_checkpoint = (config.model.path / "config.json").is_file()
+    if is_checkpoint and (problem := missing_tokenizer(config.model.path)):
+        yield problem
+
+
+def training_row_problems(config: RunConfig) -> Iterator[str]:
+    if config.debug.load_rollouts is None:
+        yield from _bad_rows(config, config.data.train, config.supervised)
+
+
+def held_out_row_problems(config: RunConfig) -> Iterator[str]:
+    for file in config.evaluation.files:
+        yield from _bad_rows(config, [file], need_response=False)
+
+
+def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
+    if not files or not all(map(_is_readable, files)):
+        return
+    encoder, found = RowEncoder(_AnyTokenizer(), config.data, need_response), False
+    for file in files:
+        try:
+            for row in islice(read_rows(file), _MAX_ROWS):
+                found = True
+                encoder.encode(row)
+        except DataError as error:
+            found = True
+            yield str(error)
+    if not found:
+        yield f"{', '.join(map(str, files))}: no rows; give a file with rows"
+
+
+def _is_readable(file: Path) -> bool:
+    return file.suffix in SUFFIXES and file.is_file()
+
+
+class _AnyTokenizer:
+    """Takes whatever only a model's own tokenizer could refuse."""
+
+    chat_template = ""
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [0]
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        return ""
