@@ -85,7 +85,14 @@ class Scorer:
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
         references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
         return [
-            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i], references[i])
+            ScoredTrajectory.of(
+                trajectory,
+                rewards=rewards[i],
+                successes=successes[i],
+                advantages=advantages[i],
+                reward_metadata=metadata[i],
+                ref_logprobs=references[i],
+            )
             for i, trajectory in enumerate(trajectories)
         ]
 
@@ -135,33 +142,3 @@ def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
 
 def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
     return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)
-
-
-def _scored(
-    trajectory: UnscoredTrajectory,
-    rewards: Tensor,
-    successes: Tensor,
-    advantage: Tensor,
-    metadata: dict[str, Any],
-    reference: Tensor | None,
-) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=trajectory.prompt_tokens,
-        response_tokens=trajectory.response_tokens,
-        prompt_len=trajectory.prompt_len,
-        response_len=trajectory.response_len,
-        logprobs=trajectory.logprobs,
-        ref_logprobs=reference,
-        rewards=rewards,
-        advantages=advantage,
-        successes=successes,
-        answer=trajectory.answer,
-        sequence_id=trajectory.sequence_id,
-        group_id=trajectory.group_id,
-        reward_metadata=metadata,
-        policy_version=trajectory.policy_version,
-        loss_mask=trajectory.loss_mask,
-        weight_versions=trajectory.weight_versions,
-        temperature=trajectory.temperature,
-        finish_reason=trajectory.finish_reason,
-    )
