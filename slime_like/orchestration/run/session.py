@@ -232,7 +232,7 @@ class Session:
         ledger = Ledger.begin(config.run_dir)
         stack.callback(ledger.close)
         source = RolloutSource(
-            config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines, references
+            config, prompts, engines.client(), scorer, self.turns, ledger, self._revive_engines, references
         )
         stack.callback(source.close)
         return RolloutSide(sync, source, evaluator, ledger, references)
