@@ -29,7 +29,7 @@ from slime_like.checks.model_directories import (
 from slime_like.checks.offload import offload_problems
 from slime_like.checks.sampling import sampling_problems, streaming_problems
 from slime_like.checks.schedule import schedule_problems
-from slime_like.checks.user_code import environment_problems, reward_problems
+from slime_like.checks.user_code import custom_reward_problems, environment_problems, reward_problems
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.run import RunConfig
@@ -40,7 +40,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.source import own_problem
+from slime_like.plugins.import_path import import_path_problem
 
 
 def check(config: RunConfig, trains: bool = True) -> list[str]:
@@ -52,7 +52,8 @@ def check(config: RunConfig, trains: bool = True) -> list[str]:
     """
     dimensions, problems = find_dimensions(config.model.path, "model.path")
     problems += [] if dimensions is None else list(reference_problems(config, dimensions))
-    return problems + check_machine(config, dimensions, trains) + check_settings(config, dimensions, trains)
+    problems += check_machine(config, dimensions, trains) + check_settings(config, dimensions, trains)
+    return [*problems, *custom_reward_problems(config)]
 
 
 def require_valid(config: RunConfig) -> None:
@@ -240,7 +241,7 @@ def _names(config: RunConfig) -> Iterator[str]:
             yield from interpreter_problems(config.rollout.python, config.rollout.engine)
     for field, name, known, otherwise in named:
         if otherwise and ":" in name:
-            problem = own_problem(name)
+            problem = import_path_problem(name)
             if problem:
                 yield f"{field}={name} {problem}"
         else:

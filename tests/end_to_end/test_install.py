@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import Tiny
+from tests.unit.observability.report_run import write_run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -59,6 +60,14 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
         cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "--trainer.parallel.tensor" in helped.stdout
+
+    run_dir = write_run(tmp_path / "run")
+    subprocess.run(
+        [sys.executable, str(script), "report", str(run_dir)],
+        cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    page = (run_dir / "report.html").read_text()
+    assert "--paper: #fff" in page and '"use strict";' in page  # style and script are files of the package
 
 
 def test_a_plan_needs_no_numba(tiny: Tiny) -> None:

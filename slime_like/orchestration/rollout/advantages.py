@@ -12,7 +12,7 @@ from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.plugins.traceback import full_traceback, told
+from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -67,7 +67,7 @@ def require_group_scope(config: RunConfig) -> None:
 
 
 def _format_error(name: str, error: Exception) -> str:
-    return told("algorithm.advantage", name, error, "compute")
+    return format_error("algorithm.advantage", name, error, "compute")
 
 
 def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
