@@ -167,7 +167,7 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement, bundle_sizes
     from slime_like.orchestration.rollout.scoring import Scorer
-    from slime_like.orchestration.run.session import launch_engines
+    from slime_like.orchestration.run.engines import launch_engines
 
     config.run_dir.mkdir(parents=True, exist_ok=True)
     seconds, tokens, sampled = [], [], 0
