@@ -31,7 +31,7 @@ class Answers(Generic[T]):
         Raises:
             TrainerError: this call or one that was sent before has failed, or is late.
         """
-        self._calls.settle()
+        self._calls.settle(timeout_s)
         return self.gather(timeout_s)
 
     def gather(self, timeout_s: float | None = None) -> list[T]:
@@ -125,13 +125,15 @@ class RankCalls:
         self._sent.append(self.start(phase, method, *arguments, **options))
 
     def raise_failures(self) -> None:
-        """Raise the error of a sent call that has failed already; never waits."""
-        self._sent = [answers for answers in self._sent if not answers.is_answered()]
+        """Raise, once, the error of a sent call that has failed already; never waits."""
+        sent, self._sent = self._sent, []
+        self._sent = [answers for answers in sent if not answers.is_answered()]
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float | None = None) -> None:
         """Wait for every call that was sent, each with its own bound: it starts when the one before has ended."""
-        while self._sent:
-            self._sent.pop(0).gather()
+        sent, self._sent = self._sent, []
+        for answers in sent:
+            answers.gather(timeout_s)
 
     def _start(
         self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]], options: dict[str, Any]
