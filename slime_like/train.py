@@ -59,8 +59,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     with clock.phase("sync"):
         run.devices.training()
     run.trainers.training.load_batch(batch.replicas)  # travels while the next call is on its way
-    with clock.phase("score"):
-        reference = score(run, trajectories, step)
+    reference = score(run, trajectories, step, clock)
     with clock.phase("train"):
         updates = update(run, batch)
     return TrainedStep(trajectories, updates, reference, batch.packed_tokens)

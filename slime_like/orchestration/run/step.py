@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime_like.config import RunConfig
+from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ReferenceRecord
 from slime_like.orchestration.rollout.advantages import penalise_kl
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import TrainingBatch
+from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank_training import StreamedStep
 from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
@@ -42,13 +45,19 @@ class TrainedStep:
         return cls(trajectories, [streamed.stats], reference, windows.packed_tokens, streamed.busy_s)
 
 
-def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> ReferenceRecord | None:
+def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> ReferenceRecord | None:
     """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
     reference's where a KL term is on, in loss or reward, and trajectories have not come with them. Supervised steps
     need neither."""
-    config, training = run.config, run.trainers.training
-    if config.supervised:
+    if run.config.supervised:
         return None
+    with clock.phase("score"):
+        return _score(run.config, run.trainers.training, trajectories, step)
+
+
+def _score(
+    config: RunConfig, training: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
+) -> ReferenceRecord | None:
     if config.algorithm.scores_policy:
         training.score_batch("policy")
     record = None
