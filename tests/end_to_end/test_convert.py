@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.commands.main import main
 from tests.conftest import Tiny
-from tests.processes import run
+from tests.support.processes import run
 
 
 def test_from_hugging_face_through_a_run_and_back(

@@ -28,7 +28,8 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
     source = tmp_path / "source"  # a copy: building must not write into the tree under test
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
+    git = ["git", "-c", "safe.directory=*"]  # the checkout may belong to another user, as one mounted into a container
+    listing = subprocess.run([*git, "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
     for name in filter(None, listing.decode().split("\0")):
         if (REPO / name).is_file() and not name.startswith(("tests/", "docs/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.processes import run
+from tests.support.processes import run
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 LAYOUTS = {

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.processes import run
+from tests.support.processes import run
 
 STEPS, INTERVAL = 5, 2
 SAME = ("loss", "kl_loss", "grad_norm", "num_tokens")

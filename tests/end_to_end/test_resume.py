@@ -12,7 +12,7 @@ import torch
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.processes import Command, run
+from tests.support.processes import Command, run
 
 STEPS = 6
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")

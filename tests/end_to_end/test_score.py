@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import Tiny
-from tests.processes import run
+from tests.support.processes import run
 
 BOUND = 1e-5
 TIMEOUT_S = 270.0

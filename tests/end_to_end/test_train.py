@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.config.reading.load import load_config
 from tests.conftest import Tiny
-from tests.processes import run
+from tests.support.processes import run
 
 PHASES = ("wait", "generate", "reward", "score", "train", "sync", "orchestration")
 

@@ -10,7 +10,7 @@ from slime_like.data.dump import save_trajectories
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.batch import synthetic_batch
 from tests.conftest import Tiny
-from tests.processes import run
+from tests.support.processes import run
 
 REPO = Path(__file__).parents[2]
 TIMEOUT_S = 270.0

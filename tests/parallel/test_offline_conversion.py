@@ -35,7 +35,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
-from tests.unit.conversion.models import PUBLISHED
+from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "deepseek_v3")

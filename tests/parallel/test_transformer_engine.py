@@ -28,7 +28,7 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
-from tests.unit.conversion.models import PUBLISHED, dimensions
+from tests.unit.backends.models import PUBLISHED, dimensions
 
 Spec = Literal["transformer_engine", "ring"]
 UPDATE_BOUND = 1e-4

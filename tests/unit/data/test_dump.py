@@ -15,7 +15,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.run.sources import DumpedSource
 from slime_like.verification.batch import synthetic_batch
-from tests.unit.config.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import write_checkpoint
 
 RANDOM = random.Random(0).randbytes(4096)
 BROKEN: dict[str, tuple[object, str]] = {
