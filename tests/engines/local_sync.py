@@ -24,7 +24,7 @@ from slime_like.orchestration.rollout.colocation import OwnDevices
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
-from tests.pending import Later
+from tests.support.pending import Later
 
 T = TypeVar("T")
 SESSION = f"local-sync-test-{uuid.uuid4().hex}"

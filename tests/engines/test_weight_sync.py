@@ -18,7 +18,7 @@ from slime_like.weights.transports import directory
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
 from tests.engines.local_sync import SESSION, LocalEngines, LocalTrainers, new_sync
-from tests.pending import Later
+from tests.support.pending import Later
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
 

@@ -14,7 +14,7 @@ from slime_like.orchestration.reference.refresh import REFERENCE, MovingReferenc
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.pending import OneBackend
+from tests.support.pending import OneBackend
 
 
 class Trainers(OneBackend):

@@ -14,7 +14,7 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.pending import OneBackend
+from tests.support.pending import OneBackend
 
 
 class Trainers(OneBackend):
