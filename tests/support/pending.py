@@ -22,6 +22,10 @@ class Later(Generic[T]):
 class OneBackend:
     """A ``TrainerGroup`` whose only rank has the methods of a subclass as its backend."""
 
+    @property
+    def ranks(self) -> OneBackend:
+        return self
+
     def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         return self.start(phase, method, *arguments).result()
 

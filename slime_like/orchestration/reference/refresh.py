@@ -36,14 +36,14 @@ class TrainerReference:
         self._trainers = trainers
 
     def use(self, weights: Path) -> None:
-        self._trainers.call("loading the reference weights", TrainerBackend.load_weights, weights, "reference")
+        self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, weights, "reference")
 
     def weights_in_use(self) -> set[Path]:
         return set()  # they are read before ``use`` returns
 
 
-class Reference(Protocol):
-    """The reference's weights over the run."""
+class Reference:
+    """No reference is in use: nothing is refreshed."""
 
     def refresh(self, step: int) -> None:
         """Training step ``step`` has been made: where a refresh is due, what is scored from now on is by its weights.
@@ -54,6 +54,7 @@ class Reference(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must remember beside ``files``; expressible in JSON."""
+        return {_STEP: None}
 
     def files(self) -> Path | None:
         """What a checkpoint must hold; ``None`` while nothing has been refreshed."""
@@ -66,19 +67,6 @@ class Reference(Protocol):
         """
 
 
-class NoReference:
-    """Without a KL term: there are no weights to refresh."""
-
-    def refresh(self, step: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {_STEP: None}
-
-    def files(self) -> None: ...
-
-    def restore(self, checkpoint: Checkpoint) -> None: ...
-
-
 def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool | None = None) -> Reference:
     """The run's reference.
 
@@ -87,11 +75,11 @@ def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool 
         pool: the reference workers, if there are any.
     """
     if pool is None and not config.reference_in_trainer:
-        return NoReference()
+        return Reference()
     return MovingReference(config, trainers, TrainerReference(trainers) if pool is None else pool)
 
 
-class MovingReference:
+class MovingReference(Reference):
     """Every ``reference.update_interval`` steps, the policy of that moment becomes the reference; 0 keeps the first.
 
     Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
@@ -118,7 +106,7 @@ class MovingReference:
             return
         partial = self._root / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
-        self._trainers.call("saving weights", TrainerBackend.save_weights, partial)
+        self._trainers.ranks.call("saving weights", TrainerBackend.save_weights, partial)
         self._adopt(partial, step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Milestones:
             files["hugging face model"] = config.run_dir / EXPORT
             run.devices.training()
             phase = "writing the Hugging Face model"
-            run.trainers.call(phase, TrainerBackend.export_hf, files["hugging face model"])
+            run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
         files |= self._recorder.responses.draw(files["metrics"], config.run_dir)
         return summarise(config, files, self._recorder.tokens_per_second, wall_s)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,7 @@ from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.directory import latest_checkpoint
 from slime_like.orchestration.run.engines import start_engines
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.run.rollout_side import (
-    Evaluation,
-    HeldOutEvaluation,
-    NoEvaluation,
-    NoWork,
-    PoolWork,
-    RolloutSide,
-    WithEngines,
-    WithoutEngines,
-)
+from slime_like.orchestration.run.rollout_side import EngineSide, Metrics, RolloutSide, held_out_metrics, no_metrics
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start import Start, start_of
@@ -88,7 +80,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
     placed.trainers.setup()
-    return placed.run(WithoutEngines(source, dict), OwnDevices(), reference_of(base.config, placed.trainers))
+    return placed.run(RolloutSide(source, dict), OwnDevices(), reference_of(base.config, placed.trainers))
 
 
 def _open_supervised(base: _Base) -> Run:
@@ -97,7 +89,7 @@ def _open_supervised(base: _Base) -> Run:
     base.start.position(prompts)
     placed = base.place("starting Ray and trainers")
     placed.launch_trainers()
-    side = WithoutEngines(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
+    side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
     return placed.run(side, OwnDevices(), reference_of(base.config, placed.trainers))
 
@@ -128,10 +120,10 @@ def _open_rl(base: _Base) -> Run:
 
     source = RolloutSource(config, prompts, engines.flight(), scorer, devices, ledger, revive, pool)
     stack.callback(source.close)
-    evaluation: Evaluation = NoEvaluation()
+    evaluate: Callable[[int], Metrics] = no_metrics
     if datasets:
-        evaluation = HeldOutEvaluation(Evaluator(config, engines, scorer, datasets), devices)
-    side = WithEngines(source, prompts, sync, ledger, evaluation, NoWork() if pool is None else PoolWork(pool))
+        evaluate = partial(held_out_metrics, Evaluator(config, engines, scorer, datasets), devices)
+    side = EngineSide(source, prompts, sync, ledger, evaluate, pool)
     return placed.run(side, devices, reference_of(config, trainers, pool))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -21,8 +20,8 @@ from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory
 
 
-class ResponseRecorder(Protocol):
-    """The part of a step's record that depends on the kind of its trajectories."""
+class ResponseRecorder:
+    """The part of a step's record that depends on the kind of its trajectories; demonstrations have none."""
 
     def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
         """What the reward functions returned."""
@@ -40,26 +39,10 @@ class ResponseRecorder(Protocol):
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         """Draw the curves of a finished run; their files, by name."""
-
-
-class Demonstrations:
-    """Supervised steps: no rewards, no samples."""
-
-    def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None: ...
-
-    def rollout(
-        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> None: ...
-
-    def finish_step(self, step: int, trained: TrainedStep) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         return {}
 
 
-class SampledResponses:
+class SampledResponses(ResponseRecorder):
     """Steps on sampled and rewarded responses."""
 
     def __init__(self, run: Run) -> None:
@@ -117,7 +100,7 @@ class SampledResponses:
 
 def response_recorder(run: Run) -> ResponseRecorder:
     """The one for the run's trajectories."""
-    return Demonstrations() if run.config.supervised else SampledResponses(run)
+    return ResponseRecorder() if run.config.supervised else SampledResponses(run)
 
 
 def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
@@ -50,130 +50,50 @@ class RolloutFigures:
     restarted: Sequence[str] = ()
 
 
-class RolloutSide(Protocol):
-    """What the training loop sees of the origin of its trajectories."""
-
-    @property
-    def source(self) -> ExperienceSource:
-        """Yields the trajectories of a step."""
-
-    def start(self, version: int) -> None:
-        """Before the first step: engines serve the weights that the trainers hold as ``version``."""
-
-    def sync(self, version: int) -> None:
-        """After the update of step ``version``: engines serve its weights."""
-
-    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """The step is trained and its weights are served: sampling for later steps may go on."""
-
-    def evaluate(self, step: int) -> Metrics:
-        """Held-out accuracy under the current weights; empty without an evaluation file."""
-
-    def figures(self, step_s: float) -> RolloutFigures:
-        """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The part of a checkpoint's state; expressible in JSON."""
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from where ``checkpoint`` was written."""
-
-
-class WithoutEngines:
+class RolloutSide:
     """Trajectories from disk: no engine is synced, evaluated or reported on.
 
     Args:
-        source: yields the trajectories.
-        state: the part of a checkpoint's state.
+        source: yields the trajectories of a step.
+        state: the part of a checkpoint's state; expressible in JSON.
     """
 
     def __init__(self, source: ExperienceSource, state: Callable[[], dict[str, Any]]) -> None:
         self.source = source
-        self._state = state
+        self.state_dict = state
 
-    def start(self, version: int) -> None: ...
+    def start(self, version: int) -> None:
+        """Before the first step: make engines serve the weights that the trainers hold as ``version``."""
 
-    def sync(self, version: int) -> None: ...
+    def sync(self, version: int) -> None:
+        """After the update of step ``version``: make engines serve its weights."""
 
-    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None: ...
+    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+        """The step is trained and its weights are served: sampling for later steps may go on."""
 
-    def restore(self, checkpoint: Checkpoint) -> None: ...
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from where ``checkpoint`` was written."""
 
     def evaluate(self, step: int) -> Metrics:
+        """Held-out accuracy under the current weights; empty without an evaluation file."""
         return {}
 
     def figures(self, step_s: float) -> RolloutFigures:
+        """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
         return RolloutFigures()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._state()
 
+class EngineSide(RolloutSide):
+    """Trajectories that engines sample.
 
-class Evaluation(Protocol):
-    """Held-out accuracy; ``NoEvaluation`` has no file to measure it on."""
-
-    def run(self, step: int) -> Metrics: ...
-
-
-class HeldOutEvaluation:
-    """Accuracy on ``evaluation.files``, by the engines."""
-
-    def __init__(self, evaluator: Evaluator, devices: Turns) -> None:
-        self._evaluator = evaluator
-        self._devices = devices
-
-    def run(self, step: int) -> Metrics:
-        self._devices.generation()
-        result = self._evaluator.run(step)
-        metrics = evaluation_metrics(result.overall)
-        for name, record in result.datasets.items():
-            metrics |= evaluation_metrics(record, name)
-        return metrics
-
-
-class NoEvaluation:
-    """Without an evaluation file."""
-
-    def run(self, step: int) -> Metrics:
-        return {}
-
-
-class ReferenceWork(Protocol):
-    """Work of the reference workers since it was last asked for."""
-
-    def take(self, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
-        """Of a step of ``step_s`` seconds: its record, and sentences about workers that left or joined."""
-
-
-class PoolWork:
-    """Work of a pool of reference workers."""
-
-    def __init__(self, pool: ReferencePool) -> None:
-        self._pool = pool
-
-    def take(self, step_s: float) -> tuple[ReferenceRecord, list[str]]:
-        work = self._pool.take_work()
-        notes = list(self._pool.news)
-        self._pool.news.clear()
-        record = ReferenceRecord(
-            total_s=step_s,
-            model_running_s=work.busy_s,
-            waiting_s=max(0.0, step_s - work.busy_s),
-            response_tokens=work.response_tokens,
-            total_tokens=work.total_tokens,
-        )
-        return record, notes
-
-
-class NoWork:
-    """Without reference workers."""
-
-    def take(self, step_s: float) -> tuple[None, list[str]]:
-        return None, []
-
-
-class WithEngines:
-    """Trajectories that engines sample: an RL run."""
+    Args:
+        source: samples them.
+        prompts: what the source reads.
+        sync: sends the weights to the engines.
+        ledger: holds the state of every prompt.
+        evaluate: metrics of held-out prompts after a step.
+        references: the reference workers, where the run has some.
+    """
 
     _report: SyncReport
 
@@ -183,35 +103,40 @@ class WithEngines:
         prompts: PromptSource,
         sync: WeightSync,
         ledger: Ledger,
-        evaluation: Evaluation,
-        reference: ReferenceWork,
+        evaluate: Callable[[int], Metrics],
+        references: ReferencePool | None,
     ) -> None:
-        self.source = source
+        super().__init__(source, source.state_dict)
+        self._samples = source
         self._prompts = prompts
         self._sync = sync
         self._ledger = ledger
-        self._evaluation = evaluation
-        self._reference = reference
+        self._evaluate = evaluate
+        self._references = references
         self._dropped_prompts = 0
 
     def start(self, version: int) -> None:
         self.sync(version)
-        self.source.synced(version)
+        self._samples.synced(version)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
-        self.source.trained(trajectories, step)
-        self.source.synced(step)
+        self._samples.trained(trajectories, step)
+        self._samples.synced(step)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self._samples.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._ledger.restore(checkpoint.file(LEDGER))
 
     def evaluate(self, step: int) -> Metrics:
-        return self._evaluation.run(step)
+        return self._evaluate(step)
 
     def figures(self, step_s: float) -> RolloutFigures:
-        queued, ready = self.source.queue_sizes()
+        queued, ready = self._samples.queue_sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        reference, notes = self._reference.take(step_s)
+        reference, notes = reference_work(self._references, step_s)
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
@@ -225,9 +150,33 @@ class WithEngines:
             restarted=self._report.restarted,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        self.source.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
-        self._ledger.restore(checkpoint.file(LEDGER))
+def no_metrics(step: int) -> Metrics:
+    """Without an evaluation file."""
+    return {}
+
+
+def held_out_metrics(evaluator: Evaluator, devices: Turns, step: int) -> Metrics:
+    """Held-out accuracy by the engines, over all files and of each."""
+    devices.generation()
+    result = evaluator.run(step)
+    metrics = evaluation_metrics(result.overall)
+    for name, record in result.datasets.items():
+        metrics |= evaluation_metrics(record, name)
+    return metrics
+
+
+def reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
+    """Work of the reference workers since the last call, and sentences about workers that left or joined."""
+    if pool is None:
+        return None, []
+    work, notes = pool.take_work(), list(pool.news)
+    pool.news.clear()
+    record = ReferenceRecord(
+        total_s=step_s,
+        model_running_s=work.busy_s,
+        waiting_s=max(0.0, step_s - work.busy_s),
+        response_tokens=work.response_tokens,
+        total_tokens=work.total_tokens,
+    )
+    return record, notes

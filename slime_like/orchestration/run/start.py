@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.interfaces import TrainerBackend
@@ -13,44 +11,34 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.checkpoints import Checkpoint
 
 
-class Start(Protocol):
-    """Where a run begins."""
+class Start:
+    """From step 1, with the weights of ``model``.
 
-    @property
-    def finished_steps(self) -> int:
-        """Steps that are behind it."""
-
-    def position(self, prompts: PromptSource, *files: str) -> None:
-        """Move ``prompts`` to where they go on; ``files`` must be there. What does not fit is refused here."""
-
-    def make_directory(self, lock: RunLock) -> None:
-        """See ``make_run_dir``."""
-
-    def restore(self, run: Run) -> None:
-        """Load all state into ``run``, before its first step."""
-
-
-class NewStart:
-    """From step 1, with the weights of ``model``."""
+    Attributes:
+        finished_steps: steps of the checkpoint that the run resumes from; 0 without one.
+    """
 
     finished_steps = 0
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    def position(self, prompts: PromptSource, *files: str) -> None: ...
+    def position(self, prompts: PromptSource, *files: str) -> None:
+        """Move ``prompts`` to where they go on; ``files`` must be there. Rejects what does not fit."""
 
     def make_directory(self, lock: RunLock) -> None:
+        """See ``make_run_dir``."""
         make_run_dir(self._config, None, lock)
 
-    def restore(self, run: Run) -> None: ...
+    def restore(self, run: Run) -> None:
+        """Load all state into ``run``, before its first step."""
 
 
-class ResumedStart:
+class ResumedStart(Start):
     """From a checkpoint."""
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint) -> None:
-        self._config = config
+        super().__init__(config)
         self._checkpoint = checkpoint
         self.finished_steps = checkpoint.step
 
@@ -65,7 +53,7 @@ class ResumedStart:
     def restore(self, run: Run) -> None:
         checkpoint = self._checkpoint
         run.rollout.restore(checkpoint)
-        run.trainers.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+        run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
         run.reference.restore(checkpoint)
         run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
         if changed := record_settings(self._config, checkpoint):
@@ -75,4 +63,4 @@ class ResumedStart:
 def start_of(config: RunConfig) -> Start:
     """What ``resume`` asks for; see ``find_checkpoint``."""
     checkpoint = find_checkpoint(config)
-    return NewStart(config) if checkpoint is None else ResumedStart(config, checkpoint)
+    return Start(config) if checkpoint is None else ResumedStart(config, checkpoint)

@@ -29,13 +29,13 @@ class Answers(Generic[T]):
         """Wait for all ranks, at most ``trainer.step_timeout_s`` unless another bound is given.
 
         Raises:
-            TrainerError: this call or one that was sent before has failed, or is late.
+            TrainerError: this call or one that was deferred has failed, or is late.
         """
         self._calls.settle(timeout_s)
         return self.gather(timeout_s)
 
     def gather(self, timeout_s: float | None = None) -> list[T]:
-        """As ``result``, without looking at calls that were sent before."""
+        """As ``result``, without looking at deferred calls."""
         bound = timeout_s or self._calls.timeout_s
         return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError)
 
@@ -63,7 +63,7 @@ class RankCalls:
         self._owner = owner
         self._actors: list[Any] = []
         self._replicas: list[int] = []
-        self._sent: list[Answers[Any]] = []
+        self._deferred: list[Answers[Any]] = []
         self.names: list[str] = []
         self.timeout_s = timeout_s
 
@@ -114,25 +114,19 @@ class RankCalls:
         """Call each rank with its own arguments, without waiting."""
         return self._start(phase, method, arguments, {})
 
-    def send_each(self, phase: str, method: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """As ``start_each``; a failure is raised by the next call that waits, or by ``raise_failures``."""
-        self._sent.append(self.start_each(phase, method, arguments))
-
-    def send(
-        self, phase: str, method: Callable[Concatenate[Any, P], None], /, *arguments: P.args, **options: P.kwargs
-    ) -> None:
-        """As ``start``; a failure is raised by the next call that waits, or by ``raise_failures``."""
-        self._sent.append(self.start(phase, method, *arguments, **options))
+    def defer(self, answers: Answers[None]) -> None:
+        """Do not wait for ``answers``: a failure is raised by the next call that waits, or by ``raise_failures``."""
+        self._deferred.append(answers)
 
     def raise_failures(self) -> None:
-        """Raise, once, the error of a sent call that has failed already; never waits."""
-        sent, self._sent = self._sent, []
-        self._sent = [answers for answers in sent if not answers.is_answered()]
+        """Raise, once, the error of a deferred call that has failed already; never waits."""
+        deferred, self._deferred = self._deferred, []
+        self._deferred = [answers for answers in deferred if not answers.is_answered()]
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for every call that was sent, each with its own bound: it starts when the one before has ended."""
-        sent, self._sent = self._sent, []
-        for answers in sent:
+        """Wait for every deferred call, each with its own bound: it starts when the one before has ended."""
+        deferred, self._deferred = self._deferred, []
+        for answers in deferred:
             answers.gather(timeout_s)
 
     def _start(

@@ -153,7 +153,7 @@ class CheckpointStore:
         final = self._final(step)
         with self._whole_or_removed(final):
             self._begin(final, step, state)
-            self._trainers.call("saving a checkpoint", TrainerBackend.save, _partial(final) / _TRAINER)
+            self._trainers.ranks.call("saving a checkpoint", TrainerBackend.save, _partial(final) / _TRAINER)
             self._commit(final)
         return final
 
@@ -166,7 +166,7 @@ class CheckpointStore:
         with self._whole_or_removed(final):
             self._begin(final, step, state)
             phase, directory = "copying a checkpoint to host memory", _partial(final) / _TRAINER
-            self._trainers.call(phase, TrainerBackend.start_save, directory)
+            self._trainers.ranks.call(phase, TrainerBackend.start_save, directory)
         self._started = final
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
@@ -179,7 +179,7 @@ class CheckpointStore:
             return None
         with self._whole_or_removed(self._started):
             phase = "writing a checkpoint in the background"
-            written = all(self._trainers.start(phase, TrainerBackend.is_save_written).result(timeout_s))
+            written = all(self._trainers.ranks.start(phase, TrainerBackend.is_save_written).result(timeout_s))
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
@@ -192,7 +192,7 @@ class CheckpointStore:
             return None
         final = self._started
         with self._whole_or_removed(final):
-            self._trainers.start("finishing a checkpoint", TrainerBackend.finish_save).result(timeout_s)
+            self._trainers.ranks.start("finishing a checkpoint", TrainerBackend.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final

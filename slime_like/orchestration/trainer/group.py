@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import ray
 
@@ -15,7 +15,6 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
 from slime_like.orchestration.cluster.health import Liveness
-from slime_like.orchestration.cluster.pending import Pending
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -23,20 +22,18 @@ from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank import TrainerRank
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _SEE_FILE_S = 10.0
 
 
 class TrainerGroup:
-    """One Ray actor per rank, ordered by rank. Every call goes to all of them, and ends within a bound.
+    """One Ray actor per rank, ordered by rank.
 
     Args:
         placement: where they run.
         reference: index of the reference worker that they are, if they are one.
 
     Attributes:
+        ranks: calls methods of all ranks' backends.
         training: scores and trains.
         export: gives out weights and gradients.
     """
@@ -48,9 +45,9 @@ class TrainerGroup:
         owner, self._options = "trainer", placement.trainer_options
         if reference is not None:
             owner, self._options = f"reference worker {reference}", partial(placement.reference_options, reference)
-        self._calls = RankCalls(owner, config.trainer.step_timeout_s)
-        self.training = GroupTraining(self._calls)
-        self.export = GroupExport(self._calls)
+        self.ranks = RankCalls(owner, config.trainer.step_timeout_s)
+        self.training = GroupTraining(self.ranks)
+        self.export = GroupExport(self.ranks)
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
@@ -60,7 +57,7 @@ class TrainerGroup:
             actor.options(**self._options(rank), max_restarts=0, runtime_env=runtime_env).remote(self._config, rank)
             for rank in range(self._config.trainer.parallel.world_size)
         ]
-        self._calls.connect(self._actors)
+        self.ranks.connect(self._actors)
 
     def setup(self) -> None:
         """Rendezvous, build, load. Bounded by ``trainer.start_timeout_s``.
@@ -77,20 +74,20 @@ class TrainerGroup:
     def _set_up(self, method: Callable[..., RankCoordinates], *arguments: Any) -> None:
         timeout, size = self._config.trainer.start_timeout_s, len(self._actors)
         first = self._actors[0].address.remote()
-        host, port = gather([first], self._calls.names[:1], phase="starting", timeout_s=timeout, error=TrainerError)[0]
+        host, port = gather([first], self.ranks.names[:1], phase="starting", timeout_s=timeout, error=TrainerError)[0]
         if self._placement.num_nodes > 1:
             self._require_shared_run_dir(timeout)
         # Ray shows every actor its own device only, so that each is device 0 of its process.
         placements = [RankPlacement(rank, size, 0, host, port) for rank in range(size)]
-        started = self._calls.start_each("setting up", method, [(placement, *arguments) for placement in placements])
-        self._calls.place(started.result(timeout))
+        started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
+        self.ranks.place(started.result(timeout))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
         """Checkpoints are written by all ranks into one directory: every node must see it."""
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
-            asked = self._calls.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S)
+            asked = self.ranks.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S)
             answers = asked.result(timeout_s)
         finally:
             witness.unlink(missing_ok=True)
@@ -110,55 +107,25 @@ class TrainerGroup:
 
     def devices(self) -> list[str]:
         """Every rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""
-        return self._calls.start("starting", TrainerRank.device).result(self._config.trainer.start_timeout_s)
+        return self.ranks.start("starting", TrainerRank.device).result(self._config.trainer.start_timeout_s)
 
     def liveness(self) -> Liveness:
         """Liveness check of the ranks, used while waiting for the engines."""
-        return Liveness(self._actors, self._calls.names, "waiting for the engines", TrainerError)
+        return Liveness(self._actors, self.ranks.names, "waiting for the engines", TrainerError)
 
-    # -------------------------------------------------------------------------------------------------------- calls
-    def call(
-        self,
-        phase: str,
-        method: Callable[Concatenate[TrainerBackend, P], T],
-        /,
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> list[T]:
-        """Call a method of every rank's backend, and wait, at most ``trainer.step_timeout_s``.
-
-        Args:
-            phase: what the ranks are doing, for messages ("saving a checkpoint").
-            method: one of ``TrainerBackend``'s.
-
-        Raises:
-            TrainerError: a rank died, raised, or was late.
-        """
-        return self._calls.call(phase, method, *arguments, **options)
-
-    def start(
-        self,
-        phase: str,
-        method: Callable[Concatenate[TrainerBackend, P], T],
-        /,
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> Pending[list[T]]:
-        """As ``call``; returns at once what waits for the answers."""
-        return self._calls.start(phase, method, *arguments, **options)
-
+    # ------------------------------------------------------------------------------------------------------- devices
     def offload(self, keep_weights: bool = False) -> None:
         """Make room on the devices for the engines."""
-        self.call("making room for the engines", TrainerBackend.offload, keep_weights)
+        self.ranks.call("making room for the engines", TrainerBackend.offload, keep_weights)
 
     def onload(self) -> None:
         """Bring back what ``offload`` moved."""
-        self.call("coming back to the device", TrainerBackend.onload)
+        self.ranks.call("coming back to the device", TrainerBackend.onload)
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> int:
         """Of the rank that needed most."""
-        return max(self._calls.call("reporting memory", TrainerRank.peak_memory_bytes))
+        return max(self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes))
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Leave the process groups and end the actors; an unresponsive one is killed."""
@@ -167,4 +134,4 @@ class TrainerGroup:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        self._calls.connect([])
+        self.ranks.connect([])

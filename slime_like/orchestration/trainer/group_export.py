@@ -34,7 +34,7 @@ class GroupExport:
 
     def start_export(self) -> Pending[list[BucketMetadata | None]]:
         """Start over, and gather the first buckets; ``next_buckets`` gives those after them."""
-        self._calls.send(_PHASE, RankExport.begin_export)
+        self._calls.defer(self._calls.start(_PHASE, RankExport.begin_export))
         return self._calls.start(_PHASE, RankExport.next_bucket)
 
     def next_buckets(self) -> list[BucketMetadata | None]:

@@ -31,7 +31,8 @@ class GroupTraining:
     # ------------------------------------------------------------------------------------------------ a whole batch
     def load_batch(self, replicas: Sequence[ReplicaBatch]) -> None:
         """Hand every data-parallel replica its packs. Returns at once; a failure is raised by the next call."""
-        self._calls.send_each("receiving a batch", RankTraining.load_batch, self._calls.per_replica(replicas))
+        packs = self._calls.per_replica(replicas)
+        self._calls.defer(self._calls.start_each("receiving a batch", RankTraining.load_batch, packs))
 
     def score_batch(self, weights: Weights) -> None:
         """Fill the loaded batch's logprobs under these weights; see ``RankTraining.score_batch``."""
@@ -49,7 +50,7 @@ class GroupTraining:
     # ---------------------------------------------------------------------------------------------- streamed windows
     def begin_stream(self) -> None:
         """Start an optimizer step whose windows follow by ``send_window``; returns at once, as that does."""
-        self._calls.send(_ON_A_WINDOW, RankTraining.begin_stream)
+        self._calls.defer(self._calls.start(_ON_A_WINDOW, RankTraining.begin_stream))
 
     def send_window(self, replicas: Sequence[list[PackedTrajectory]], last: bool = False) -> None:
         """Let every rank accumulate its replica's micro-batches after those it was sent before.
@@ -62,7 +63,8 @@ class GroupTraining:
             TrainerError: a rank has failed in a window before.
         """
         self._calls.raise_failures()
-        self._calls.send_each(_ON_A_WINDOW, RankTraining.train_window, self._calls.per_replica(replicas, last))
+        arguments = self._calls.per_replica(replicas, last)
+        self._calls.defer(self._calls.start_each(_ON_A_WINDOW, RankTraining.train_window, arguments))
 
     def finish_stream(self, denominator: float) -> StreamedStep:
         """Wait for every window, then update; seconds are means over ranks."""

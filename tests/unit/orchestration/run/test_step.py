@@ -11,7 +11,7 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.rollout_side import WithoutEngines
+from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
@@ -24,7 +24,7 @@ def recorder(config: RunConfig) -> tuple[StepRecorder, list[str]]:
     run: Any = SimpleNamespace(
         config=config,
         finished_steps=0,
-        rollout=WithoutEngines(cast(Any, None), dict),
+        rollout=RolloutSide(cast(Any, None), dict),
         trainers=SimpleNamespace(peak_memory_bytes=lambda: 0),
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),

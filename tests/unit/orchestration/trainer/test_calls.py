@@ -88,7 +88,7 @@ def test_a_replica_is_given_its_packs_and_answers_once(cluster: Cluster) -> None
     assert cluster.phases == [("scoring with the reference weights", 60.0)]
 
 
-def test_calls_that_were_sent_are_waited_for_first_and_in_order(cluster: Cluster) -> None:
+def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> None:
     calls = ranks(cluster, [lambda method, *rest: method] * 2)
     training = GroupTraining(calls)
     training.load_batch([[]])
