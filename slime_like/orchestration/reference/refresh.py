@@ -20,12 +20,12 @@ _STEP = "reference_step"
 
 
 class WeightsUser(Protocol):
-    """Scores with the reference's weights: the reference workers, or the trainer ranks."""
+    """What scores with the reference's weights: the reference workers, or the trainer ranks."""
 
     def use(self, weights: Path) -> None:
         """Score with the weights in this directory from now on."""
 
-    def weights_in_use(self) -> set[Path]:
+    def in_use(self) -> set[Path]:
         """Directories that are still read."""
 
 
@@ -38,7 +38,7 @@ class TrainerReference:
     def use(self, weights: Path) -> None:
         self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, weights, "reference")
 
-    def weights_in_use(self) -> set[Path]:
+    def in_use(self) -> set[Path]:
         return set()  # they are read before ``use`` returns
 
 
@@ -76,7 +76,7 @@ def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool 
     """
     if pool is None and not config.reference_in_trainer:
         return Reference()
-    return MovingReference(config, trainers, TrainerReference(trainers) if pool is None else pool)
+    return MovingReference(config, trainers, TrainerReference(trainers) if pool is None else pool.weights)
 
 
 class MovingReference(Reference):
@@ -138,7 +138,7 @@ class MovingReference(Reference):
         self._remove_others(place)
 
     def _remove_others(self, place: Path) -> None:
-        kept = {place} | self._user.weights_in_use()
+        kept = {place} | self._user.in_use()
         for other in self._root.glob("step-*"):
             if other not in kept:
                 shutil.rmtree(other)

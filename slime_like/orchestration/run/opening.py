@@ -118,7 +118,7 @@ def _open_rl(base: _Base) -> Run:
         for sentence in sync.run(version).restarted:
             progress.note(sentence)
 
-    source = RolloutSource(config, prompts, engines.flight(), scorer, devices, ledger, revive, pool)
+    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, revive, pool)
     stack.callback(source.close)
     evaluate: Callable[[int], Metrics] = no_metrics
     if datasets:
