@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource, load_tokenizer
@@ -161,6 +162,8 @@ class _Base:
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
         cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
         placement = stack.enter_context(Placement(config))
+        if placement.device == "CPU":
+            progress.note(operators_note(config.trainer.cpu_kernels))
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
