@@ -13,8 +13,10 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import nobody
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
 from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
 
@@ -40,20 +42,22 @@ def launch_engines(
     config: RunConfig,
     stack: ExitStack,
     placement: Placement,
+    note: Callable[[str], None],
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = nobody,
 ) -> tuple[RolloutManager, RewardPool]:
     """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
 
     Args:
-        watch: see ``RolloutManager``.
+        note: see ``EngineSupervisor``.
+        watch: see ``EngineGroup``.
     """
-    engines = RolloutManager(config, placement, watch)
-    stack.callback(engines.shutdown)
-    engines.launch(shared_devices)
+    group = EngineGroup(config, placement, watch)
+    stack.callback(group.shutdown)
+    group.launch(shared_devices)
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    return engines, pool
+    return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
 
 
 def start_engines(
@@ -68,18 +72,20 @@ def start_engines(
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         progress.note(warning)
     shared_devices = trainers.devices() if colocated else ()
-    engines, rewards = launch_engines(config, stack, placement, shared_devices, trainers.liveness().check)
+    watch = trainers.liveness().check
+    engines, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
+    supervisor = engines.supervisor
     workers = launch_references(config, stack, placement)
     trainers.setup()
     rewards.start()
     if colocated:
         trainers.offload()
-    engines.start()
+    supervisor.start()
     references = reference_pool(config, workers)
     if references is not None:
         stack.callback(references.close)
     if not colocated:
         return StartedEngines(engines, rewards, references, OwnDevices())
-    engines.sleep()
+    supervisor.sleep()
     trainers.onload()
-    return StartedEngines(engines, rewards, references, SharedDevices(trainers, engines))
+    return StartedEngines(engines, rewards, references, SharedDevices(trainers, supervisor))

@@ -108,18 +108,13 @@ def _open_rl(base: _Base) -> Run:
     placed.launch_trainers()
     started = start_engines(config, stack, placement, trainers, progress)
     engines, devices, pool = started.engines, started.devices, started.references
-    sync = WeightSync(config, trainers.export, engines, placement, devices, placed.run_name)
+    sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
     sync.connect()
     scorer = Scorer(config, started.rewards, base.tokenizer)
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-
-    def revive(version: int) -> None:
-        for sentence in sync.run(version).restarted:
-            progress.note(sentence)
-
-    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, revive, pool)
+    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
     evaluate: Callable[[int], Metrics] = no_metrics
     if datasets:

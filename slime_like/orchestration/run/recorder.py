@@ -73,7 +73,6 @@ class StepRecorder:
             self._note(figures.sync_line)
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
-        self._note(*figures.restarted)
 
     def _note(self, *sentences: str) -> None:
         for sentence in sentences:

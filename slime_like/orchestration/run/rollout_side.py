@@ -35,7 +35,6 @@ class RolloutFigures:
         sync_line: the weight sync in one line.
         reference: work of the reference workers since the last step.
         notes: sentences about the reference workers.
-        restarted: sentences about engines that were restarted for the sync.
     """
 
     queued_groups: int = 0
@@ -47,7 +46,6 @@ class RolloutFigures:
     sync_line: str = ""
     reference: ReferenceRecord | None = None
     notes: Sequence[str] = ()
-    restarted: Sequence[str] = ()
 
 
 class RolloutSide:
@@ -147,7 +145,6 @@ class EngineSide(RolloutSide):
             sync_line=str(self._report),
             reference=reference,
             notes=notes,
-            restarted=self._report.restarted,
         )
 
 
