@@ -174,9 +174,10 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     with ExitStack() as stack:
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, config.run_dir / "worker_logs", slots))
-        engines, pool = launch_engines(config, stack, stack.enter_context(Placement(config, with_trainers=False)))
+        placement = stack.enter_context(Placement(config, with_trainers=False))
+        engines, pool = launch_engines(config, stack, placement, print)
         pool.start()
-        engines.start()
+        engines.supervisor.start()
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()

@@ -329,6 +329,19 @@ def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
     assert audit_run(run_dir).holds
 
 
+def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
+    """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
+    prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
+    state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
+    store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store.load_state_dict(state)
+    assert json.loads(json.dumps(store.state_dict())) == state
+    issued = store.issue()
+    assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
+    assert issued[0] == Prompt((1, 2), "4", 3, 0, 7, environment={"a": 1})
+    assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
+
+
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:
     class Broken(ShuffledClient):
         def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
