@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,13 +127,13 @@ def source(
 ) -> tuple[RolloutSource, list[int]]:
     revived: list[int] = []
 
-    def revive(version: int) -> None:
-        revived.append(version)
+    def revive() -> None:
+        revived.append(client.version)
         client.dead = False
 
     made = RolloutSource(
         settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
-        Ledger.begin(run_dir), revive, references,
+        Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
 
