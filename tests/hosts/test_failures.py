@@ -212,7 +212,7 @@ def test_a_node_that_shares_no_files(ended: Ended, network: Network) -> None:
     assert ended.codes["own"] == [1, 1]
     for line in ended.said["own"]:
         assert "run_dir=/tmp/own is not the directory that node 0 sees" in line, ended.output["own"]
-    assert "Ray" not in ended.output["own"]
+    assert "joined Ray" not in ended.output["own"]
 
 
 def test_nothing_is_left(ended: Ended) -> None:

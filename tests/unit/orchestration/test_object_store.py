@@ -13,7 +13,7 @@ import pytest
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.services import determine_plasma_store_config
 
-from slime_like.launch.ray_node import RayNodeSpec
+from slime_like.orchestration.cluster.ray_node import RayNodeSpec
 from slime_like.orchestration.cluster import object_store
 from slime_like.orchestration.cluster.object_store import object_store_problem
 
@@ -58,7 +58,7 @@ def _ray_takes_it(size_mb: int) -> bool:
 def test_a_node_of_a_launched_cluster_refuses_it_alike(tmp_path: Path) -> None:
     more = 2 * psutil.virtual_memory().total // 2**20
     spec = json.dumps(asdict(RayNodeSpec(0, "127.0.0.1", None, str(tmp_path), 1, more)))
-    command = [sys.executable, "-m", "slime_like.launch.ray_process", spec]
+    command = [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", spec]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stdout == ""
     assert ended.stderr.startswith(f"cluster.object_store_mb={more}: of this machine's memory ")
