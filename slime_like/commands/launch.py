@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.commands.arguments import has_flag
+from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
 from slime_like.system.node_list import expand_node_list
 
 USAGE = (

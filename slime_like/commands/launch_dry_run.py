@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.checks.check import check
 from slime_like.config import RunConfig
-from slime_like.launch.arguments import devices_per_node, plan_arguments, train_arguments
-from slime_like.launch.directory import token_path
-from slime_like.launch.options import LaunchOptions
+from slime_like.config.launch import LaunchOptions
+from slime_like.launch.commands import plan_arguments, train_arguments
 from slime_like.orchestration.cluster.bundles import bundle_sizes, tensor_blocks
+from slime_like.orchestration.cluster.devices import devices_per_node
 
 
 def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str
 
 def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
     parallel = config.trainer.parallel
-    devices = devices_per_node(options, config)
+    devices = devices_per_node(config, options.nodes, options.gpus_per_node)
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
     needed = sum(bundle_sizes(config))
@@ -33,7 +33,7 @@ def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> It
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"
-        yield f"key:      {token_path(options, config)} (made by node 0; mode 600)"
+        yield f"key:      {options.token_path(config.run_dir)} (made by node 0; mode 600)"
         yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
         yield f"others:   join Ray's head at {head}, with the key as Ray's token"
     if options.plan:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from slime_like.config import RunConfig
+from slime_like.config.launch import launch_directory
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.errors import LaunchError
+from slime_like.system.disk import write_private
 
 _SEE_FILE_S = 3.0
 _POLL_S = 0.2
@@ -59,6 +64,20 @@ class Agreement:
                     "on a file system that all nodes share"
                 )
             time.sleep(_POLL_S)
+
+
+@contextmanager
+def marker(run_dir: Path) -> Iterator[Path]:
+    """A file that exists inside: a node that does not see it has another file system there."""
+    path = launch_directory(run_dir) / f"witness-{secrets.token_hex(8)}"
+    try:
+        write_private(path, "")
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def facts(config: RunConfig) -> dict[str, str]:

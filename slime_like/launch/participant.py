@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import Any
 
 from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
+from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.launch.agreement import Agreement
-from slime_like.launch.arguments import ray_spec
-from slime_like.launch.directory import token_path
-from slime_like.launch.exit import NodeEndedError, RefusedError, Verdict, failure
-from slime_like.launch.exit_notes import ExitNotes
-from slime_like.launch.options import LaunchOptions
+from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
-from slime_like.orchestration.cluster.ray_node import RayNode, ray_environment
+from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
 from slime_like.orchestration.cluster.token import await_token
 from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port
@@ -35,8 +34,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
     """
     place = find_place(options.node_rank, options.head, options.address)
     deadline = time.monotonic() + options.nodes_timeout_s
-    token_file = token_path(options, config)
-    token = await_token(token_file, options.nodes_timeout_s, notes.require_head_runs)
+    token = await_token(options.token_path(config.run_dir), options.nodes_timeout_s, notes.require_none_ended)
     where = host_and_port(place.head, options.port)
     agreement = _find_head(where, token, place, max(1.0, deadline - time.monotonic()), notes)
     head = _Head(Gcs(where, token, options.silence_s), place, notes)
@@ -46,16 +44,17 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
         try:
             require_valid(config)  # every node checks: paths may exist on one and not on another
             agreement.require(config)
-            environment = ray_environment(token_file, options.silence_s)
-            node = RayNode(ray_spec(options, config, place, where), environment, options.ray_timeout_s)
-            ready = stack.enter_context(node).wait_ready(head.require_runs)
+            environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
+            spec = node_spec(config, options.nodes, place, where, options.port)
+            node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
+            ready = node.wait_ready(head.require_runs)
             place.report(f"joined Ray's head at {where}, logs in {ready.logs}")
             while (problem := node.problem()) is None:
                 head.require_runs()
                 time.sleep(_POLL_S)
             raise LaunchError(problem)
-        except NodeEndedError as ended:
-            return ended.verdict
+        except NodeEndedError:
+            raise
         except SlimeLikeError as error:
             verdict = failure(error, str(place))
             head.end_run(verdict)
@@ -67,11 +66,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
 
 
 def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> Agreement:
-    """
-    Raises:
-        LaunchError: node 0 does not answer in time, or has another token.
-        NodeEndedError: node 0 has ended.
-    """
+    """Raise ``LaunchError`` where node 0 does not answer in time, has ended, or has another token."""
     gcs, deadline, why = Gcs(where, token, silence_s=0.0), time.monotonic() + timeout_s, "Ray's head is starting"
     while time.monotonic() < deadline:
         raise_if_interrupted()
@@ -85,7 +80,7 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
                 f"{place}: {where} answers, but does not accept this node's key; give every node the same TOKEN_FILE, "
                 "or another PORT where another cluster uses this one"
             ) from error
-        notes.require_head_runs()
+        notes.require_none_ended()
         time.sleep(_POLL_S)
     raise LaunchError(
         f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why}); is HEAD_ADDR right, and was node 0 "
@@ -94,7 +89,7 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
 
 
 class _Head:
-    """Node 0, as its GCS answers."""
+    """Node 0, as its GCS answers. Each method raises ``NodeEndedError`` where node 0 is lost."""
 
     def __init__(self, gcs: Gcs, place: Place, notes: ExitNotes) -> None:
         self._gcs = gcs
@@ -108,37 +103,34 @@ class _Head:
         """
         rank, reason = self._place.rank, f"of NODES={nodes} it is 1 to {nodes - 1}"
         if rank < nodes:
-            if self._gcs.put_new(f"rank-{rank}", str(self._place)):
+            if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):
                 return
-            reason = f"{self._gcs.get(f'rank-{rank}')} has it already"
+            reason = f"{self._ask(lambda: self._gcs.get(f'rank-{rank}'))} has it already"
         raise RefusedError(f"NODE_RANK={rank} on {self._place.host} is refused: {reason}")
 
     def require_runs(self) -> None:
-        """
-        Raises:
-            NodeEndedError: node 0 has published the verdict, or is lost.
-        """
+        """Raise ``NodeEndedError`` where node 0 has published the verdict."""
         raise_if_interrupted()
+        if verdict := self._ask(lambda: self._gcs.get("verdict")):
+            raise NodeEndedError(Verdict(**verdict))
+
+    def end_run(self, verdict: Verdict) -> None:
+        """Report why this node ends, and wait until node 0 has published its verdict or has ended."""
+        deadline = time.monotonic() + _HEAR_S
         try:
-            verdict = self._gcs.get("verdict")
+            self._ask(lambda: self._gcs.put_new("problem", asdict(verdict)))
+            while time.monotonic() < deadline:
+                self.require_runs()
+                time.sleep(_POLL_S)
+        except NodeEndedError:
+            return
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
         except UnreachableError as error:
-            self._notes.require_head_runs()
+            self._notes.require_none_ended()
             how = f"its connection ended ({error})" if error.refused else f"it is silent ({error})"
             lost = f"{self._place} has lost node 0 ({self._place.head}): {how}"
             remedy = "restart on all nodes to resume from the last checkpoint"
             raise NodeEndedError(Verdict(FAILED, f"{lost}; {remedy}")) from error
-        if verdict:
-            raise NodeEndedError(Verdict(**verdict))
-
-    def end_run(self, verdict: Verdict) -> None:
-        """Report why this node ends, and wait until node 0 has published its verdict."""
-        deadline = time.monotonic() + _HEAR_S
-        try:
-            self._gcs.put_new("problem", asdict(verdict))
-            while time.monotonic() < deadline:
-                self.require_runs()
-                time.sleep(_POLL_S)
-        except UnreachableError:
-            self._notes.leave(verdict)
-        except NodeEndedError:
-            return

@@ -15,7 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
+from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.place import Place
 from slime_like.system.interrupts import raise_if_interrupted
 
 _STOP_S = 30.0
@@ -75,9 +78,11 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
     }
 
 
-def make_directory() -> Path:
-    """A new directory for ``RayNodeSpec.directory``; its path is short, since sockets in it must have short paths."""
-    return Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp"))
+def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
+    """One of ``nodes`` nodes, with a new directory whose path is short, as those of the sockets in it must be."""
+    slots = None if local_gpus() else slots_per_node(config, nodes)
+    directory = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
 
 
 class RayNode:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.launch.exit import NodeEndedError, Verdict
-from slime_like.launch.exit_notes import ExitNotes, note_path
-from slime_like.launch.options import LaunchOptions
+from slime_like.config.launch import LaunchOptions
+from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict
 
 
 def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:
@@ -26,7 +25,7 @@ def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
 
 def test_a_note_that_comes_while_a_node_waits_counts_at_once(tmp_path: Path) -> None:
     own, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
-    waiting.require_head_runs()
+    waiting.require_none_ended()
     own.leave(Verdict(2, "no model"))
     assert sentence_of(waiting) == "no model"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
@@ -36,14 +35,14 @@ def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes(tmp_path, 0).leave(Verdict(2, "no model"))
-    notes(tmp_path, 1).require_head_runs()
+    notes(tmp_path, 1).require_none_ended()
     impatient = notes(tmp_path, 1, silence_s=1e-4)
     time.sleep(0.01)
-    left_at = note_path(tmp_path / "run", 0).stat().st_mtime
+    left_at = tmp_path.joinpath(".run.cluster", "ended-0.json").stat().st_mtime
     monkeypatch.setattr(time, "time", lambda: left_at + 5)
     assert sentence_of(impatient) == "node 0 ended 5 s ago and was not started again: no model"
     again = notes(tmp_path, 0)
-    impatient.require_head_runs()  # it has been started again,
+    impatient.require_none_ended()  # it has been started again,
     again.leave(Verdict(1, "busy port"))
     assert sentence_of(impatient) == "busy port"  # and has ended again
 
@@ -51,14 +50,14 @@ def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
 def test_an_old_note_does_not_count(tmp_path: Path) -> None:
     notes(tmp_path, 0).leave(Verdict(2, "no model"))
     long_ago = time.time() - 3600
-    os.utime(note_path(tmp_path / "run", 0), (long_ago, long_ago))
+    os.utime(tmp_path.joinpath(".run.cluster", "ended-0.json"), (long_ago, long_ago))
     waiting = notes(tmp_path, 1, silence_s=1e-4)
     time.sleep(0.01)
-    waiting.require_head_runs()
+    waiting.require_none_ended()
 
 
 def test_a_note_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
-    waiting, path = notes(tmp_path, 0), note_path(tmp_path / "run", 1)
+    waiting, path = notes(tmp_path, 0), tmp_path.joinpath(".run.cluster", "ended-1.json")
     path.parent.mkdir()
     path.write_text("{")
     assert sentence_of(waiting, rank=1).startswith(f"node 1 has ended, and {path} does not say why")

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from slime_like.config import RunConfig
+from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
 from slime_like.launch import coordinator, participant
 from slime_like.launch.agreement import Agreement, facts
-from slime_like.launch.directory import launch_directory
 from slime_like.launch.exit import RefusedError, Verdict
 from slime_like.launch.launcher import launch
-from slime_like.launch.options import LaunchOptions
 from slime_like.orchestration.cluster.ray_node import Ready
 from tests.conftest import Tiny
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server

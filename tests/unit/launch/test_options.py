@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime_like.commands import launch as command
+from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
-from slime_like.launch.options import LaunchOptions
 from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
 from tests.unit.orchestration.test_placement import config

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.launch import launch_directory
 from slime_like.errors import LaunchError
-from slime_like.launch.directory import launch_directory
 from slime_like.orchestration.cluster.token import await_token, create_token
 
 

@@ -13,9 +13,9 @@ import pytest
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.services import determine_plasma_store_config
 
-from slime_like.orchestration.cluster.ray_node import RayNodeSpec
 from slime_like.orchestration.cluster import object_store
 from slime_like.orchestration.cluster.object_store import object_store_problem
+from slime_like.orchestration.cluster.ray_node import RayNodeSpec
 
 GIB = 2**30
 CASES: list[tuple[int, int, int, str | None]] = [

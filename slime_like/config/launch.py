@@ -1,4 +1,4 @@
-"""Options of ``slime-like launch``."""
+"""Options of ``slime-like launch``, and the directory in which its nodes meet."""
 
 from __future__ import annotations
 
@@ -66,3 +66,12 @@ class LaunchOptions:
     @property
     def leads(self) -> bool:
         return self.node_rank == 0
+
+    def token_path(self, run_dir: Path) -> Path:
+        """File of Ray's token."""
+        return self.token_file or launch_directory(run_dir) / "key"
+
+
+def launch_directory(run_dir: Path) -> Path:
+    """Beside the run directory, which may be moved aside."""
+    return run_dir.with_name(f".{run_dir.name}.cluster")
