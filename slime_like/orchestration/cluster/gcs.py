@@ -87,9 +87,7 @@ class Gcs:
     def members(self) -> dict[int, Member]:
         """Every node that has joined, by its rank."""
         found = self._call(self._nodes.GetAllNodeInfo, messages.GetAllNodeInfoRequest()).node_info_list
-        return {
-            int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels
-        }
+        return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         """

@@ -74,7 +74,7 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": str(_CHECKS),
-        "RAY_health_check_timeout_ms": str(round(1000 * silence_s / _CHECKS) - 1000),
+        "RAY_health_check_timeout_ms": str(max(500, round(1000 * silence_s / _CHECKS) - 1000)),
     }
 
 
