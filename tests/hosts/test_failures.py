@@ -104,6 +104,8 @@ def _begin_waiting(cases: Cases, network: Network) -> Running:
     cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="10")
     cases.begin("no such address", 0, HEAD_ADDR=NOWHERE, NODE_ADDR="")
     other_key = _key(network, "other")
+    cases.begin("other key", 0)
+    cases.begin("other key", 1, TOKEN_FILE=other_key)
     cases.begin("nobody there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
     cases.begin("no shared key", 1, Path("/tmp/keyless"), NODES_TIMEOUT_S="3")
     cases.begin("busy", 1, SILENCE_S="10")
@@ -203,6 +205,16 @@ def test_a_wrong_key_and_none(ended: Ended, network: Network) -> None:
     (line,) = ended.said["somebody else there"]
     assert f"node 0 did not answer at {network.nodes[0].address}:" in line and "within 3 s" in line
     assert "no cluster key /tmp/.keyless.cluster/key within 3 s" in ended.said["no shared key"][0]
+
+
+def test_a_node_with_another_key(ended: Ended, network: Network) -> None:
+    """Ray's head does not answer it; node 0 finds its sentence beside the key."""
+    assert ended.codes["other key"] == [1, 1]
+    refused = f"slime-like: {here(network, 1)}: {network.nodes[0].address}:"
+    for line in ended.said["other key"]:
+        assert line.startswith(refused), ended.output["other key"]
+        assert "answers, but does not accept this node's key; give every node the same TOKEN_FILE" in line
+    assert "joined Ray" not in ended.output["other key"]
 
 
 def test_a_node_that_shares_no_files(ended: Ended, network: Network) -> None:
