@@ -85,6 +85,7 @@ class _Members:
         self._gcs = gcs
         self._node = node
         self._during = "start"
+        self._checked_at = 0.0
 
     def publish(self, agreement: Agreement) -> None:
         """Store what every other node compares with its own."""
@@ -108,6 +109,9 @@ class _Members:
 
     def require_alive(self) -> None:
         """Raise ``LaunchError`` where a node has ended the run or was lost, this one included."""
+        if time.monotonic() < self._checked_at + _POLL_S:
+            return
+        self._checked_at = time.monotonic()
         try:
             members = self._gcs.members()  # first: a node that leaves has reported its problem by then
             problem = self._gcs.get("problem")

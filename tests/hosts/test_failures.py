@@ -98,7 +98,7 @@ def ended(network: Network, tiny: Tiny) -> Ended:
 def _begin_waiting(cases: Cases, network: Network) -> Running:
     """Those that end without Ray. Returns who holds the port of one of them."""
     first = network.nodes[0]
-    cases.both("never", NODES="3", NODES_TIMEOUT_S="40")  # in which both must come, while all the others start
+    cases.both("never", NODES="3", NODES_TIMEOUT_S="75")  # in which both start Ray, while all the others start
     cases.both("lost", NODES="3")
     cases.both("stopped", NODES="3")
     cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="10")
@@ -153,7 +153,7 @@ def _key(network: Network, name: str) -> str:
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
     """Both that did come are told which one did not."""
-    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 40 s; start the same "
+    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 75 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
         assert line.startswith(expected), ended.output["never"]

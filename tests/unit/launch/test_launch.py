@@ -17,10 +17,11 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
-from slime_like.launch import coordinator, participant
+from slime_like.launch import agreement, coordinator, participant
 from slime_like.launch.agreement import Agreement, facts
 from slime_like.launch.exit import RefusedError, Verdict
 from slime_like.launch.launcher import launch
+from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.ray_node import Ready
 from tests.conftest import Tiny
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
@@ -78,6 +79,13 @@ class FakeRay:
         return self.death or None
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = ((coordinator, "_POLL_S", 0.05), (coordinator, "_LINGER_S", 0.2), (participant, "_POLL_S", 0.05))
+    for module, name, seconds in (*waits, (agreement, "_SEE_FILE_S", 0.2), (gcs, "_REFUSED_S", 0.3)):
+        monkeypatch.setattr(module, name, seconds)
+
+
 @pytest.fixture
 def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
     token = launch_directory(tmp_path / "run") / "key"
@@ -89,13 +97,13 @@ def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
-    with gcs_server() as (gcs, port):
-        ray = type("Ray", (FakeRay,), {"gcs": gcs, "port": port})
+    with gcs_server() as (found, port):
+        ray = type("Ray", (FakeRay,), {"gcs": found, "port": port})
         for side in (coordinator, participant):
             monkeypatch.setattr(side, "RayNode", ray)
         monkeypatch.setattr(coordinator, "_require_free", lambda address, port: None)
-        gcs.port, gcs.ray = port, ray  # type: ignore[attr-defined]
-        yield gcs
+        found.port, found.ray = port, ray  # type: ignore[attr-defined]
+        yield found
 
 
 def begin(server: GcsServer, config: RunConfig, rank: int = 1, **fields: object) -> Node:
@@ -106,8 +114,8 @@ def publish(server: GcsServer, config: RunConfig, **fields: object) -> None:
     """What node 0 does."""
     directory = launch_directory(config.run_dir)
     (directory / "marker").touch()
-    agreement = asdict(Agreement(NODE_0, 3, str(directory / "marker"), facts(config))) | fields
-    server.values[b"agreement"] = json.dumps(agreement).encode()
+    stored = asdict(Agreement(NODE_0, 3, str(directory / "marker"), facts(config))) | fields
+    server.values[b"agreement"] = json.dumps(stored).encode()
 
 
 def settled(condition: Callable[[], bool]) -> None:
@@ -214,11 +222,11 @@ def test_another_token_is_a_sentence_on_both_sides(server: GcsServer, config: Ru
 
 
 def test_node_0_that_is_gone_is_lost(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gcs_server() as (gcs, port):
-        monkeypatch.setattr(participant, "RayNode", type("Ray", (FakeRay,), {"gcs": gcs, "port": port}))
-        publish(gcs, config)
+    with gcs_server() as (found, port):
+        monkeypatch.setattr(participant, "RayNode", type("Ray", (FakeRay,), {"gcs": found, "port": port}))
+        publish(found, config)
         node = Node(config, 1, port)
-        settled(lambda: 1 in gcs.nodes)
+        settled(lambda: 1 in found.nodes)
     verdict = node.ended().verdict
     assert verdict is not None and verdict.code == 1
     assert verdict.sentence.startswith(f"{node.place} has lost node 0 ({HOST}): its connection ended")
@@ -286,7 +294,7 @@ def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunCo
         nobody.bind((HOST, 0))
         port = nobody.getsockname()[1]
         early = Node(config, 1, port)
-        time.sleep(1.0)  # it waits for node 0's GCS
+        time.sleep(0.5)  # it waits for node 0's GCS
         data = config.data.model_copy(update={"train": [tmp_path / "none.jsonl"]})
         head = Node(config.model_copy(update={"data": data}), 0, port).ended()
         assert isinstance(head.error, ConfigError)
@@ -303,8 +311,22 @@ def test_a_port_that_is_taken_on_node_0(config: RunConfig) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         early = Node(config, 1, port)
-        time.sleep(1.0)
+        time.sleep(0.5)
         head = Node(config, 0, port).ended()
         assert isinstance(head.error, LaunchError)
         assert str(head.error).startswith(f"port {port} of {HOST} cannot be listened on (Address already in use)")
         assert early.ended().verdict == Verdict(1, str(head.error))
+
+
+def test_an_interrupt_before_ray_connects_a_node_leaves_a_note(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(participant, "find_place", interrupted)
+    node = Node(config, 1, 6380).ended()
+    sentence = f"interrupted on node 1 ({socket.gethostname()})"
+    assert node.verdict == Verdict(130, sentence)
+    note = launch_directory(config.run_dir) / "ended-1.json"
+    assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}
