@@ -26,7 +26,7 @@ from benchmarks.step.machine import describe_machine, load_average
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import IDLE_TIME, STEP_TIME, phase_seconds
-from tests.processes import Command
+from tests.support.processes import Command
 
 GOAL = 1.3
 _WARM_UP, _TIMEOUT_S, _LOOK_EVERY_S = 5, 1800.0, 0.5

@@ -24,7 +24,7 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import LOSS
-from tests.processes import Command
+from tests.support.processes import Command
 
 FIGURES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
 TOLERANCE = 1e-6

@@ -1,12 +1,24 @@
 #!/usr/bin/env bash
-# The whole check: environment with test tools, ruff, mypy, then every test, three files at a time: much of it is waiting
-# for processes to start and to end. Arguments go to pytest (default: the suite); `-n 0` runs one file after the other.
+# Environment with test tools, ruff, mypy, then tests.
+#   bash scripts/test.sh            every test, three files at a time: much of it is waiting for processes
+#   bash scripts/test.sh fast       tests/unit alone: one process, at most a second a test; under two minutes
+#   bash scripts/test.sh explore    property tests alone, each with ten times the examples, drawn anew;
+#                                   --hypothesis-seed 7 draws the same ones again
+#   bash scripts/test.sh ARGUMENTS  arguments of pytest, e.g. -n 0 tests/parallel, or -m 'engines or faults'
+# Markers are the names of the folders in tests/. Seconds of every test are kept in build/test_durations.tsv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment dev
-ensure_browser
 cd "$REPO"
+PYTEST=("$VENV/bin/python" -m pytest)
+if [ "${1:-}" = explore ]; then
+    exec "${PYTEST[@]}" -n 3 tests/unit tests/process -m hypothesis --hypothesis-profile explore --timeout 1800 "${@:2}"
+fi
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
 "$VENV/bin/mypy"
-exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+if [ "${1:-}" = fast ]; then
+    exec "${PYTEST[@]}" -n 2 --dist loadfile tests/unit --unit-limit 1 "${@:2}"
+fi
+ensure_browser
+exec "${PYTEST[@]}" -n 3 --dist loadfile --no-loadscope-reorder "$@"

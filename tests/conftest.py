@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
-from tests.processes import run
+from tests.support.processes import run
+
+# Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
+settings.register_profile(
+    "explore",
+    settings.get_profile("default"),
+    max_examples=1000,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("suite", settings.get_profile("explore"), max_examples=100, derandomize=True, database=None)
+# One failing example is enough where a failure is expected; searching for the smallest would take most of the time.
+settings.register_profile("mutation", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
+settings.load_profile("suite")
 
 
 @dataclass(frozen=True)
@@ -55,18 +71,61 @@ class Tiny:
         ]  # fmt: skip
 
 
-# Files that take minutes begin first, so that none is left running alone at the end.
-_FOLDERS = ("hosts", "faults", "end_to_end", "engines", "mutation", "parallel", "gpu", "unit")
+ROOT = Path(__file__).parent
+DURATIONS = ROOT.parent / "build" / "test_durations.tsv"
+
+LANES = {
+    "hosts": "several hosts in network namespaces",
+    "faults": "kills, damaged files, full disks",
+    "end_to_end": "commands as a user starts them",
+    "engines": "vLLM, SGLang and the transformers engine",
+    "mutation": "known bugs put into the code, each caught by a test",
+    "parallel": "several ranks of a trainer",
+    "process": "starts processes, or takes longer than a second",
+    "benchmarks": "the arithmetic of the benchmarks",
+    "gpu": "needs a CUDA device",
+    "unit": "one process, at most a second a test",
+}
+"""Marker of every test, named like its folder. The longest files begin first: none runs alone at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for lane, description in LANES.items():
+        config.addinivalue_line("markers", f"{lane}: {description}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
-    items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(root).parts[0]))
+    order = list(LANES)
+    lanes = {item: item.path.relative_to(ROOT).parts[0] for item in items}
+    for item, lane in lanes.items():
+        item.add_marker(lane)
+    items.sort(key=lambda item: order.index(lanes[item]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@dataclass(eq=False)
+class Durations:
+    """Seconds of every test and of every file, kept as a table; the longest first."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        DURATIONS.parent.mkdir(exist_ok=True)
+        rows = sorted(self.seconds.items(), key=lambda row: -row[1])
+        DURATIONS.write_text("".join(f"{seconds:.2f}\t{name}\n" for name, seconds in rows), encoding="utf-8")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the process that collects the reports
+        session.config.pluginmanager.register(Durations())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,6 +137,19 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(before)
+
+
+# Of the shell that starts the suite: a proxy, which servers on this machine would be reached through, and its terminal.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SHELL_VARIABLES = (*_PROXIES, *map(str.upper, _PROXIES), "COLUMNS", "LINES")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _any_shell() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _SHELL_VARIABLES:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

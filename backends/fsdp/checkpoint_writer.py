@@ -85,14 +85,6 @@ class CheckpointWriter(RankWriting):
         self._entries = []
 
     def finish(self, timeout_s: float = 0.0) -> None:
-        """Wait for every rank's file, then write what makes the checkpoint whole. Collective.
-
-        Args:
-            timeout_s: bound on the wait for files that are written in the background.
-
-        Raises:
-            CheckpointError: a rank could not write, or not in time; on every rank.
-        """
         what = f"writing {self._directory}"
         together(lambda: self._join(timeout_s), what, self._device)
         written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

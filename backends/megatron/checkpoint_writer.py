@@ -56,14 +56,6 @@ class CheckpointWriter(RankWriting):
         self._strategy.write()
 
     def finish(self, timeout_s: float = 0.0) -> None:
-        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
-
-        Args:
-            timeout_s: bound on the wait for files that are written in the background.
-
-        Raises:
-            CheckpointError: a rank could not write, or not in time; on every rank.
-        """
         together(lambda: self._join(timeout_s), f"writing {self._directory}", self._device)
         with _refused_by_disk(self._directory):
             for finalize in self._request.finalize_fns:

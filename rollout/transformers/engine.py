@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
 from rollout.requests import sample_seed, stop_ids
+from slime_like.cpu.choice import kernels_are_used
 from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -161,7 +162,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
-        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
+        kernels = kernels_are_used(self._config.trainer.cpu_kernels)
+        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), kernels)
 
     def _move(self, device: str) -> None:
         from rollout.transformers.weights import destinations

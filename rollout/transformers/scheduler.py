@@ -43,9 +43,13 @@ class PendingRequest:
 
 
 class DecodeScheduler:
-    """Owns the thread. Public methods may be called from any thread and never wait for a step."""
+    """Owns the thread. Public methods may be called from any thread and never wait for a step.
 
-    def __init__(self, model: Any, max_batch_size: int) -> None:
+    Args:
+        kernels: see ``DecodeBatch``.
+    """
+
+    def __init__(self, model: Any, max_batch_size: int, kernels: bool) -> None:
         self._max_batch_size = max_batch_size
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: EngineError | None = None
@@ -53,7 +57,7 @@ class DecodeScheduler:
         self._version = 0
         self._waiting: list[PendingRequest] = []
         self._running: list[PendingRequest] = []
-        self._batch = DecodeBatch(model)
+        self._batch = DecodeBatch(model, kernels)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False

@@ -122,3 +122,9 @@ class TrainerConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Bound on the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Bound on one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
+    cpu_kernels: Literal["auto", "off"] = Field(
+        "auto",
+        description="Operators of layers on a CPU. auto: where numba is installed, its kernels compute what they "
+        "serve: layers of the backend megatron in float32 on at most two threads, and decoding by the engine "
+        "transformers. off: torch's operators alone, as on a GPU.",
+    )

@@ -1,51 +1,73 @@
-"""The interfaces of the system: trainer backend, rollout engine, weights, rewards, environments, conversion.
+"""The interfaces of the system: trainer backend, rollout engine, weights, rewards, environments.
 
 Implementations are found by entry point (groups ``slime_like.backends`` and ``slime_like.engines``), so that a custom
 package can add one. No module here imports Ray, Megatron or an engine.
+
+A name is imported when it is first used: a reward function that takes ``RewardResult`` from here must not bring torch
+into the reward workers.
 """
 
-from slime_like.interfaces.engine import (
-    ConversationTask,
-    EngineHealth,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-    RolloutEngine,
-    SamplingParams,
-)
-from slime_like.interfaces.environment import Environment, Step, Task
-from slime_like.interfaces.installed import load_backend, load_engine
-from slime_like.interfaces.reward import RewardResult, group_reward
-from slime_like.interfaces.trainer import RankCoordinates, RankPlacement, ScoredLogprobs, TrainerBackend
-from slime_like.interfaces.weights import BucketFigures, BucketMetadata, TensorEntry, UpdateReceipt, WeightBucket
-from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
-from slime_like.trajectory import Conversation
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BACKEND_GROUP",
-    "ENGINE_GROUP",
-    "BucketFigures",
-    "BucketMetadata",
-    "Conversation",
-    "ConversationTask",
-    "EngineHealth",
-    "Environment",
-    "Generation",
-    "GenerationRequest",
-    "PauseMode",
-    "RankCoordinates",
-    "RankPlacement",
-    "RewardResult",
-    "RolloutEngine",
-    "SamplingParams",
-    "ScoredLogprobs",
-    "Step",
-    "Task",
-    "TensorEntry",
-    "TrainerBackend",
-    "UpdateReceipt",
-    "WeightBucket",
-    "group_reward",
-    "load_backend",
-    "load_engine",
-]
+if TYPE_CHECKING:
+    from slime_like.interfaces.engine import ConversationTask as ConversationTask
+    from slime_like.interfaces.engine import EngineHealth as EngineHealth
+    from slime_like.interfaces.engine import Generation as Generation
+    from slime_like.interfaces.engine import GenerationRequest as GenerationRequest
+    from slime_like.interfaces.engine import PauseMode as PauseMode
+    from slime_like.interfaces.engine import RolloutEngine as RolloutEngine
+    from slime_like.interfaces.engine import SamplingParams as SamplingParams
+    from slime_like.interfaces.environment import Environment as Environment
+    from slime_like.interfaces.environment import Step as Step
+    from slime_like.interfaces.environment import Task as Task
+    from slime_like.interfaces.installed import load_backend as load_backend
+    from slime_like.interfaces.installed import load_engine as load_engine
+    from slime_like.interfaces.reward import RewardResult as RewardResult
+    from slime_like.interfaces.reward import group_reward as group_reward
+    from slime_like.interfaces.trainer import RankCoordinates as RankCoordinates
+    from slime_like.interfaces.trainer import RankPlacement as RankPlacement
+    from slime_like.interfaces.trainer import ScoredLogprobs as ScoredLogprobs
+    from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
+    from slime_like.interfaces.weights import BucketFigures as BucketFigures
+    from slime_like.interfaces.weights import BucketMetadata as BucketMetadata
+    from slime_like.interfaces.weights import TensorEntry as TensorEntry
+    from slime_like.interfaces.weights import UpdateReceipt as UpdateReceipt
+    from slime_like.interfaces.weights import WeightBucket as WeightBucket
+    from slime_like.plugins.entry_points import BACKEND_GROUP as BACKEND_GROUP
+    from slime_like.plugins.entry_points import ENGINE_GROUP as ENGINE_GROUP
+    from slime_like.trajectory import Conversation as Conversation
+
+_NAMES = {
+    "slime_like.interfaces.engine": (
+        "ConversationTask",
+        "EngineHealth",
+        "Generation",
+        "GenerationRequest",
+        "PauseMode",
+        "RolloutEngine",
+        "SamplingParams",
+    ),
+    "slime_like.interfaces.environment": ("Environment", "Step", "Task"),
+    "slime_like.interfaces.installed": ("load_backend", "load_engine"),
+    "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
+    "slime_like.interfaces.trainer": ("RankCoordinates", "RankPlacement", "ScoredLogprobs", "TrainerBackend"),
+    "slime_like.interfaces.weights": (
+        "BucketFigures",
+        "BucketMetadata",
+        "TensorEntry",
+        "UpdateReceipt",
+        "WeightBucket",
+    ),
+    "slime_like.plugins.entry_points": ("BACKEND_GROUP", "ENGINE_GROUP"),
+    "slime_like.trajectory": ("Conversation",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

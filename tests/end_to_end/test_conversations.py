@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.data.ledger import audit_run
 from slime_like.examples.calculator_data import make_calculator_data
 from slime_like.examples.tiny_model import make_tiny_model
-from tests.interpreter import make_interpreter
-from tests.processes import Command
+from tests.support.interpreter import make_interpreter
+from tests.support.processes import Command
 
 WARM_START_STEPS, BATCH = 120, 64
 

@@ -14,7 +14,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from slime_like.data.ledger import audit_run
 from slime_like.examples.tiny_model import VOCAB_SIZE
 from tests.conftest import Tiny
-from tests.processes import Command, run
+from tests.support.processes import Command, run
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.processes import Command, run
+from tests.support.processes import Command, run
 
 STEPS = 6
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
@@ -23,7 +23,7 @@ def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", "2",
         "--algorithm.minibatches", "2", "--algorithm.epochs", "2", "--algorithm.kl_coef", "0.01",
-        "--debug.save_rollouts", str(root / "rollouts"), *more,
+        "--trainer.cpu_kernels", "off", "--debug.save_rollouts", str(root / "rollouts"), *more,
     )  # fmt: skip
 
 

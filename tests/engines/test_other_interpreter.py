@@ -22,7 +22,7 @@ from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
-from tests.interpreter import make_interpreter
+from tests.support.interpreter import make_interpreter
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import Tiny
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
-from tests.processes import run
+from tests.support.processes import run
 
 
 @pytest.fixture

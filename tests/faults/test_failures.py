@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
-from tests.processes import Command, Finished, run
+from tests.support.processes import Command, Finished, run
 
 
 def one_sentence(finished: Finished) -> str:

@@ -14,7 +14,7 @@ from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
-from tests.processes import Command
+from tests.support.processes import Command
 
 # vLLM renames its process, where the operating system lets it.
 VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Tiny
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
-from tests.processes import run
+from tests.support.processes import run
 
 
 def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:

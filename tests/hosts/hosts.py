@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -245,10 +246,15 @@ def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card
 
 
 def _furnish(host: Host, shared: Path) -> None:
-    """Its own /tmp and /dev/shm, and the directory that the cluster shares, wherever that lies."""
-    place = str(shared)
-    host.run(
-        ["sh", "-c",
-         f"mount --bind {place} /mnt && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && "
-         f"mkdir -p {place} && mount --bind /mnt {place}"]
-    )  # fmt: skip
+    """/tmp and /dev/shm of its own; what lies below them that every host has stays there."""
+    found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared}
+    found_everywhere |= {path.resolve() for path in found_everywhere}
+    for replaced in (Path("/tmp"), Path("/dev/shm")):
+        below = [path for path in found_everywhere if path.is_relative_to(replaced)]
+        with tempfile.TemporaryDirectory(dir=replaced) as new:
+            host.run(["mount", "-t", "tmpfs", "tmpfs", new])
+            for path in sorted(below):
+                target = str(new / path.relative_to(replaced))
+                host.run(["mkdir", "-p", target])
+                host.run(["mount", "--rbind", str(path), target])
+            host.run(["mount", "--move", new, str(replaced)])

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
 
 import slime_like
 from tests.parallel.ranks import clean_forks
@@ -165,9 +164,6 @@ def _run(folder: Path, targets: tuple[str, ...]) -> None:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     importlib.import_module("slime_like")  # before pytest puts the real tree in front of the path
-    # One failing example is enough; searching for the smallest would take most of the time.
-    settings.register_profile("mutation", phases=(Phase.explicit, Phase.generate))
-    settings.load_profile("mutation")
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
@@ -178,6 +174,8 @@ def _run(folder: Path, targets: tuple[str, ...]) -> None:
         "no:cacheprovider",
         "--rootdir",
         str(ROOT),
+        "--hypothesis-profile",
+        "mutation",
         *(str(ROOT / target) for target in targets),
     ]
     code = pytest.main(arguments)

@@ -147,7 +147,8 @@ def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any], dtype: str 
     settings = dict(layout)
     optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
     optimizer["distributed"] = settings.pop("distributed", False)
-    trainer = {"parallel": settings, "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
+    trainer = {"parallel": settings, "optimizer": optimizer, "step_timeout_s": 60.0}
+    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
     return RunConfig(run_dir=run_dir, steps=20, model={"path": checkpoint, "dtype": dtype}, trainer=trainer, **more)
 
 

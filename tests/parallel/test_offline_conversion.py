@@ -35,7 +35,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
-from tests.unit.conversion.models import PUBLISHED
+from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "deepseek_v3")
@@ -68,7 +68,8 @@ def _silent(done: int, total: int) -> None:
 
 
 def _config(model: Path, layout: dict[str, Any] | None = None) -> RunConfig:
-    return RunConfig(run_dir=model, model={"path": model}, trainer={"parallel": layout or {}, "step_timeout_s": 60.0})
+    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
+    return RunConfig(run_dir=model, model={"path": model}, trainer=trainer)
 
 
 def _to_megatron(model: Path, output: Path, layout: dict[str, Any] | None = None, **changes: Any) -> ConversionSummary:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.megatron import specs, trainer
+from backends.megatron import checkpoint, specs, trainer
 from backends.megatron.attention_choice import attention_of, context_layout_of, machine_problems
 from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from backends.megatron.trainer import MegatronTrainer
@@ -28,7 +28,7 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
-from tests.unit.conversion.models import PUBLISHED, dimensions
+from tests.unit.backends.models import PUBLISHED, dimensions
 
 Spec = Literal["transformer_engine", "ring"]
 UPDATE_BOUND = 1e-4
@@ -121,7 +121,7 @@ def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[st
     own = _on_stand_ins(placement, config)
     own.setup()
     (chunk,) = own.chunks
-    state = sharded_weights(chunk, trainer.checkpoint._METADATA)
+    state = sharded_weights(chunk, checkpoint._METADATA)
     names = {name for name, _ in chunk.named_parameters()}
     own.shutdown()
     return {value.key for value in state.values()}, names

@@ -23,6 +23,17 @@ class RankWriting(ABC):
     def _write(self) -> None:
         """All of this rank's files, flushed to disk. Needs neither the device nor another rank."""
 
+    @abstractmethod
+    def finish(self, timeout_s: float = 0.0) -> None:
+        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
+
+        Args:
+            timeout_s: bound on the wait for files that are written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write, or not in time; on every rank.
+        """
+
     def write(self) -> None:
         """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
         try:

@@ -18,7 +18,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, located, nobody, one
 from slime_like.orchestration.rollout.answers import Answer
 from slime_like.orchestration.rollout.engine_actor import EngineActor
-from slime_like.orchestration.rollout.in_flight import Flight, NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import EngineClient, NoEngineLeft
 from slime_like.orchestration.rollout.registry import WorkerRegistry
 from slime_like.system.interrupts import raise_if_interrupted
 
@@ -109,13 +109,13 @@ class RolloutManager:
         with self._lock:
             self._registry.release(member, tokens)
 
-    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
+    def send(self, member: int, client: str, requests: Sequence[GenerationRequest]) -> None:
         """See ``EnginePool``."""
-        self._members[member].actor.submit.remote(flight, requests)
+        self._members[member].actor.submit.remote(client, requests)
 
-    def ask(self, member: int, flight: str) -> Any:
+    def ask(self, member: int, client: str) -> Any:
         """See ``EnginePool``."""
-        return self._members[member].actor.answers.remote(flight)
+        return self._members[member].actor.answers.remote(client)
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """See ``EnginePool``."""
@@ -206,10 +206,10 @@ class RolloutManager:
             self._join(index)
 
     # --------------------------------------------------------------------------------------------------- generation
-    def flight(self) -> Flight:
-        """An empty flight through this pool."""
+    def client(self) -> EngineClient:
+        """A client of this pool, without requests."""
         # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
-        return Flight(self, self._config.rollout.request_timeout_s + 60)
+        return EngineClient(self, self._config.rollout.request_timeout_s + 60)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """All responses of every request, in the order of the requests.
@@ -217,13 +217,13 @@ class RolloutManager:
         Raises:
             EngineError: an engine died, refused, or a request outlived ``rollout.request_timeout_s``.
         """
-        flight = self.flight()
+        client = self.client()
         for request in requests:
-            flight.submit(request)
+            client.submit(request)
         answers: dict[str, list[Generation]] = {}
-        while len(flight):
+        while len(client):
             raise_if_interrupted()
-            answers |= {request.request_id: found for request, found in flight.poll(_POLL_S)}
+            answers |= {request.request_id: found for request, found in client.poll(_POLL_S)}
         return [answers[request.request_id] for request in requests]
 
     # ------------------------------------------------------------------------------------------------------ weights

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
+from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource, load_tokenizer
@@ -158,6 +159,8 @@ class Session:
             )
         )
         placement = stack.enter_context(Placement(config))
+        if placement.device == "CPU":
+            self.progress.note(operators_note(config.trainer.cpu_kernels))
         if samples:
             transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
             require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
@@ -229,7 +232,7 @@ class Session:
         ledger = Ledger.begin(config.run_dir)
         stack.callback(ledger.close)
         source = RolloutSource(
-            config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines, references
+            config, prompts, engines.client(), scorer, self.turns, ledger, self._revive_engines, references
         )
         stack.callback(source.close)
         return RolloutSide(sync, source, evaluator, ledger, references)

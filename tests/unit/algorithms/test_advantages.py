@@ -7,10 +7,11 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
+from tests.properties import examples
 
 BY_GROUP = {
     "grpo": lambda r, g: (r - statistics.mean(g)) / statistics.stdev(g),
@@ -26,7 +27,7 @@ BY_GROUP = {
     groups=st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=9), min_size=1, max_size=9),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_group_formulas_on_uneven_shuffled_groups(name: str, groups: list[list[int]], seed: int) -> None:
     samples = [(10**15 + 7 * g, float(r), g) for g, group in enumerate(groups) for r in group]
     random.Random(seed).shuffle(samples)
@@ -123,7 +124,7 @@ def gae_by_definition(rewards, values, mask, gamma, lam):  # type: ignore[no-unt
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), seed=st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_gae_against_the_definition(lengths: list[int], seed: int) -> None:
     """Masks are random, and so often end in masked tokens; some cover a whole sequence."""
     g = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import (
@@ -17,6 +17,7 @@ from slime_like.algorithms import (
     split_for_context_parallel,
 )
 from slime_like.trajectory import PackedTrajectory
+from tests.properties import examples
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 
@@ -25,7 +26,7 @@ def pack(shapes: list[tuple[int, int]], padding: int = 0) -> PackedTrajectory:
 
 
 @given(shapes=shapes(), padding=PADDINGS, cp=CP_SIZES, layout=LAYOUTS, multiple=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> None:  # type: ignore[no-untyped-def]
     packed = pack(shapes, padding)
     shards = [split_for_context_parallel(packed, cp, rank, layout, multiple) for rank in range(cp)]
@@ -48,7 +49,7 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
 
 
 @given(shapes=shapes(8, 60), padding=st.integers(0, 9), cp=st.integers(2, 5))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_zigzag_written_out_by_loops(shapes: list[tuple[int, int]], padding: int, cp: int) -> None:
     """Each padded segment falls into 2 * cp chunks; rank r holds chunk r and chunk 2 * cp - 1 - r of every one."""
     packed = pack(shapes, padding)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
+from tests.properties import examples
 from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7
@@ -112,7 +113,7 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype, seed
 
 
 @given(count=st.integers(1, 30), **SHARDED)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
     """Also where the last shards hold nothing but padding."""
     padded = -(-(vocab_size + extra) // ranks) * ranks
@@ -133,7 +134,7 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
 
 
 @given(count=st.integers(0, 30), **SHARDED)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
     """The same from logits: no reduction in backward, and none of the padding's columns has a gradient."""
     padded = -(-(vocab_size + extra) // ranks) * ranks

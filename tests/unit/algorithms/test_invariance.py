@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from slime_like.algorithms import (
 )
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.properties import examples
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, shapes
 
 HIDDEN = 6
@@ -42,6 +43,9 @@ REDUCTIONS = ("tokens", "samples", "groups", "constant")
 # Distances between current, old and engine policy, in nats: none lies near a bound of a clip, where the last bit of a
 # float32 would decide whether a token has a gradient.
 OFFSETS = (-0.4, -0.15, -0.05, 0.0, 0.05, 0.15, 0.4)
+
+# So large that neither KL nor entropy cancels the policy's term: the small rest of two float32 numbers is rounding.
+ADVANTAGES = (-2.0, -1.1, -0.7, 0.7, 1.1, 2.0)
 
 
 class TinyModel:
@@ -132,6 +136,7 @@ def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTraje
         old, engine = pick.choice(OFFSETS), pick.choice(OFFSETS)
         s.old_logprobs = (own + old).float()
         s.logprobs = (own + old + engine).float()
+        s.advantages = torch.tensor(pick.choice(ADVANTAGES))
         # Far enough away: the difference of two nearly equal float32 numbers has no 1e-6 to be compared to.
         distance = 0.5 + torch.rand(own.shape, generator=torch.Generator().manual_seed(seed))
         s.ref_logprobs = (own - distance).float()
@@ -218,13 +223,14 @@ def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[Scor
     return [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
 # Searching for the smallest failing example would take minutes.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def assert_equal_in_norm(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Up to the rounding of ``dtype``; where nothing is expected, exactly nothing."""
+    assert (actual.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
@@ -238,7 +244,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
     chunk=st.integers(8, 512),
     seed=SEEDS,
 )
-@settings(max_examples=3, deadline=None, phases=PHASES)
+@examples(3, phases=PHASES)
 def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
     sequences = make_sequences(shapes, seed)
     counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
@@ -265,13 +271,14 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
     assert sums.num_tokens.item() == sum(counts)
     for parameter, gradient in zip(model.parameters, expected_gradients, strict=True):
         assert parameter.grad is not None
-        assert relative(parameter.grad / denominator, gradient) <= TOLERANCE[dtype]
+        assert_equal_in_norm(parameter.grad / denominator, gradient, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @given(shapes=shapes(40, 300), padding=PADDINGS, seed=SEEDS)
-@settings(max_examples=4, deadline=None, phases=PHASES)
+@example(shapes=[(231, 2)], padding=32, seed=1162)  # the clip leaves no gradient at all
+@examples(4, phases=PHASES)
 def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
     """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""
     sequences, clip = batch(shapes, seed), 0.3
@@ -303,7 +310,7 @@ def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> Non
     # A fully masked sequence takes no part in the reference: its gradient is 0.
     gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in exact.values()]
     actual = torch.cat([v.grad for v in moved.values() if v.grad is not None])
-    assert relative(actual / denominator, torch.cat(gradients)) <= TOLERANCE[dtype]
+    assert_equal_in_norm(actual / denominator, torch.cat(gradients), dtype)
 
 
 def dense_value_loss(s: ScoredTrajectory, values: Tensor, old: Tensor, clip: float) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from slime_like.algorithms import (
     selective_log_softmax,
 )
 from slime_like.algorithms import logprobs as logprobs_module
+from tests.properties import examples
 from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
@@ -100,7 +101,7 @@ def test_bfloat16_is_accumulated_in_float32() -> None:
 
 
 @given(shapes=shapes(12, 40), padding=st.integers(0, 9), temperature=st.sampled_from([None, 1.0, 0.6, 1.7]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_response_logprobs_of_each_sequence_alone(
     shapes: list[tuple[int, int]], padding: int, temperature: float | None
 ) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from slime_like.algorithms import (
 )
 from slime_like.algorithms.packing.faults import first_fault
 from slime_like.algorithms.packing.transfer import move_together
+from tests.properties import examples
 from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
 
@@ -37,7 +38,7 @@ def assert_same(left: object, right: object) -> None:
 
 
 @given(shapes=shapes(), padding=PADDINGS, is_scored=st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_round_trip_of_every_field(shapes: list[tuple[int, int]], padding: int, is_scored: bool) -> None:
     make = scored if is_scored else unscored
     sequences = [make(i, p, r) for i, (p, r) in enumerate(shapes)]
@@ -62,7 +63,7 @@ def test_round_trip_of_a_fully_masked_sequence() -> None:
 
 
 @given(shapes=shapes(12, 40), padding=st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int) -> None:
     sequences = batch(shapes)
     total = sum(p + r for p, r in shapes)

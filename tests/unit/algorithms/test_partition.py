@@ -6,17 +6,20 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import partition_by_tokens, partition_full_batches
-from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, pack_into, training_flops
+from slime_like.algorithms.packing.balance import balance
+from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
+from slime_like.algorithms.packing.partition import training_flops
+from tests.properties import examples
 
 
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=200), ranks=st.integers(1, 9), extra=st.integers(0, 900)
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: int, extra: int) -> None:
     budget = max(lengths) + extra
     if len(lengths) < ranks:
@@ -51,7 +54,7 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=7), ranks=st.integers(1, 4), by_cost=st.booleans())
 @example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
 @example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
     """They do if the fewest micro-batches, rounded up to whole rounds, leave none empty: the others can be split."""
     costs = [float(n * n) for n in lengths] if by_cost else None
@@ -148,7 +151,7 @@ def test_tensors_are_welcome() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), ranks=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_full_batches_and_spare(lengths: list[int], ranks: int) -> None:
     result = partition_full_batches(lengths, 20, ranks)
     sent = [i for own in result.partition for batch in own for i in batch]

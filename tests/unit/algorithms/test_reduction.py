@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
+from tests.properties import examples
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -32,7 +33,7 @@ def by_definition(reduction: str, losses: list[list[float]], groups: list[int]) 
 
 @pytest.mark.parametrize("reduction", ["tokens", "samples", "groups", "constant"])
 @given(samples=SAMPLES, seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]], seed: int) -> None:
     counts, groups = [count for count, _ in samples], [group for _, group in samples]
     if not any(counts):
@@ -79,7 +80,7 @@ def test_errors() -> None:
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=30), seed=st.integers(0, 99), kind=st.sampled_from(["bool", "float"])
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), generator=g, dtype=torch.float64, requires_grad=True)

@@ -15,7 +15,7 @@ from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.weights_source import find_weights
 from slime_like.config.reading.load import load_config
-from tests.unit.config.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import write_checkpoint
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from slime_like.data.token_rows import TokenRow
 from slime_like.errors import ConfigError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.score import _whole_or_nothing, output_line, windows
-from tests.unit.config.checkpoint import write_checkpoint
-from tests.unit.orchestration.test_sequence_scoring import sequence
+from tests.unit.checks.checkpoint import write_checkpoint
+from tests.unit.orchestration.trainer.test_scoring import sequence
 
 
 @pytest.fixture

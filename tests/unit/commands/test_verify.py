@@ -11,7 +11,7 @@ from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
 from slime_like.verification.layouts import parse_layout
 from slime_like.verification.verify import device_misfit, setting_misfit
-from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
+from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 REFUSED: list[tuple[list[str], str]] = [
     (["--layouts", "tp2", "xp2"], "--layouts xp2: 'xp2' is unknown; write 'single', or parts joined by '-'"),

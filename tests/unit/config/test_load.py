@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.reference import reference_text
-from slime_like.config.reading.yaml_text import read_document, write_text
 from slime_like.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -86,18 +82,6 @@ def test_a_file_its_saved_copy_and_the_same_values_as_flags_are_equal(tmp_path: 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 KEYS = st.text("abcXYZ_", min_size=1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN)))
-@example(
-    entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}
-)
-def test_what_is_written_reads_back_equal(entries: dict[str, Any]) -> None:
-    document = read_document(write_text(entries), "x.yaml")
-    assert document.problems == []
-    assert document.data == entries
-    assert value_types(document.data) == value_types(entries)
 
 
 def value_types(data: Any) -> Any:
@@ -238,7 +222,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("a: !!python/object:os.system {}", [], "FILE:3: not valid YAML"),
     ("a: &a [*a]", [], "FILE:3: not valid YAML (an alias stands inside of its own anchor); correct this line"),
     ("a: &a {b: {c: *a}}", [], "FILE:3: not valid YAML (an alias stands inside of its own anchor)"),
-    ("a: " + "[" * 5000, [], "FILE: not valid YAML (nested too deep)"),
+    ("a: " + "[" * 1000, [], "FILE: not valid YAML (nested too deep)"),
     ("seed: " + "9" * 5000, [], "FILE: not valid YAML (Exceeds the limit"),
     ("a: \x07", [], "FILE: not valid YAML (unacceptable character #x0007"),
     ("", ["--rollout.engine_args", "&a [*a]"], "--rollout.engine_args: '&a [*a]' is not valid YAML (an alias stands"),
@@ -294,16 +278,6 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_loads(path: Path) -> None:
     assert load_config(path, []).run_dir.is_absolute()
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["slime_like.config", "slime_like.config.reading.load", "slime_like.checks.check", "slime_like.commands.main"],
-)
-def test_configuration_imports_neither_torch_nor_ray(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.strip() == "[]"
 
 
 def test_the_written_reference_is_up_to_date() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -18,6 +18,7 @@ from slime_like.config import DataConfig
 from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
+from tests.properties import examples
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -121,7 +122,7 @@ def test_every_epoch_is_another_permutation_and_the_seed_decides(file: Path) -> 
     assert [p.row for p in PromptSource([file], TOKENIZER, CONFIG, seed=4).next(10)] != epochs[0]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(before=st.integers(0, 35), after=st.integers(1, 25), shuffle=st.booleans())
 def test_a_saved_position_goes_on_exactly(
     tmp_path_factory: pytest.TempPathFactory, before: int, after: int, shuffle: bool

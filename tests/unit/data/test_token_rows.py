@@ -13,7 +13,7 @@ from slime_like.config import TrainerConfig
 from slime_like.data.token_rows import RowTotals, TokenRows
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
-from tests.unit.config.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import write_checkpoint
 
 SOUND: dict[str, Any] = {"id": "a", "prompt_tokens": [1, 2], "response_tokens": [3, 0, 7]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
-from tests.unit.orchestration.test_placement import config
+from tests.unit.orchestration.cluster.test_placement import config
 
 
 def place(**fields: object) -> Place:
@@ -107,8 +108,9 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said
     assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 groups that stay on one node each" in said
-    assert f"plan.json {' '.join(flags)} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
-    assert f"slime-like train {' '.join(flags)} --cluster.address" in said
+    plan = str(tmp_path / ".run.cluster" / "plan.json")
+    assert f"{shlex.join([plan, *flags])} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
+    assert f"slime-like train {shlex.join(flags)} --cluster.address" in said
     assert "not yet:  model.path" in said
     assert list(tmp_path.iterdir()) == []  # nothing was written
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +55,3 @@ def test_a_run_without_rewards_has_no_curve(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="only an RL run"):
         plot_reward_curve(path, tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
-
-
-def test_observability_needs_neither_matplotlib_nor_ray_nor_torch_to_be_imported() -> None:
-    """Log readers and progress must start quickly, and no import may choose a plotting backend for the user."""
-    modules = ("phases", "records", "names", "metrics", "progress", "curve")
-    code = (
-        f"import sys; [__import__('slime_like.observability.' + name) for name in {modules!r}];"
-        "print(sorted({'torch', 'ray', 'matplotlib', 'tensorboard', 'wandb', 'rich'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.observability.report.charts import BARS_WIDTH, Line, line_chart, nice_ticks, stacked_bars, thinned
@@ -19,7 +19,6 @@ def shapes(svg: str, tag: str) -> list[ElementTree.Element]:
     return [element for element in ElementTree.fromstring(svg).iter() if element.tag == tag]
 
 
-@settings(deadline=None)
 @given(low=finite, spread=st.floats(1e-6, 1e6))
 def test_ticks_are_round_few_and_inside(low: float, spread: float) -> None:
     high = low + spread * max(1.0, abs(low) * 1e-3)

@@ -17,7 +17,7 @@ from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
 from slime_like.planning.references import reference_phase, reference_seconds
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import Workload, predict
-from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED, config, estimate
+from tests.unit.planning.test_arithmetic import config, estimate
 
 ROOT = Path(__file__).parents[3]
 REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, which takes seconds
@@ -111,18 +111,6 @@ def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
     return make_plan(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*small, *workers, *flags]), PlanOptions())
 
 
-def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPUs hold its own weights, however small the policy is."""
-    flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
-    plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
-    assert plan.problems == []
-    (own,) = plan.references
-    assert own.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
-    assert own.phases[0] in plan.phases and own.phases[0].items[0].nbytes == 2 * own.estimate.memory.parameters
-    assert plan.gpus_in_use == checks.gpus_needed(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [])).total + 4
-    assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
-
-
 @pytest.mark.parametrize(
     ("backend", "item", "words"),
     [
@@ -136,28 +124,3 @@ def test_remedies_are_those_that_the_backend_has(backend: str, item: str, words:
     found = remedy(item, config(trainer={"backend": backend}))
     assert words in found
     assert backend == "megatron" or not any(axis in found for axis in ("tensor", "pipeline"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([*REFUSED, "--reference.parallel.tensor", "3"], ["reference.parallel.tensor=3 does not divide the model's"]),
-        ([*REFUSED, "--reference.path", "/nowhere"], ["reference.path=/nowhere is no directory"]),
-        (
-            ["--cluster.gpu_memory_gib", "5", "--reference.path", str(MODELS / "Qwen2.5-7B")],
-            [
-                "has 152064 tokens and model.path 151936",
-                "reference, stage 1 of 1, reference scoring: ",
-                "a larger reference.parallel.tensor",
-            ],
-        ),
-    ],
-)
-def test_what_is_wrong_with_them_is_a_problem(
-    flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine that is none of the cluster's, too."""
-    plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
-    for word in words:
-        assert [problem for problem in plan.problems if word in problem], plan.problems
-        assert not [note for note in plan.notes if word in note]

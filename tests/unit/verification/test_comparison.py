@@ -31,7 +31,7 @@ from slime_like.verification.comparison import (
 from slime_like.verification.table import Row, print_table
 from slime_like.verification.tensor_store import TensorStore
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
-from tests.unit.config.checkpoint import EXPERTS, write_checkpoint
+from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
 NAMES = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
@@ -15,11 +15,12 @@ from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
+from tests.properties import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)),

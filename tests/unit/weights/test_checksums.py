@@ -9,18 +9,19 @@ from __future__ import annotations
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.weights import checksums
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
+from tests.properties import examples
 from tests.unit.weights.formula import reference
 
 CHUNK_WORDS = CHUNK_BYTES // 8
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.binary(min_size=1, max_size=300))
 def test_equals_the_formula(data: bytes) -> None:
     assert tensor_checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == reference(data)

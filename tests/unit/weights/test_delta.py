@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
+from tests.properties import examples
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
@@ -63,7 +64,7 @@ def deliver(sender: Sender, receiver: Receiver, tensors: dict[str, Tensor]) -> B
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_change_of_any_bits_is_found_and_applied(data: st.DataObject) -> None:
     """Random bit patterns, NaNs among them, of any length around words and blocks, anywhere in memory."""

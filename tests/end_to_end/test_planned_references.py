@@ -1,0 +1,47 @@
+"""References of other sizes, planned whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.reading.load import load_config
+from slime_like.planning import checks
+from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED
+from tests.unit.planning.test_references import REFUSED, ROOT, planned
+
+
+def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPUs hold its own weights, however small the policy is."""
+    flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
+    plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
+    assert plan.problems == []
+    (own,) = plan.references
+    assert own.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
+    assert own.phases[0] in plan.phases and own.phases[0].items[0].nbytes == 2 * own.estimate.memory.parameters
+    assert plan.gpus_in_use == checks.gpus_needed(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [])).total + 4
+    assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*REFUSED, "--reference.parallel.tensor", "3"], ["reference.parallel.tensor=3 does not divide the model's"]),
+        ([*REFUSED, "--reference.path", "/nowhere"], ["reference.path=/nowhere is no directory"]),
+        (
+            ["--cluster.gpu_memory_gib", "5", "--reference.path", str(MODELS / "Qwen2.5-7B")],
+            [
+                "has 152064 tokens and model.path 151936",
+                "reference, stage 1 of 1, reference scoring: ",
+                "a larger reference.parallel.tensor",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_with_them_is_a_problem(
+    flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is none of the cluster's, too."""
+    plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
+    for word in words:
+        assert [problem for problem in plan.problems if word in problem], plan.problems
+        assert not [note for note in plan.notes if word in note]

@@ -1,0 +1,218 @@
+"""``slime-like plan`` on the recipes in ``configs/``, and what it says of runs that cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.commands import plan as plan_command
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, plannable_backend, remedy
+from slime_like.planning.search import least_kept_bytes, search
+from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+# GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
+RECIPES = {
+    "qwen2.5_0.5b": 8,
+    "qwen2.5_7b": 8,
+    "llama3.1_8b": 8,
+    "qwen3_4b": 8,
+    "qwen3_8b": 8,
+    "qwen3_30b_a3b": 16,
+    "qwen3_32b": 32,
+    "qwen2.5_32b": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_fits_the_gpus_it_names(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [])
+    plan = make_plan(config, PlanOptions())
+    assert plan.problems == []
+    assert plan.fits
+    assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
+    assert plan.step is not None and plan.step.total > 0
+    first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    assert 0.4 < least_kept_bytes(config, dimensions) / (first.saved_bytes * first.in_flight) < 1
+    dense = config.trainer.parallel.expert == 1
+    if dense:  # a tied embedding lies on the first and on the last stage
+        layout = config.trainer.parallel
+        held = sum(own.estimate.memory.parameters * layout.tensor for own in plan.kinds)
+        assert held == pytest.approx(dimensions.num_parameters, rel=0.01)
+    if name == "qwen3_32b":
+        _is_worked_out_by_hand(plan)
+
+
+def _is_worked_out_by_hand(plan: Plan) -> None:
+    """Qwen3-32B's published sizes on tensor 8 x pipeline 2 x context 2; a weight takes 2 bytes, its gradient 4, and its
+    main weight and both moments 12, divided by the two ranks that share them (Megatron's rule: 6 + 12 / d).
+    """
+    attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
+    layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
+    vocabulary = 152_576 * 5120  # 151,936, padded to a multiple of 128 on each of eight ranks
+    first = (vocabulary + 32 * layer) // 8 + 32 * norms
+    for own, expected in zip(plan.kinds, (first, first + 5120), strict=True):  # the last norm
+        memory = own.estimate.memory
+        assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
+        assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
+        assert memory.optimizer_bytes == pytest.approx(12 / 2 * expected, rel=1e-5)
+    assert plan.engine is not None and plan.engine.kv_bytes_per_token * 4 == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
+
+
+def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", "--output", str(output), "--mean-response", "500"]) == 0
+    printed, written = capsys.readouterr().out, json.loads(output.read_text())
+    assert "verdict: fits" in printed and written["verdict"] == "fits"
+    words = " ".join(printed.split())
+    assert "host memory is not checked (give --cluster.host_memory_gib)" in words
+    assert "host memory of a node, GiB: " in words and written["host"]["total"] > 0 and "fits" not in written["host"]
+    (kind,) = written["kinds"]
+    assert f"{kind['estimate']['memory']['parameters']:,}" in printed
+    training = next(phase for phase in kind["phases"] if phase["phase"] == "training")
+    assert training["total"] == sum(item["nbytes"] for item in training["items"])
+    assert written["workload"]["mean_response"] == 500
+
+
+def test_fits_says_that_host_memory_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    flags = ["--cluster.host_memory_gib", "100", "--output", str(output)]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *flags]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "not checked" not in words and "of cluster.host_memory_gib=100 in all" in words
+    assert "GiB of a node's host memory are left for its processes" in words
+    assert json.loads(output.read_text())["host"]["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.0"]),
+        (["--cluster.nodes", "1", "--trainer.parallel.data", "8"], ["use 2 nodes"]),
+        (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
+        (
+            ["--cluster.host_memory_gib", "0.25"],
+            ["cluster.host_memory_gib=0.25; most of it is", "async_save"],
+        ),
+        (["--preflight"], ["data.train=", "no *.safetensors file"]),
+    ],
+)
+def test_everything_wrong_is_listed(flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--trainer.target_tokens_per_batch", "4096", "--rollout.max_new_tokens", "1024"]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "verdict: does not fit" in printed
+    for word in words:
+        assert word in printed[printed.index("problem: ") :]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mean-prompt", "1025"], "--mean-prompt=1025 is more than data.max_prompt_tokens=1024 allows"),
+        (["--mean-response", "9999"], "--mean-response=9999 is more than rollout.max_new_tokens=4096 allows"),
+        (["--search", "--preflight"], "--preflight judges one layout"),
+    ],
+)
+def test_options_that_contradict_are_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_command.run(["configs/qwen2.5_0.5b.yaml", *flags])
+
+
+def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own() -> None:
+    """A larger layout would not make an assumed reserve smaller, nor an embedding."""
+    config = _small([])
+    assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
+    assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
+
+
+def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_command.run(["configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
+    found = refused.value.problems
+    assert any("trainer.parallel.tensor=3 does not divide the model's" in problem for problem in found)
+    assert any("does not divide cluster.gpus_per_node" in problem for problem in found)
+
+
+def test_search_lists_what_fits_fastest_first() -> None:
+    flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
+    found = search(_small(flags), PlanOptions(), wanted=2)
+    assert len(found) == 2
+    assert [own.seconds for own in found] == sorted(own.seconds for own in found)
+    for own in found:
+        assert own.parallel.world_size == 4
+        assert own.tightest.fits
+        written = json.loads(json.dumps(own.to_json(), default=str))
+        assert written["parallel"]["data"] == own.parallel.data and written["seconds"] == own.seconds
+
+
+def test_search_finds_nothing_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "layouts.json"
+    flags = ["--cluster.gpu_memory_gib", "4", "--search", "--output", str(output)]
+    assert plan_command.run(["configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]) == 1
+    assert "no layout of these GPUs fits" in capsys.readouterr().out and json.loads(output.read_text()) == {
+        "layouts": []
+    }
+
+
+def test_search_leaves_out_what_a_node_s_memory_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--search", "--cluster.gpus_per_node", "2", "--cluster.nodes", "1", "--rollout.num_engines", "1"]
+    flags += ["--trainer.parallel.data", "1", "--checkpoint.async_save", "true", "--cluster.gpu_memory_gib", "141"]
+    arguments = ["configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]
+    assert plan_command.run(arguments) == 0
+    assert "host memory is not checked (give --cluster.host_memory_gib)" in " ".join(capsys.readouterr().out.split())
+    assert plan_command.run([*arguments, "--cluster.host_memory_gib", "64"]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    assert plan_command.run([*arguments, "--cluster.host_memory_gib", "2"]) == 1
+    assert "no layout of these GPUs fits" in capsys.readouterr().out
+
+
+def test_search_says_what_no_layout_would_mend() -> None:
+    """And does not list layouts that a plan of them would refuse."""
+    with pytest.raises(ConfigError) as refused:
+        search(_small(["--rollout.tensor", "3", "--cluster.nodes", "8"]), PlanOptions(), wanted=1)
+    assert [problem.partition(" does not divide ")[0] for problem in refused.value.problems] == ["rollout.tensor=3"] * 2
+
+
+_SMALL = ("--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512")
+
+
+def _small(flags: list[str]) -> Any:
+    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*_SMALL, *flags])
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2, "sequence": True},  # experts are divided as well
+        {"tensor": 2, "sequence": True, "expert": 2},
+        {"context": 2},
+        {"data": 2, "expert": 2},
+    ],
+    ids=str,
+)
+def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Evenly routed, the ranks of a replica together compute what one rank would; only routers may be repeated."""
+    model = write_checkpoint(tmp_path / "model", **EXPERTS, num_hidden_layers=2, vocab_size=512)
+    flops = []
+    for layout in ({}, parallel):
+        sections = {"trainer": {"parallel": layout, "target_tokens_per_batch": 2048}, "model": {"path": model}}
+        config = RunConfig.model_validate({"run_dir": tmp_path / "run", **sections})
+        backend = plannable_backend(config)
+        (kind,) = backend.rank_kinds(config)
+        shared = config.trainer.parallel.tensor * config.trainer.parallel.context
+        flops.append(backend.estimate(config, kind.ranks[0]).training.matmul_flops * shared)
+    assert flops[1] == pytest.approx(flops[0], rel=0.02)

@@ -1,0 +1,111 @@
+"""Small files of a converted checkpoint that are not as they were written: found by whoever is given it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_like.checks.check import check
+from slime_like.commands.main import main
+from slime_like.config.reading.load import load_config
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.converted import converted_problem
+from tests.unit.checks.checkpoint import sound_flags
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of which only the small files are read here."""
+    root = tmp_path_factory.mktemp("converted")
+    make_tiny_model(root / "hf", "qwen3")
+    assert main(["convert", "to-megatron", str(root / "hf"), str(root / "meg")]) == 0
+    return root / "meg"
+
+
+@pytest.fixture
+def converted(original: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "meg"
+    for file in original.rglob("*"):
+        if file.is_file():
+            (copy / file.relative_to(original)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.relative_to(original)).write_bytes(file.read_bytes())
+    return copy
+
+
+def _flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_flipped_byte_of_the_description_is_found(converted: Path) -> None:
+    assert converted_problem(converted) is None
+    description = converted / "conversion.json"
+    sound = description.read_bytes()
+    for position in range(len(sound)):
+        _flip(description, position)
+        problem = converted_problem(converted)
+        assert problem is not None and "(conversion.json is not as it was written)" in problem, position
+        description.write_bytes(sound)
+
+
+def test_every_file_of_the_model_is_recorded(converted: Path) -> None:
+    names = sorted(file.name for file in (converted / "model").iterdir())
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(names)
+    for name in names:
+        _flip(converted / "model" / name, -3)
+    faults = ", ".join(f"model/{name} is not as it was written" for name in names)
+    assert (
+        converted_problem(converted) == f"is damaged ({faults}); put back what was written, or convert the model again"
+    )
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda meg: _flip(meg / "model" / "tokenizer.json", 1000), "model/tokenizer.json is not as it was written"),
+    (lambda meg: (meg / "model" / "tokenizer.json").unlink(), "model/tokenizer.json is missing"),
+    (lambda meg: (meg / "model" / "tokenizer.json").write_bytes(b""), "model/tokenizer.json is empty: it has 0 of "),
+    (lambda meg: (meg / "conversion.json").unlink(), "conversion.json is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "fault"), DAMAGE, ids=[case[1] for case in DAMAGE])
+def test_whoever_is_given_the_checkpoint_is_told(
+    converted: Path, tmp_path: Path, damage: Callable[[Path], object], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound, other = sound_flags(tmp_path), tmp_path / "tokens.jsonl"
+    other.write_text("{}\n")
+    score = ["score", str(converted), "--input", str(other), "--output", str(tmp_path / "scores.jsonl")]
+    commands = [
+        ["convert", "check", str(converted), str(converted)],
+        ["convert", "to-hf", str(converted), "out"],
+        score,
+    ]
+    damage(converted)
+    for command in commands:
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith(f"slime-like: CHECKPOINT={converted} is damaged ({fault}")
+    [problem] = check(load_config(None, [*sound, "--model.weights", str(converted)]))
+    assert problem.startswith(f"model.weights={converted} is damaged ({fault}")
+
+
+def test_a_run_from_the_model_beside_the_weights_is_told(converted: Path, tmp_path: Path) -> None:
+    own = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
+    flags = [*sound_flags(tmp_path), *own]
+    assert check(load_config(None, flags)) == []
+    _flip(converted / "model" / "tokenizer.json", 1000)
+    [problem] = check(load_config(None, flags))
+    assert problem.startswith(f"model.weights={converted} is damaged (model/tokenizer.json is not as it was written); ")
+    alone = [*sound_flags(tmp_path), "--model.path", str(converted / "model")]
+    assert any(
+        problem.startswith(f"model.path={converted / 'model'} belongs to a checkpoint that is damaged (model/tokenizer")
+        for problem in check(load_config(None, alone))
+    )
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(converted: Path) -> None:
+    (converted / "conversion.json").write_text(json.dumps({"format": 1, "source": "/somewhere"}, indent=1))
+    (converted / "model" / "tokenizer.json").unlink()
+    assert converted_problem(converted) is None

@@ -1,0 +1,159 @@
+"""The report in a real browser, with its script run and its controls used."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.observability.report.report import write_report
+from tests.support.browser import NAMES, Rendered, dump_dom, find_browser, screenshot
+from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
+
+BROWSER = find_browser()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser on PATH ({', '.join(NAMES)})")
+LOGGED = STEPS // TABLES_EVERY * SAMPLES
+
+# Runs beside the page, as a reader's hands would: the page itself stays as it was written, in a frame.
+USER = """
+const page = document.querySelector("iframe").contentDocument, seen = {};
+const table = page.querySelector("#table-per_sample_debug_table");
+const column = (name) => {
+  const at = [...table.querySelectorAll("th")].findIndex((cell) => cell.textContent === name);
+  return [...table.querySelectorAll("tbody tr")].map((row) => row.cells[at].textContent);
+};
+const click = (name) => [...table.querySelectorAll("th button")].find((one) => one.textContent === name).click();
+const tokens = () => [...page.querySelectorAll("#tokens .token")];
+const levels = () => tokens().map((token) => Number(token.style.getPropertyValue("--level")));
+const choose = (id, value) => {
+  const select = page.getElementById(id);
+  select.value = value;
+  select.dispatchEvent(new Event("change"));
+};
+
+seen.title = page.title;
+seen.scripts = page.scripts.length;
+seen.elements = ["img", "b", "i", "br"].map((name) => page.querySelectorAll(name).length);
+seen.order = [column("Advantages")];
+click("Advantages"); seen.order.push(column("Advantages"));
+click("Advantages"); seen.order.push(column("Advantages"));
+click("Mean Abs Diff Pi-Ref"); seen.gaps = [column("Mean Abs Diff Pi-Ref")];
+click("Mean Abs Diff Pi-Ref"); seen.gaps.push(column("Mean Abs Diff Pi-Ref"));
+const filter = table.querySelector("input");
+filter.value = "20-";
+filter.dispatchEvent(new Event("input"));
+seen.shown = [table.querySelector(".shown").textContent, table.querySelectorAll("tbody tr:not([hidden])").length];
+filter.value = "";
+filter.dispatchEvent(new Event("input"));
+
+seen.choices = page.getElementById("sample").options.length;
+seen.texts = tokens().map((token) => token.textContent);
+seen.levels = [levels()];
+choose("shade", "Abs Diff Pi-Ref"); seen.levels.push(levels());
+choose("shade", "Pi Logprob"); seen.levels.push(levels());
+choose("shade", "Abs Diff Pi-Generated");
+const last = [...table.querySelectorAll("tbody tr")].find((row) => row.textContent.includes("10-3<i>"));
+last.querySelector("button[data-sample]").click();
+seen.chosen = page.getElementById("sample").selectedOptions[0].textContent;
+seen.levels.push(levels());
+seen.kinds = tokens().map((token) => token.className);
+choose("shade", "Abs Diff Pi-Ref"); seen.without = tokens().map((token) => token.className);
+seen.background = page.defaultView.getComputedStyle(tokens()[0]).backgroundColor;
+seen.details = page.querySelectorAll("#token-details tbody tr").length;
+
+const titles = [...page.querySelectorAll("figure h3")].map((one) => one.textContent);
+const figure = page.getElementById("chart-" + titles.indexOf("Loss")), svg = figure.querySelector("svg");
+const box = svg.getBoundingClientRect(), readout = figure.querySelector(".readout");
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - box.width * 0.03, clientY: box.top + 20 }));
+seen.readout = [readout.textContent];
+svg.dispatchEvent(new PointerEvent("pointerleave"));
+seen.readout.push(readout.textContent);
+seen.title = [seen.title, page.title];
+document.getElementById("seen").textContent = JSON.stringify(seen);
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("browser")
+    return write_report(write_run(root / "run"), root / "report.html")
+
+
+@pytest.fixture(scope="module")
+def rendered(report: Path) -> Rendered:
+    return dump_dom(str(BROWSER), report, report.parent / "profile")
+
+
+@pytest.fixture(scope="module")
+def seen(report: Path) -> dict[str, Any]:
+    frame = f'<iframe width="1200" height="900" srcdoc="{escape(report.read_text(encoding="utf-8"))}"></iframe>'
+    user = report.parent / "user.html"
+    script = f"<script>addEventListener('load', () => {{{USER}}})</script>"
+    user.write_text(f'<!DOCTYPE html><meta charset="utf-8">{frame}<pre id="seen"></pre>{script}', encoding="utf-8")
+    done = dump_dom(str(BROWSER), user, report.parent / "user profile")
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.dom, re.DOTALL)
+    assert found and found[1] and not done.console, done.console
+    result: dict[str, Any] = json.loads(unescape(found[1]))
+    return result
+
+
+def test_the_script_ran_without_complaint(rendered: Rendered) -> None:
+    """A fault of the script, or anything the content security policy had to stop, would be on the console."""
+    assert rendered.console == []
+    assert 'data-ready="yes"' in rendered.dom
+    assert f"{LOGGED} of {LOGGED} rows" in rendered.dom
+    assert rendered.dom.count('<span class="token') == TOKENS
+
+
+def test_hostile_text_stays_text(seen: dict[str, Any]) -> None:
+    assert seen["title"] == ["Run run", "Run run"]
+    assert (seen["scripts"], seen["elements"]) == (3, [0, 0, 0, 0])
+    assert seen["texts"] == list(HOSTILE[:TOKENS])
+
+
+def test_tables_sort_and_filter(seen: dict[str, Any]) -> None:
+    """Numerically, both ways, with empty cells last in both."""
+    before, up, down = seen["order"]
+    assert before == ["10", "9", "8", "7"] * 3
+    assert up == ["7"] * 3 + ["8"] * 3 + ["9"] * 3 + ["10"] * 3
+    assert down == up[::-1]
+    for gaps in seen["gaps"]:
+        assert "-" not in gaps[:3] and gaps[3:] == ["-"] * (LOGGED - 3)
+    assert seen["shown"] == [f"{SAMPLES} of {LOGGED} rows", SAMPLES]
+
+
+def test_tokens_are_shaded_by_their_gap(seen: dict[str, Any]) -> None:
+    """Logarithmically from 1e-4 to 1 nat: 1e-5 is none, 0.5 almost all, and 1e-2 half. Surprise: 3 of 8 nats."""
+    assert seen["choices"] == LOGGED
+    engine, reference, surprise, last = seen["levels"]
+    assert engine == [0] * TOKENS
+    assert reference == pytest.approx([0.925] * TOKENS, abs=2e-3)
+    assert surprise[-1] == pytest.approx(0.375, abs=1e-3) and surprise == sorted(surprise)
+    assert seen["chosen"] == "step 10, 10-3<i>, 6 tokens"
+    assert last == pytest.approx([0.5] * TOKENS, abs=2e-3)
+    assert seen["kinds"] == ["token"] * (TOKENS - 1) + ["token masked"]
+    assert seen["without"] == ["token none"] * (TOKENS - 1) + ["token none masked"]
+    assert seen["details"] == TOKENS
+
+
+def test_pointing_at_a_curve_reads_its_values(seen: dict[str, Any]) -> None:
+    assert seen["readout"] == ["step 30: loss 0.033333, policy loss 0.016667", "losspolicy loss"]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_drawn_light_and_dark(report: Path, tmp_path: Path, dark: bool) -> None:
+    """By its own pixels: the paper, and each of the curve's and the phases' colours."""
+    import matplotlib.image
+    import numpy as np
+
+    png = tmp_path / "page.png"
+    screenshot(str(BROWSER), report, png, tmp_path / "profile", size=(1280, 3000), dark=dark)
+    pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255).astype(int)
+    paper, curve = ((0x15, 0x17, 0x1A), (0x6C, 0xB8, 0xEA)) if dark else ((255, 255, 255), (0x00, 0x72, 0xB2))
+    assert (pixels[5, 5] == paper).all()
+    for colour, least in ((curve, 500), ((0x3F, 0x9B, 0xD0), 20_000), ((0x0A, 0x8A, 0x63), 10_000)):
+        assert int((np.abs(pixels - colour).max(axis=-1) < 3).sum()) > least, colour

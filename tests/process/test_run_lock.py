@@ -1,0 +1,40 @@
+"""One run at a time in a run directory, over processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like.errors import ConfigError
+from slime_like.orchestration.run.directory import make_run_dir
+from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from tests.unit.orchestration.run.test_directory import _SECOND, config, prepare_run_dir, write_checkpoint
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Another process's lock is told with its number, survives the directory's move, and ends when it is killed."""
+    run_dir = tmp_path / "run"
+    other = subprocess.Popen(
+        [sys.executable, "-c", _SECOND, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "alone\n"
+        with pytest.raises(
+            ConfigError, match=f"a run is going on there .process {other.pid} on .*choose another run_dir"
+        ):
+            prepare_run_dir(config(tmp_path))
+        assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]
+    finally:
+        other.kill()
+        other.communicate(timeout=30)
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(run_dir, 3)
+    with RunLock(run_dir) as lock:
+        make_run_dir(config(tmp_path), None, lock)  # resume: never
+        assert not (tmp_path / "run.1" / LOCK_FILE).exists()
+        with pytest.raises(ConfigError, match="a run is going on there"):
+            prepare_run_dir(config(tmp_path))
+    assert not (run_dir / LOCK_FILE).exists()

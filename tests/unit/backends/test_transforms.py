@@ -1,0 +1,170 @@
+"""Where Hugging Face's rows stand in Megatron's shards, and that no element is left out or used twice.
+
+The expected order of every fused tensor is spelled out row by row from its definition. Coverage is counted: every
+piece adds one to the elements it touches on either side, over all tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.rules import Rule
+from backends.megatron.conversion.transforms import (
+    GateUp,
+    GroupedQkv,
+    Replicated,
+    Shape,
+    Split,
+    TensorRank,
+    Transform,
+    Vocabulary,
+)
+from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import ModelDimensions
+from tests.unit.backends.models import PUBLISHED, dimensions
+
+SMALL = dimensions()
+
+
+def _shard(transform: Transform, sources: Sequence[Tensor], tp: TensorRank, rows: int = 0) -> Tensor:
+    """One rank's Megatron tensor, filled piece by piece; ``rows`` is the padded height of a vocabulary shard."""
+    shapes = [tuple(source.shape) for source in sources]
+    shape = transform.shard_shape(shapes, tp, (rows,))
+    target = torch.full(shape, -1.0)
+    for piece in transform.pieces(shapes, tp, shape, SMALL):
+        view = piece.view(target)
+        view.copy_(sources[piece.source].narrow(piece.axis, piece.start, piece.length).reshape(view.shape))
+    return target
+
+
+def _numbered(first: float, *shape: int) -> Tensor:
+    """A tensor whose row r starts with the number ``first + r``, followed by distinct fractions."""
+    rows = first + torch.arange(shape[0], dtype=torch.float32)
+    return rows if len(shape) == 1 else rows[:, None] + torch.arange(shape[1]) / 64
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [(), (6,)])
+def test_qkv_is_interleaved_by_query_group(size: int, width: tuple[int, ...]) -> None:
+    """Group g has query heads 2g and 2g+1, then key head g, then value head g; of eight ranks two share a group."""
+    sources = [_numbered(first, heads * 3, *width) for first, heads in ((0, 8), (100, 4), (200, 4))]
+    order = []
+    for group in range(4):
+        for head in (2 * group, 2 * group + 1):
+            order += [head * 3 + d for d in range(3)]
+        order += [100 + group * 3 + d for d in range(3)]
+        order += [200 + group * 3 + d for d in range(3)]
+    shards = [_shard(GroupedQkv(), sources, TensorRank(rank, size)) for rank in range(size)]
+    assert all(len(shard) == 48 // size for shard in shards)
+    fused = torch.cat(shards)
+    assert (fused if not width else fused[:, 0]).tolist() == order
+    if width:  # rows move as wholes
+        assert torch.equal(fused - fused[:, :1], sources[0][:1].expand(48, -1) - sources[0][0, 0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gate_and_up_are_concatenated_per_shard(size: int) -> None:
+    sources = [_numbered(0, 8, 6), _numbered(100, 8, 6)]
+    for rank in range(size):
+        rows = range(rank * 8 // size, (rank + 1) * 8 // size)
+        expected = [*rows, *(100 + row for row in rows)]
+        assert _shard(GateUp(), sources, TensorRank(rank, size))[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(("axis", "size"), [(0, 2), (1, 2), (1, 3)])
+def test_split_takes_consecutive_parts(axis: int, size: int) -> None:
+    source = torch.randn(4, 6)
+    for rank, part in enumerate(source.chunk(size, axis)):
+        assert torch.equal(_shard(Split(axis), [source], TensorRank(rank, size)), part)
+
+
+def test_replicated_is_whole_on_every_rank() -> None:
+    source = torch.randn(6)
+    assert torch.equal(_shard(Replicated(), [source], TensorRank(2, 4)), source)
+
+
+def test_vocabulary_is_padded_at_its_end() -> None:
+    """11 rows in four shards of 4: the third is part padding, the last nothing else."""
+    source = _numbered(0, 11, 6)
+    shards = [_shard(Vocabulary(), [source], TensorRank(rank, 4), rows=4) for rank in range(4)]
+    rows = [shard[:, 0].tolist() for shard in shards]
+    assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1], [-1, -1, -1, -1]]
+
+
+# ------------------------------------------------------------------------------------------------------------- coverage
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_element_of_a_published_model_has_one_place(name: str, size: int) -> None:
+    model = PUBLISHED[name]
+    if model.num_heads % size:
+        pytest.skip(f"{model.num_heads} heads do not split into {size}")
+    for rule in family_of(model).rules_for(model):
+        _check_coverage(rule, model, size)
+
+
+def _check_coverage(rule: Rule, model: ModelDimensions, size: int) -> None:
+    shapes = [_thin(shape, rule.transform) for shape in rule.shapes(model)]
+    counted = [torch.zeros(shape) for shape in shapes]
+    padded = -(-model.vocab_size // (128 * size)) * 128
+    for rank in range(size):
+        tp = TensorRank(rank, size)
+        shape = rule.transform.shard_shape(shapes, tp, (padded,))
+        shard = torch.zeros(shape)
+        for piece in rule.transform.pieces(shapes, tp, shape, model):
+            piece.view(shard).add_(1)
+            counted[piece.source].narrow(piece.axis, piece.start, piece.length).add_(1)
+            assert piece.numel(shapes) == piece.view(shard).numel()
+        assert shard.max() <= 1, rule.megatron
+        assert rule.transform.pads or shard.min() == 1, rule.megatron
+    expected = 1 if rule.transform.sharded else size
+    assert all(bool((count == expected).all()) for count in counted), rule.megatron
+
+
+def _thin(shape: Shape, transform: Transform) -> Shape:
+    """Shrink the axis that no transform of this kind cuts: its length has no part in the question."""
+    if len(shape) == 1:
+        return shape
+    return (1, shape[1]) if isinstance(transform, Split) and transform.axis == 1 else (shape[0], 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rules_name_every_tensor_once(name: str) -> None:
+    model = PUBLISHED[name]
+    exported = [rule for rule in family_of(model).rules_for(model) if rule.exported]
+    names = [
+        source.name.format(layer=layer, expert=expert)
+        for rule in exported
+        for source in rule.sources
+        for layer, expert in rule.instances(model)
+    ]
+    assert len(names) == len(set(names)) == len(family_of(model).hf_shapes(model))
+    assert ("lm_head.weight" in names) != model.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen3-32B", 32.8),
+        ("Qwen2.5-32B", 32.8),
+        ("Qwen2.5-0.5B", 0.49),
+        ("Llama-3-70B", 70.6),
+        ("Qwen3-30B-A3B", 30.5),
+        ("DeepSeek-V3", 671.0),
+        ("Moonlight-16B-A3B", 15.96),
+    ],
+)
+def test_rules_hold_the_published_number_of_parameters(name: str, billions: float) -> None:
+    """As stated on each model's page."""
+    model = PUBLISHED[name]
+    total = sum(torch.Size(shape).numel() for shape in family_of(model).hf_shapes(model).values())
+    assert total / 1e9 == pytest.approx(billions, rel=1e-4, abs=0.06 if billions > 1 else 0.006)
+
+
+def test_a_family_without_adapter_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="model family gpt2 has no weight adapter"):
+        family_of(dimensions(family="gpt2"))

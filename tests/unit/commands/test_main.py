@@ -1,0 +1,309 @@
+"""The command line: exit codes, and what goes where."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from slime_like import __version__
+from slime_like.checks.check import check
+from slime_like.commands.main import main
+from slime_like.commands.root import FAMILIES
+from slime_like.config import RunConfig
+from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
+from slime_like.examples import tiny_model
+from slime_like.observability.records import EvaluationRecord
+from slime_like.orchestration.rollout.evaluation import EvaluationResult
+from tests.unit.checks.checkpoint import write_checkpoint
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> list[str]:
+    """A command that passes every check."""
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.yaml").write_text("data: {max_prompt_tokens: 512}")
+    flags = ["--run_dir", "run", "--model.path", "model", "--data.train", "train.jsonl"]
+    return ["train", str(tmp_path / "run.yaml"), *flags]
+
+
+class Loop:
+    """Stands where ``slime_like.train`` would be imported: its ``train`` keeps the configuration, then raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+        self.seen: list[RunConfig] = []
+        self._error = error
+        module = ModuleType("slime_like.train")
+        module.train = self._train  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "slime_like.train", module)
+
+    def _train(self, config: RunConfig) -> None:
+        self.seen.append(config)
+        raise self._error
+
+
+ENDS: list[tuple[BaseException, int, str]] = [
+    (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it\n"),
+    (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss\n"),
+    (DataError("a.jsonl:3: no prompt"), 1, "slime-like: a.jsonl:3: no prompt\n"),
+    (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong\n"),
+    (ConfigError(["a=1", "b=2"]), 2, "slime-like: 2 problems\n  - a=1\n  - b=2\n"),
+    (KeyboardInterrupt(), 130, "slime-like: interrupted\n"),
+]
+
+
+@pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
+def test_eval_names_what_it_cannot_do_without(
+    sound: list[str],
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *sound[1:], *flags]) == 2
+    expected = "slime-like: evaluation.files=[] is empty; give at least one held-out file\n"
+    assert capsys.readouterr().err == expected
+    assert not (tmp_path / "run").exists()
+
+
+# flags that a training run is refused for, and an evaluation does not look at
+NOT_EVALUATED = [
+    ["--algorithm.loss", "sft"],
+    ["--algorithm.loss", "unknown"],
+    ["--algorithm.kl_coef", "0.1", "--reference.path", "nowhere"],
+    ["--debug.load_rollouts", "nowhere"],
+    ["--resume", "nowhere"],
+    ["--logging.wandb", "true"],
+    ["--rollout.top_p", "0.5"],
+    ["--rollout.max_staleness", "2"],
+    ["--rollout.prompts_per_step", "1", "--algorithm.minibatches", "2"],
+    ["--rollout.num_engines", "2", "--cluster.placement", "colocated"],
+    ["--sync.transport", "directory"],
+    ["--trainer.parallel.tensor", "3"],
+    ["--trainer.target_tokens_per_batch", "16"],
+    ["--data.train", "missing.jsonl"],
+]
+
+
+@pytest.mark.parametrize("flags", NOT_EVALUATED, ids=" ".join)
+def test_eval_does_not_look_at_what_only_training_uses(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither does it need a run directory: it leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    seen: list[tuple[RunConfig, bool]] = []
+
+    def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
+        seen.append((config, temporary))
+        return EvaluationResult(
+            EvaluationRecord(
+                accuracy=0.5, pass_at={}, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0
+            ),
+            {},
+        )
+
+    module = ModuleType("slime_like.evaluate")
+    module.evaluate = evaluate  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "slime_like.evaluate", module)
+    needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
+    assert main(["eval", *needed, *flags]) == 0, capsys.readouterr().err
+    [(config, temporary)] = seen
+    assert temporary and not config.supervised and not config.run_dir.exists()
+    assert main(["eval", *needed, *flags, "--run_dir", "kept"]) == 0
+    assert seen[1][0].run_dir == tmp_path / "kept" and not seen[1][1]
+    if "sft" not in flags:  # demonstrations that a model was trained on are no reason not to sample from it
+        assert main(["train", *needed, "--data.train", "eval.jsonl", "--run_dir", "run", *flags]) == 2
+
+
+@pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])
+def test_an_error_is_a_sentence_and_an_exit_code(
+    tmp_path: Path,
+    sound: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(monkeypatch, error)
+    assert main(sound) == code
+    assert capsys.readouterr() == ("", text)
+    assert loop.seen[0].run_dir == tmp_path / "run"
+    assert loop.seen[0].data.max_prompt_tokens == 512
+
+
+UNFORESEEN: list[tuple[Exception, str]] = [
+    (ZeroDivisionError("a\nbug"), "ZeroDivisionError: a bug; this was not foreseen, its traceback is in "),
+    (RuntimeError(), "RuntimeError; this was not foreseen, its traceback is in "),
+    (ValueError("x" * 9999), f"ValueError: {'x' * 300}; this was not foreseen"),
+    (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device; look at that place, or at "),
+]
+
+
+@pytest.mark.parametrize("has_run_dir", [True, False])
+@pytest.mark.parametrize(("error", "text"), UNFORESEEN, ids=[type(case[0]).__name__ for case in UNFORESEEN])
+def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
+    tmp_path: Path,
+    sound: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    text: str,
+    has_run_dir: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Loop(monkeypatch, error)
+    if has_run_dir:
+        (tmp_path / "run").mkdir()
+    assert main(sound) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
+    kept = Path(printed.strip().rpartition(" in ")[2])
+    assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
+    assert "in _train\n    raise self._error\n" in kept.read_text()
+
+
+def test_the_traceback_of_a_users_own_code_is_kept_too(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    error = RewardError("reward function mine:f failed; correct it")
+    error.users_traceback = "Traceback: line 3"
+    Loop(monkeypatch, error)
+    assert main(sound) == 1
+    kept = tmp_path / "run" / "traceback.txt"
+    expected = f"slime-like: reward function mine:f failed; correct it; its traceback is in {kept}\n"
+    assert capsys.readouterr().err == expected
+    assert kept.read_text() == "Traceback: line 3"
+
+
+def test_an_interrupt_that_a_library_disguises_is_an_interrupt(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    disguised = ImportError("cannot import half a module")
+    disguised.__context__ = KeyboardInterrupt()
+    Loop(monkeypatch, disguised)
+    assert main(sound) == 130
+
+
+_LEAVING = """
+import atexit, sys, threading, time
+from slime_like.commands.main import main
+
+def work():
+    time.sleep({work_s})
+    print("worked")
+
+atexit.register(print, "handler")
+if {work_s}:
+    threading.Thread(target=work).start()
+sys.argv = ["slime-like", "report", "nowhere"]
+sys.exit(main())
+"""
+
+
+def test_nothing_starts_on_a_refused_configuration(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(monkeypatch, AssertionError("started"))
+    assert main([*sound, "--model.path", "nowhere", "--rollout.top_p", "0.5"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("slime-like: 2 problems\n  - model.path=")
+    assert main(["train"]) == 2
+    assert main(["train", "--steps", "1"]) == 2
+    assert main(["train", "absent.yaml"]) == 2
+    assert loop.seen == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("argv", [["train", "--help"], ["train", "x.yaml", "-h"]])
+def test_help_of_train_explains_every_field(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in all_fields().items():
+        assert f"--{name} (" in text
+        assert " ".join(field.description.split()) in text
+
+
+def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"slime-like {__version__}\n"
+    for argv in ([], ["polish"], ["make-tiny-model"], ["make-tiny-model", "x", "--famly", "qwen3"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+
+
+def test_make_tiny_model_writes_model_and_data_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tiny"
+    command = ["make-tiny-model", str(out), "--family", "qwen2", "--seed", "3"]
+    assert main(command) == 0
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    for name in ("model.safetensors", "tokenizer.json", "data/train.jsonl", "data/sft.jsonl", "data/eval.jsonl"):
+        assert (out / name).is_file()
+    before = (out / "data/train.jsonl").read_bytes()
+    model, data, training = capsys.readouterr().out.splitlines()
+    assert (model, data) == (f"model: {out}", f"data:  {out}/data")
+    label, slime_like, train, *flags = shlex.split(training)
+    assert (label, slime_like, train) == ("train:", "slime-like", "train")
+    assert check(load_config(None, flags)) == []
+    assert main(command) == 2
+    assert capsys.readouterr().err == (
+        f"slime-like: OUT={out} is not empty; give another directory, or --force to write into it\n"
+    )
+    assert main([*command[:-1], "4", "--force"]) == 0
+    assert (out / "data/train.jsonl").read_bytes() != before
+    assert len({stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()}) == 1
+
+
+NO_PLACE = [
+    (["TMP/file"], "OUT=TMP/file is a file; give a directory"),
+    (["TMP/file/below"], "OUT=TMP/file/below is below TMP/file, which is a file; give a path below a directory"),
+    (["/proc/tiny"], "OUT=/proc/tiny cannot be written to ("),
+    (["TMP/tiny", "--seed", "99999999999999999999"], "--seed=99999999999999999999 is out of range; it must be 0 to "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), NO_PLACE, ids=[case[1][:40] for case in NO_PLACE])
+def test_make_tiny_model_refuses_where_nothing_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(f"slime-like: {sentence.replace('TMP', str(tmp_path))}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", ["make-tiny-model", "report"])
+def test_an_empty_path_does_not_mean_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main([command, ""])
+    assert caught.value.code == 2
+    assert "is empty; give a path" in capsys.readouterr().err
+
+
+def test_families_are_those_of_the_tiny_model() -> None:
+    assert set(FAMILIES) == set(tiny_model._FAMILIES)

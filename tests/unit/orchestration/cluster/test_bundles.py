@@ -1,0 +1,84 @@
+"""Which node every rank and engine goes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.orchestration.cluster.bundles import (
+    NodeRoom,
+    NoRoomError,
+    along_devices,
+    assign_nodes,
+    fits_on_nodes,
+    reference_blocks,
+    tensor_blocks,
+)
+from tests.unit.orchestration.cluster.test_placement import config
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout", "placement", "expected"),
+    [
+        ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "separate", [4, 4]),
+        ({"tensor": 2, "pipeline": 4}, {"tensor": 4}, "colocated", [4, 4]),  # two groups make up an engine
+        ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "colocated", [4, 4]),
+        ({"tensor": 2, "data": 3}, {"tensor": 4}, "colocated", [4, 2]),
+        ({"data": 3}, {}, "separate", [1, 1, 1]),
+    ],
+)
+def test_ranks_that_must_share_a_node(
+    tmp_path: Path, parallel: dict[str, int], rollout: dict[str, int], placement: str, expected: list[int]
+) -> None:
+    sections: dict[str, Any] = {"trainer": {"parallel": parallel}, "rollout": rollout}
+    assert tensor_blocks(config(tmp_path, **sections, cluster={"placement": placement})) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "engines", "free", "expected"),
+    [
+        ([8] * 4, [], [8] * 4, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
+        ([2] * 4, [1], [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine takes what no group of two could
+        ([4, 4], [2, 2], [8, 3, 2], [0] * 8 + [1, 2]),
+        ([4, 4], [], [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
+        ([1, 1, 1], [4], [2, 8], [0, 0, 1, 1]),
+    ],
+)
+def test_nodes_are_filled_in_order(blocks: list[int], engines: list[int], free: list[int], expected: list[int]) -> None:
+    nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
+    assert assign_nodes(blocks, engines, nodes) == expected
+
+
+def test_a_reference_workers_tensor_group_is_not_divided() -> None:
+    """Two devices are left on the first node, and a group of four is not begun there; the second's room is taken."""
+    nodes = [NodeRoom("a", 8), NodeRoom("b", 8), NodeRoom("c", 4)]
+    places = assign_nodes([4], [2], nodes, references=[4, 4, 2])
+    assert places == [0] * 4 + [0] + [1] * 8 + [0] * 2
+
+
+def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
+    """Six ranks, an engine of one, and a worker: of four, it needs as many on one node."""
+    sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
+    run = config(tmp_path, **sections, reference={"placement": "workers"})
+    assert reference_blocks(run) == [1]
+    assert fits_on_nodes(run, [6, 2]) and not fits_on_nodes(run, [6, 1])
+    parallel = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"tensor": 4})})
+    larger = run.model_copy(update={"reference": parallel})
+    assert reference_blocks(larger) == [4]
+    assert fits_on_nodes(larger, [6, 5]) and not fits_on_nodes(larger, [6, 1, 3]) and not fits_on_nodes(larger, [8, 3])
+
+
+@pytest.mark.parametrize(("blocks", "engines", "size"), [([4, 4], [], 4), ([2], [8], 8), ([16], [], 16)])
+def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
+    """Seven devices on two nodes hold one group of four, not two."""
+    with pytest.raises(NoRoomError) as error:
+        assign_nodes(blocks, engines, [NodeRoom("a", 4), NodeRoom("b", 3)])
+    assert error.value.size == size
+
+
+def test_ranks_follow_nodes_then_devices() -> None:
+    """Nodes in the order in which they are filled, whatever their names; devices by number, not by letter."""
+    nodes = ["10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.10", "10.0.0.10"]
+    assert along_devices(nodes, [10, 2, 0, 1, 0]) == [2, 1, 0, 4, 3]

@@ -1,0 +1,106 @@
+"""When the reference is refreshed, who is given which weights, and what a checkpoint brings back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.errors import CheckpointError
+from slime_like.orchestration.reference.refresh import REFERENCE, MovingReference
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.group import TrainerGroup
+
+
+class Trainers:
+    """The policy is a number; weights on disk are a file with it."""
+
+    def __init__(self) -> None:
+        self.policy = 0
+        self.reference = 0
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir()
+
+    def save_weights(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        (directory / "weights").write_text(str(self.policy))
+
+    def load_weights(self, directory: Path, weights: str) -> None:
+        assert weights == "reference"
+        self.reference = int((directory / "weights").read_text())
+
+
+class Run:
+    """A run of some steps that checkpoints after each."""
+
+    def __init__(self, run_dir: Path, interval: int = 2, **more: Any) -> None:
+        settings = {"update_interval": interval, **more}
+        self.config = RunConfig(
+            run_dir=run_dir, model={"path": run_dir}, algorithm={"kl_coef": 0.1}, reference=cast(Any, settings)
+        )
+        self.trainers = Trainers()
+        self.pool = ReferencePool(16) if more else None
+        trainers = cast(TrainerGroup, self.trainers)
+        self.reference = MovingReference(self.config, trainers, self.pool)
+        self.store = CheckpointStore(run_dir, 2, trainers)
+        self.store.also_link(self.reference.files, REFERENCE)
+
+    def step(self, step: int) -> Checkpoint:
+        self.trainers.policy = step
+        self.reference.refresh(step)
+        return Checkpoint.read(self.store.save(step, self.reference.state_dict()))
+
+
+def test_every_so_many_steps_the_policy_becomes_the_reference(tmp_path: Path) -> None:
+    run, seen = Run(tmp_path), []
+    for step in range(1, 7):
+        checkpoint = run.step(step)
+        seen.append(run.trainers.reference)
+        files = checkpoint.path / REFERENCE / "weights"
+        assert (files.read_text() if step >= 2 else None) == (str(step - step % 2) if files.exists() else None)
+    assert seen == [0, 2, 2, 4, 4, 6]
+    assert [path.name for path in (tmp_path / REFERENCE).iterdir()] == ["step-000006"]
+    never = Run(tmp_path / "never", interval=0)
+    never.step(4)
+    assert never.trainers.reference == 0 and not (tmp_path / "never" / REFERENCE).exists()
+
+
+def test_a_resumed_run_has_the_reference_of_its_checkpoint(tmp_path: Path) -> None:
+    """Of step 2, although the run that was killed went on to step 4; and in another directory."""
+    first = Run(tmp_path / "run")
+    checkpoint = [first.step(step) for step in (2, 3)][-1]
+    first.reference.refresh(4)
+    for directory in (tmp_path / "run", tmp_path / "other"):
+        resumed = Run(directory)
+        resumed.reference.restore(checkpoint)
+        assert (resumed.trainers.reference, resumed.reference.step) == (2, 2)
+        assert [path.name for path in (directory / REFERENCE).iterdir()] == ["step-000002"]
+        (again := resumed.step(3)) and resumed.step(4)
+        assert (again.path / REFERENCE / "weights").read_text() == "2" and resumed.trainers.reference == 4
+
+
+def test_a_checkpoint_that_has_lost_its_reference_is_refused(tmp_path: Path) -> None:
+    checkpoint = Run(tmp_path).step(2)
+    shutil.rmtree(checkpoint.path / REFERENCE)
+    with pytest.raises(CheckpointError, match="is missing, the reference's weights since step 2; resume from an older"):
+        Run(tmp_path).reference.restore(checkpoint)
+
+
+def test_workers_are_given_the_files_and_those_they_may_be_reading_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval=1, placement="workers")
+    assert run.pool is not None
+    run.step(1)
+    with run.pool.weights.reading() as reading:
+        assert reading == tmp_path / REFERENCE / "step-000001"
+        run.step(2)
+        assert reading.is_dir()
+    run.step(3)
+    with run.pool.weights.reading() as reading:
+        assert reading == tmp_path / REFERENCE / "step-000003"
+    assert sorted(path.name for path in (tmp_path / REFERENCE).iterdir()) == ["step-000003"]
+    assert run.trainers.reference == 0

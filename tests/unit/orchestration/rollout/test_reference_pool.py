@@ -1,0 +1,219 @@
+"""The logprob pool on plain objects: who scores what, and what becomes of a worker's groups when it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.errors import TrainerError
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
+
+
+def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
+    trajectories = [
+        UnscoredTrajectory(
+            prompt_tokens=torch.tensor([1, 2]),
+            response_tokens=torch.full((length - 2,), 10 * number + i),
+            prompt_len=2,
+            response_len=length - 2,
+            logprobs=None,
+            answer="",
+            sequence_id=f"{number}-{i}",
+            policy_version=0,
+            group_id=number,
+            loss_mask=torch.ones(length - 2, dtype=torch.bool),
+        )
+        for i in range(samples)
+    ]
+    rewards = torch.zeros(samples, 1)
+    grouped = GroupedUnscoredTrajectories(trajectories, number, samples * length)
+    return RewardedGroup(grouped, rewards, rewards, rewards[:, 0], [{}] * samples)
+
+
+class Worker:
+    """Its logprob of a token is minus the token. Works when it may; fails when it is told to."""
+
+    def __init__(self, name: str, may_work: bool = True) -> None:
+        self.name = name
+        self.requests: list[list[int]] = []
+        self.fails = False
+        self.closed = threading.Event()
+        self.fatal_starts = 0
+        self.weights: Path | None = None
+        self.scored_with: list[Path | None] = []
+        self.may_work = threading.Event()
+        if may_work:
+            self.may_work.set()
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+        self.scored_with.append(self.weights)
+        self.requests.append(list(dict.fromkeys(t.group_id for t in trajectories)))
+        assert self.may_work.wait(30)
+        if self.fails:
+            raise TrainerError(f"{self.name} rank 0 died while scoring")
+        return [-t.response_tokens.float() for t in trajectories]
+
+    def use(self, weights: Path) -> None:
+        self.weights = weights
+
+    def restart(self, weights: Path | None) -> None:
+        self.weights = weights
+        if self.fatal_starts:
+            self.fatal_starts -= 1
+            raise TrainerError(f"{self.name} rank 0 gave no answer while setting up")
+        self.fails = False
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def drain(pool: ReferencePool) -> Iterator[RewardedGroup]:
+    deadline = time.monotonic() + 30
+    while len(pool):
+        assert time.monotonic() < deadline
+        yield from pool.poll(1.0)
+
+
+def check(found: list[RewardedGroup], numbers: range) -> None:
+    assert sorted(own.group.group_id for own in found) == list(numbers)
+    for own in found:
+        assert own.reference is not None
+        for trajectory, logprobs in zip(own.group.trajectories, own.reference, strict=True):
+            assert torch.equal(logprobs, -trajectory.response_tokens.float())
+
+
+def test_groups_come_out_with_their_own_logprobs() -> None:
+    pool = ReferencePool(request_tokens=40)
+    pool.join(Worker("one"))
+    pool.join(Worker("two"))
+    for number in range(20):
+        pool.submit(group(number, samples=1 + number % 3, length=4 + number % 5))
+    check(list(drain(pool)), range(20))
+    work = pool.take_work()
+    assert work.response_tokens == sum((1 + n % 3) * (2 + n % 5) for n in range(20))
+    assert work.total_tokens == work.response_tokens + 2 * sum(1 + n % 3 for n in range(20))
+    assert work.busy_s > 0 and pool.take_work().total_tokens == 0
+    pool.close()
+
+
+def test_waiting_groups_go_together_to_the_worker_with_least_to_do() -> None:
+    """Groups of 16 tokens, requests of 40: two each. Both workers have two requests at most; a third waits here."""
+    pool, workers = ReferencePool(request_tokens=40), [Worker("one", False), Worker("two", False)]
+    pool.submit(group(0, length=16))
+    pool.join(workers[0])
+    assert pool.poll(0.0) == []
+    pool.join(workers[1])  # late, and at once the one with less to do
+    for number in range(1, 9):
+        pool.submit(group(number))
+    assert pool.poll(0.0) == [] and len(pool) == 9
+    for worker in workers:
+        worker.may_work.set()
+    check(list(drain(pool)), range(9))
+    assert workers[0].requests[0] == [0] and workers[1].requests[0] == [1, 2]
+    assert sorted(workers[0].requests[1] + workers[1].requests[1]) == [3, 4, 5, 6]
+    pool.close()
+
+
+def test_a_worker_that_fails_leaves_and_its_groups_are_scored_by_others() -> None:
+    pool, bad, good = ReferencePool(request_tokens=16), Worker("bad", False), Worker("good", False)
+    pool.join(bad)
+    pool.join(good)
+    for number in range(6):
+        pool.submit(group(number))
+    assert pool.poll(0.0) == []
+    bad.fails = True
+    bad.may_work.set()
+    assert pool.poll(30) == [] and len(pool) == 6
+    good.may_work.set()
+    check(list(drain(pool)), range(6))
+    assert bad.closed.wait(30)
+    assert pool.news == ["bad left the logprob pool (bad rank 0 died while scoring)"]
+    assert len(good.requests) == 6 and len(bad.requests) <= 2
+    late = Worker("late")
+    pool.join(late)
+    pool.submit(group(6))
+    check(list(drain(pool)), range(6, 7))
+    pool.close()
+
+
+def test_a_worker_that_fails_is_started_again_and_gets_what_it_had() -> None:
+    """The only one: groups wait until it is back. It does not start at once, and restarts are counted."""
+    pool, bad = ReferencePool(request_tokens=16, max_restarts=3), Worker("bad")
+    bad.fails, bad.fatal_starts = True, 2
+    pool.join(bad)
+    for number in range(4):
+        pool.submit(group(number))
+    check(list(drain(pool)), range(4))
+    assert pool.news == [
+        "bad left the logprob pool (bad rank 0 died while scoring)",
+        *["bad did not start again (bad rank 0 gave no answer while setting up)"] * 2,
+        "bad was started again",
+    ]
+    assert not bad.closed.is_set()
+    bad.fails = True  # no restart is left
+    pool.submit(group(4))
+    with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 died while scoring"):
+        list(drain(pool))
+    assert bad.closed.wait(30)
+    pool.close()
+
+
+def test_a_worker_that_never_starts_again_ends_the_run() -> None:
+    pool, bad = ReferencePool(request_tokens=16, max_restarts=2), Worker("bad")
+    bad.fails, bad.fatal_starts = True, 9
+    pool.join(bad)
+    pool.submit(group(0))
+    with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 gave no answer while setting up"):
+        list(drain(pool))
+    assert bad.fatal_starts == 7 and bad.closed.wait(30)
+    pool.close()
+
+
+def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
+    """Also by a worker that has to be started again for it. Weights that may be being read are told."""
+    pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
+    pool.join(worker)
+    for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
+        if weights is not None:
+            pool.weights.use(weights)
+        worker.fails = number == 2
+        pool.submit(group(number))
+        check(list(drain(pool)), range(number, number + 1))
+    assert worker.scored_with == [None, Path("step-2"), Path("step-4"), Path("step-4")]
+    assert pool.weights.in_use() == set()
+    with pool.weights.reading() as weights:
+        pool.weights.use(Path("step-6"))
+        assert weights == Path("step-4") and pool.weights.in_use() == {Path("step-4")}
+    pool.close()
+
+
+def test_the_last_failure_is_the_pools() -> None:
+    pool, bad = ReferencePool(request_tokens=16), Worker("bad")
+    bad.fails = True
+    pool.join(bad)
+    pool.submit(group(0))
+    with pytest.raises(TrainerError, match="no reference worker is left: bad rank 0 died while scoring"):
+        list(drain(pool))
+    pool.close()
+
+
+def test_discarded_groups_come_out_nowhere() -> None:
+    pool, worker = ReferencePool(request_tokens=16), Worker("one", False)
+    pool.join(worker)
+    for number in range(4):
+        pool.submit(group(number))
+    assert pool.poll(0.0) == []
+    pool.discard()
+    assert len(pool) == 0
+    pool.submit(group(4))
+    worker.may_work.set()
+    check(list(drain(pool)), range(4, 5))
+    pool.close()

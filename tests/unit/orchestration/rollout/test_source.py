@@ -1,0 +1,354 @@
+"""Batches from a pool whose answers come in any order: staleness is bounded, every group is trained once."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.data.ledger import Ledger, audit_run
+from slime_like.data.prompts import Prompt
+from slime_like.errors import EngineError, RewardError, TrainerError
+from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.rollout.colocation import OwnDevices
+from slime_like.orchestration.rollout.engine_client import NoEngineLeft
+from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.pipeline import GroupPipeline
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
+from tests.unit.checks.checkpoint import write_checkpoint
+
+PROMPTS, SAMPLES, STEPS = 4, 2, 12
+
+
+class Prompts:
+    """An endless source of numbered prompts."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+
+    def next(self, n: int) -> list[Prompt]:
+        first, self.issued = self.issued, self.issued + n
+        return [Prompt((1, 2), "", group, 0, 0) for group in range(first, first + n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"issued": self.issued}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.issued = state["issued"]
+
+
+class ShuffledClient:
+    """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
+
+    def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
+        self.held: list[GenerationRequest] = []
+        self.resent: list[str] = []
+        self.polls = 0
+        self.version = 0
+        self.dead = False
+        self._dies_at = dies_at
+        self._random = random.Random(seed)
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.held.append(request)
+
+    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+        self.polls += 1
+        if self.polls in self._dies_at:
+            self.dead = True
+            self.resent += [request.request_id for request in self.held]
+        if self.dead:
+            raise NoEngineLeft("the only engine died")
+        self._random.shuffle(self.held)
+        count = self._random.randint(0, min(3, len(self.held)))
+        answered, self.held = self.held[:count], self.held[count:]
+        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        self.held = [request for request in self.held if request.request_id not in request_ids]
+
+    def _generation(self) -> Generation:
+        return Generation(np.array([3]), np.zeros(1, np.float32), np.array([self.version]), "stop")
+
+
+class CoinScorer:
+    """Rewards that are all alike in every third group."""
+
+    def rewards(self, groups: list[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
+        return [self._rewarded(group) for group in groups]
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
+        totals = torch.zeros(SAMPLES) if group.group_id % 3 == 2 else torch.arange(float(SAMPLES))
+        return RewardedGroup(group, totals[:, None], totals[:, None], totals, [{}] * SAMPLES)
+
+    def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+        return [trajectory for own in groups for trajectory in own.group.trajectories]  # type: ignore[misc]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "model")
+    return tmp_path
+
+
+def settings(run_dir: Path, **rollout: Any) -> RunConfig:
+    sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    return RunConfig(
+        run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
+        algorithm={"importance_correction": "truncate"},
+    )  # fmt: skip
+
+
+def source(
+    run_dir: Path,
+    client: ShuffledClient,
+    references: ReferencePool | None = None,
+    scorer: CoinScorer | None = None,
+    **rollout: Any,
+) -> tuple[RolloutSource, list[int]]:
+    revived: list[int] = []
+
+    def revive(version: int) -> None:
+        revived.append(version)
+        client.dead = False
+
+    made = RolloutSource(
+        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
+        Ledger.begin(run_dir), revive, references,
+    )  # fmt: skip
+    return made, revived
+
+
+def batches(
+    made: RolloutSource,
+    client: ShuffledClient,
+    first: int = 1,
+    last: int = STEPS,
+    stream: bool = False,
+    max_staleness: int = 0,
+) -> Iterator[list[int]]:
+    clock = PhaseClock()
+    client.version = first - 1
+    made.synced(first - 1)
+    for step in range(first, last + 1):
+        if stream:
+            trajectories = [trajectory for part in made.stream(step, clock) for trajectory in part]
+        else:
+            trajectories = made.next_batch(step, clock)
+        groups = list(dict.fromkeys(t.group_id for t in trajectories))
+        oldest = min(t.policy_version for t in trajectories)
+        assert len(trajectories) == PROMPTS * SAMPLES
+        assert step - 1 - oldest <= max_staleness
+        made.trained(trajectories, step)
+        client.version = step
+        made.synced(step)
+        yield groups
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_group_is_trained_once_and_none_is_too_old(
+    run_dir: Path, ahead: int, drop: bool, stream: bool, seed: int
+) -> None:
+    client = ShuffledClient(seed, dies_at=(3, 17))
+    made, revived = source(run_dir, client, max_staleness=ahead, drop_zero_spread=drop)
+    trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
+    made.close()
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.trained, audit.in_flight) == (STEPS * PROMPTS, ())
+    assert set(audit.dropped) <= {"zero spread"}
+    assert not drop or all(group % 3 != 2 for group in trained)
+    if not drop and ahead == 0:  # in turn, every step has the next prompts, in whatever order they are streamed
+        sizes = range(0, len(trained), PROMPTS)
+        assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
+        assert stream or trained == sorted(trained)
+    assert len(revived) >= 1
+
+
+class Opinions:
+    """A reference worker that takes its time, and may fail at its n-th request."""
+
+    def __init__(self, name: str, fails_at: int = 0) -> None:
+        self.name = name
+        self._requests = 0
+        self._fails_at = fails_at
+
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[torch.Tensor]:
+        self._requests += 1
+        time.sleep(0.001)
+        if self._requests == self._fails_at:
+            raise TrainerError(f"{self.name} died")
+        return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
+
+    def use(self, weights: Path) -> None: ...
+
+    def restart(self, weights: Path | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("rollout", [{}, {"oversample": 2.0}, {"max_staleness": 2}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_groups_are_ready_when_the_reference_has_scored_them(
+    run_dir: Path, rollout: dict[str, Any], stream: bool
+) -> None:
+    client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
+    pool.join(Opinions("first", fails_at=7))
+    pool.join(Opinions("second"))
+    opinions: list[tuple[int, float]] = []
+
+    class Scorer(CoinScorer):
+        def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
+            for own in groups:
+                opinions.extend((own.group.group_id, float(logprobs)) for logprobs in own.reference or [])
+            return super().scored(groups, step)
+
+    made, _ = source(run_dir, client, pool, Scorer(), drop_zero_spread=True, **rollout)
+    steps = batches(made, client, stream=stream, max_staleness=rollout.get("max_staleness", 0))
+    trained = [group for batch in steps for group in batch]
+    made.close()
+    pool.close()
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    assert sorted(opinions) == sorted((group, -float(group)) for group in trained for _ in range(SAMPLES))
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert pool.news == ["first left the logprob pool (first died)"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_late_is_aborted(run_dir: Path, stream: bool) -> None:
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, oversample=2.0)
+    trained = [group for batch in batches(made, client, stream=stream) for group in batch]
+    assert len(trained) == STEPS * PROMPTS and not client.held
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
+
+
+class ListedClient(ShuffledClient):
+    """Answers those groups that a test lets it answer."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.done: list[int] = []
+
+    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+        names = [f"train-{group}" for group in self.done]
+        self.done.clear()
+        answered = [request for request in self.held if request.request_id in names]
+        self.held = [request for request in self.held if request not in answered]
+        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+
+
+def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
+    """In turn: of the four groups of a step, the first come out while the last is still being sampled."""
+    client = ListedClient()
+    made, _ = source(run_dir, client)
+    made.synced(0)
+    parts = made.stream(1, PhaseClock())
+    for ready, left in (([2], 3), ([0, 3], 1), ([1], 0)):
+        client.done = list(ready)
+        assert {t.group_id for t in next(parts)} == set(ready)
+        assert len(client.held) == left
+    assert list(parts) == [] and made.queue_sizes() == (0, 0)
+
+
+def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
+    """Ahead by one: what version 0 began must be trained in steps 1 and 2. In step 2 eight groups are on their way,
+    four of version 0 and four of version 1: the latter stream only as far as places are left for the former."""
+    client, config = ListedClient(), settings(run_dir, max_staleness=1)
+    store = GroupStore(config, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    pipeline = GroupPipeline(config, store, client, CoinScorer(), None)  # type: ignore[arg-type]
+
+    def answer(*groups: int) -> None:
+        client.version, client.done = store.version, list(groups)
+        pipeline.accept(pipeline.reward(pipeline.collect(0.0)), 0.0)
+
+    def take() -> list[int]:
+        return [rewarded.group.group_id for rewarded in store.take()]
+
+    pipeline.issue()
+    assert len(client.held) == 2 * PROMPTS
+    answer(0, 1, 2, 5)
+    assert store.may_take() == 4
+    assert take() == [0, 1, 2, 5]
+    store.serve(1)
+    pipeline.issue()
+    assert len(client.held) == 2 * PROMPTS
+    answer(8, 9)
+    assert store.may_take() == 0  # 3, 4, 6 and 7 need all four places of step 2
+    answer(6)
+    assert store.may_take() == 1
+    assert take() == [6]
+    answer(3, 4, 7, 10)
+    assert store.may_take() == 3
+    assert take() == [3, 4, 7]
+    store.serve(2)
+    assert store.may_take() == 3
+
+
+def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
+    """Interrupted with groups under way and groups ready: state and ledger go on in another source."""
+    client = ShuffledClient(1)
+    made, _ = source(run_dir, client, max_staleness=2)
+    before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
+    made.close()
+    state = json.loads(json.dumps(made.state_dict()))
+    made._ledger.snapshot(run_dir / "copy")
+    client = ShuffledClient(2)
+    again, _ = source(run_dir, client, max_staleness=2)
+    again.load_state_dict(state)
+    again._ledger.restore(run_dir / "copy")
+    after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
+    again.close()
+    assert sorted(before + after) == list(range(STEPS * PROMPTS))
+    assert audit_run(run_dir).holds
+
+
+def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:
+    class Broken(ShuffledClient):
+        def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+            raise EngineError("engine 0 refused")
+
+    client = Broken(0)
+    made, _ = source(run_dir, client, max_staleness=1)
+    with pytest.raises(EngineError, match="engine 0 refused"):
+        next(batches(made, client))
+    made.close()
+
+
+class FlatScorer(CoinScorer):
+    """Rewards that are all alike."""
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
+        return replace(super()._rewarded(group), totals=torch.zeros(SAMPLES))
+
+
+def test_a_task_without_spread_ends(run_dir: Path) -> None:
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, scorer=FlatScorer(), drop_zero_spread=True, max_drops_per_step=20)
+    with pytest.raises(RewardError, match=r"21 groups for one step .* rollout.max_drops_per_step=20"):
+        next(batches(made, client))

@@ -1,0 +1,249 @@
+"""What a run finds in its directory, and what it leaves of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
+from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings, write_summary
+from slime_like.orchestration.run.lock import RunLock
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
+
+
+def config(root: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"run_dir": root / "run", "model": {"path": root / "model"}, "steps": 5, **changes})
+
+
+def prepare_run_dir(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
+    """All that a start does with the directory: the checkpoint to go on from, and the settings that have changed."""
+    with RunLock(config.run_dir) as lock:
+        checkpoint = find_checkpoint(config)
+        make_run_dir(config, checkpoint, lock)
+        return checkpoint, record_settings(config, checkpoint) if checkpoint is not None else []
+
+
+def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
+    directory = run_dir / "checkpoints" / f"step-{step:06d}"
+    directory.mkdir(parents=True)
+    write_state(directory, step, {"data": {}, **state})
+    latest = run_dir / "checkpoints" / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(directory.name)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    return directory
+
+
+def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
+    assert prepare_run_dir(config(tmp_path)) == (None, [])
+    assert load_config(tmp_path / "run" / "config.yaml", []) == config(tmp_path)
+
+
+def test_changed_settings_are_told_and_the_old_ones_kept(tmp_path: Path) -> None:
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
+    assert checkpoint is not None and checkpoint.step == 3
+    assert changed == ["steps: 5 -> 9", "algorithm.kl_coef: 0.0 -> 0.5"]
+    assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.5
+    assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))[1] == []
+
+
+def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+    """Data that do not fit, for example, are found between these two; the settings told next time are the true ones."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with RunLock(tmp_path / "run") as lock:
+        refused = config(tmp_path, algorithm={"kl_coef": 0.5})
+        make_run_dir(refused, find_checkpoint(refused), lock)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert prepare_run_dir(config(tmp_path))[1] == []
+
+
+def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path) -> None:
+    """Gone on from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}))
+    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}))
+    assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
+    assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.7
+
+
+_SECOND = """
+import sys
+from pathlib import Path
+from slime_like.orchestration.run.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunLock(tmp_path / "run") as lock:
+        assert lock.warning is not None and "has no file locks (No locks available)" in lock.warning
+
+
+def test_a_directory_that_cannot_be_moved_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point, for example."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(SlimeLikeError, match=r"run: the earlier run there could not be moved aside .*busy"):
+        prepare_run_dir(config(tmp_path, resume="never"))
+
+
+def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path) -> None:
+    """An earlier run's own export, trained on in the same directory: it would be gone before it is loaded."""
+    run_dir = tmp_path / "run"
+    write_checkpoint(run_dir, 3)
+    link = tmp_path / "link"
+    link.symlink_to(run_dir)
+    given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
+    with pytest.raises(ConfigError) as refused:
+        prepare_run_dir(config(tmp_path, resume="never", **given))
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
+        f"model.path={link / 'hf'}",
+        f"data.train={run_dir / 'b.jsonl'}",
+    ]
+    assert all(f"lies in run_dir={run_dir}, whose earlier run" in problem for problem in refused.value.problems)
+    assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
+    assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
+
+
+@pytest.mark.parametrize("there", ["file", "notes", "model", "lost link"])
+def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp_path: Path, there: str) -> None:
+    export = tmp_path / "run" / "hf"
+    export.parent.mkdir()
+    if there in ("notes", "model"):
+        export.mkdir()
+        (export / {"notes": "mine.txt", "model": "config.json"}[there]).write_text("{}")
+    elif there == "file":
+        export.write_text("mine")
+    else:
+        export.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"run/hf is no model that this run wrote, .*; move it away, give another"):
+        prepare_run_dir(config(tmp_path))
+    assert [path.name for path in export.parent.iterdir()] == ["hf"]
+    prepare_run_dir(config(tmp_path, checkpoint={"export_hf": False}))
+    write_checkpoint(export.parent, 3)
+    if there == "model":  # an earlier start's, as far as can be told
+        assert prepare_run_dir(config(tmp_path))[0] is not None
+    else:
+        with pytest.raises(ConfigError, match="is no model that this run wrote"):
+            prepare_run_dir(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"run/hf is model.path, and"):
+        prepare_run_dir(config(tmp_path, model={"path": export}))
+    prepare_run_dir(config(tmp_path, resume="never"))  # moved aside with the rest
+    assert not os.path.lexists(export) and os.path.lexists(tmp_path / "run.1" / "hf")
+
+
+def test_an_empty_directory_does_not_hinder_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    assert prepare_run_dir(config(tmp_path)) == (None, [])
+
+
+def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path) -> None:
+    """Object stores and some ways to copy have no links: training must not silently begin anew."""
+    prepare_run_dir(config(tmp_path))
+    for step in (2, 3):
+        write_checkpoint(tmp_path / "run", step)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "run" / "checkpoints" / "latest")
+    checkpoint, _ = prepare_run_dir(config(tmp_path))
+    assert checkpoint is not None and checkpoint.step == 3
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_what_latest_leads_to_is_gone(tmp_path: Path) -> None:
+    prepare_run_dir(config(tmp_path))
+    for step in (2, 3):
+        directory = write_checkpoint(tmp_path / "run", step)
+    (directory / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"state.json is missing\); give the path of another one, such as .*step-000002"
+    ):
+        find_checkpoint(config(tmp_path))
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointError, match=r"no directory\); give the path of .*step-000002, or start anew"):
+        find_checkpoint(config(tmp_path))
+
+
+def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path) -> None:
+    """Killed between its last checkpoint and its last file, a run must be able to end."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 5)
+    assert prepare_run_dir(config(tmp_path))[0] is not None
+    write_summary(config(tmp_path), {"wall_s": 1.0})
+    with pytest.raises(ConfigError, match="has finished 5 steps; raise steps"):
+        prepare_run_dir(config(tmp_path))
+    assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resume: str) -> None:
+    path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")
+    given = config(tmp_path, resume="auto" if resume == "auto" else str(path))
+    said = r"resume=.*step-000003 was written by fsdp, .*trainer.backend=megatron; set trainer.backend=fsdp"
+    with pytest.raises(ConfigError, match=said):
+        find_checkpoint(given)
+    fsdp = given.model_copy(update={"trainer": given.trainer.model_copy(update={"backend": "fsdp"})})
+    assert find_checkpoint(fsdp) is not None
+    write_checkpoint(tmp_path / "older", 3)  # says nothing: the trainers look for themselves
+    assert find_checkpoint(config(tmp_path, resume=str(tmp_path / "older" / "checkpoints" / "latest"))) is not None
+
+
+def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", 2)
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    checkpoint, changed = prepare_run_dir(config(tmp_path, resume=str(other)))
+    assert checkpoint is not None and checkpoint.step == 2 and changed == []
+    assert (tmp_path / "run.1" / "checkpoints" / "step-000003").is_dir()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "is no checkpoint"),
+        (lambda text: text, "has no position in data.train"),
+        (lambda text: text.replace("3", "2", 1), r"is damaged \(it is not as it was written\)"),
+        (lambda text: text.replace("crc32", "crc33"), "is damaged"),
+        (lambda text: text[: len(text) // 2], "is damaged"),
+        (lambda text: "[]", "is damaged"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_at_once(
+    tmp_path: Path, change: Callable[[str], str] | None, message: str
+) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    if change:
+        write_state(directory, 3, {})
+        (directory / "state.json").write_text(change((directory / "state.json").read_text()))
+    with pytest.raises(CheckpointError, match=message):
+        prepare_run_dir(config(tmp_path, resume=str(directory)))
+    with pytest.raises(CheckpointError, match="no directory"):
+        prepare_run_dir(config(tmp_path, resume="/etc/passwd"))

@@ -1,0 +1,109 @@
+"""Batches: nothing dropped, whole groups per minibatch, one denominator per optimizer step, equal counts everywhere."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.errors import DataError
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, split_by_group
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.checks.checkpoint import write_checkpoint
+
+
+def trajectory(group: int, index: int, prompt_len: int, response_len: int) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        prompt_tokens=torch.arange(prompt_len),
+        response_tokens=torch.arange(response_len),
+        prompt_len=prompt_len,
+        response_len=response_len,
+        logprobs=torch.zeros(response_len),
+        ref_logprobs=None,
+        rewards=torch.zeros(1),
+        advantages=torch.tensor(1.0),
+        successes=torch.zeros(1),
+        answer="",
+        sequence_id=f"{group}-{index}",
+        group_id=group,
+        reward_metadata={"func_names": ["f"]},
+        policy_version=0,
+        loss_mask=torch.ones(response_len, dtype=torch.bool),
+    )
+
+
+def batch_of(groups: int, samples: int) -> list[ScoredTrajectory]:
+    return [trajectory(g, i, 3 + g % 4, 1 + (g * 7 + i * 3) % 11) for g in range(groups) for i in range(samples)]
+
+
+def config(**overrides: object) -> RunConfig:
+    raw: dict[str, object] = {"run_dir": Path("unused"), "model": {"path": Path("unused")}}
+    return RunConfig.model_validate(raw | overrides)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, minibatches: int) -> None:
+    settings = config(algorithm={"minibatches": minibatches}, trainer={"target_tokens_per_batch": 64})
+    trajectories = batch_of(9, 4)
+    batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(trajectories)
+    for minibatch in range(minibatches):
+        assert len({len(replica[minibatch]) for replica in batch.replicas}) == 1
+    carried = [
+        sequence_id
+        for replica in batch.replicas
+        for minibatch in replica
+        for pack in minibatch
+        if bool(pack.loss_mask.any())
+        for sequence_id in pack.sequence_ids
+    ]
+    assert sorted(carried) == sorted(t.sequence_id for t in trajectories)
+    assert all(pack.packed_seq_len <= 64 for replica in batch.replicas for minibatch in replica for pack in minibatch)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("tokens", sum(t.response_len for t in batch_of(4, 3))), ("samples", 12), ("groups", 4)],
+)
+def test_the_denominator_covers_the_whole_optimizer_step(reduction: str, expected: float) -> None:
+    settings = config(algorithm={"reduction": reduction}, trainer={"target_tokens_per_batch": 32})
+    batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(batch_of(4, 3))
+    assert batch.denominators == [pytest.approx(expected)]
+
+
+def test_minibatches_hold_whole_groups() -> None:
+    parts = split_by_group(batch_of(7, 3), 3)
+    groups = [{t.group_id for t in part} for part in parts]
+    assert [len(part) for part in parts] == [6, 6, 9]
+    assert not groups[0] & groups[1] and not groups[1] & groups[2]
+
+
+def test_too_few_sequences_are_refused_with_a_remedy() -> None:
+    with pytest.raises(DataError, match=r"2 sequences for 3 data-parallel replicas; raise rollout\.prompts_per_step"):
+        ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
+    with pytest.raises(DataError, match=r"1 groups cannot be split into algorithm\.minibatches=2"):
+        split_by_group(batch_of(1, 2), 2)
+
+
+def test_balance_by_flops(tmp_path: Path) -> None:
+    """One long sequence is as much work as more tokens of short ones: replicas differ in tokens, less in FLOPs."""
+    model = {"path": write_checkpoint(tmp_path, max_position_embeddings=65536)}
+    lengths = [20_000] + [1_000] * 40
+    trajectories = [trajectory(i, 0, 1, n - 1) for i, n in enumerate(lengths)]
+    spread = {}
+    for balance in ("tokens", "flops"):
+        settings = config(model=model, trainer={"target_tokens_per_batch": 20_000, "balance": balance})
+        batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(trajectories)
+        packs = [
+            [pack for minibatch in replica for pack in minibatch if pack.loss_mask.any()] for replica in batch.replicas
+        ]
+        assert sorted(i for own in packs for pack in own for i in pack.sequence_ids) == sorted(
+            t.sequence_id for t in trajectories
+        )
+        squares = [
+            sum(n * n for pack in own for n in (pack.prompt_lens + pack.response_lens).tolist()) for own in packs
+        ]
+        tokens = [sum(pack.actual_total_tokens for pack in own) for own in packs]
+        spread[balance] = (max(tokens) - min(tokens), max(squares) - min(squares))
+    assert spread["tokens"][0] == 0
+    assert spread["flops"][0] > 0 and spread["flops"][1] < spread["tokens"][1]

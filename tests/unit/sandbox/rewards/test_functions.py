@@ -1,0 +1,153 @@
+"""The reward functions themselves, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.majority import majority
+from slime_like.sandbox.rewards.math_answer import math_verify
+from slime_like.sandbox.rewards.registry import REGISTERED, check_options, resolve_reward
+from slime_like.sandbox.rewards.response_format import response_format
+from slime_like.sandbox.rewards.response_length import response_length
+
+# ground truth, response
+RIGHT = [
+    ("46", "46"), ("46", " 46\n"), ("46", "046"), ("46", "46."), ("46", "12+34=46"), ("46", "The answer is 46."),
+    ("46", r"so \boxed{46}"), ("46", "$46$"), ("-3", "-3"), ("0", "0"), ("46", "46.0"), ("0.5", "1/2"),
+    ("1000", "1,000"), ("1,000", "1000"), ("1000", "1e3"), ("1e3", "1000"), ("1.5e-2", "0.015"),
+    ("1000", r"$10^3$"), ("1500", r"\boxed{1.5 \times 10^3}"),
+    (r"\frac{1}{2}", "0.5"), (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"), (r"$\frac12$", r"\boxed{1/2}"),
+    (r"\boxed{7}", "7"), ("x^2+1", r"\boxed{1+x^2}"), (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"), ("x=3", r"\boxed{3}"),
+    ("(1,2)", r"\boxed{(1,2)}"), (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("50%", r"\boxed{50\%}"),
+    ("46", "first 12, then 46"),
+    ("Paris", r"\boxed{\text{Paris}}"), ("Paris", "paris."), ("B", "(B)"), ("True", "true"),
+    ("46", "no 45\n" + "filler " * 2000 + "\nthe answer is 46"), ("46", "46\x1c"), ("46", "\x1f46"), ("46", "46\x00"),
+]  # fmt: skip
+WRONG = [
+    ("46", "45"), ("46", "-46"), ("46", ""), ("46", "no idea"), ("46", "4 6"), ("46", "12+34"), ("46", "$12+34$"),
+    ("46", r"\boxed{12+34}"), ("46", "2*23"), ("46", r"\boxed{2\cdot 23}"), ("46", "50-4"), ("1", "1e3"), ("1e3", "1"),
+    (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}"), ("x^2+1", r"\boxed{x^2-1}"), ("(1,2)", r"\boxed{[1,2]}"),
+    ("Paris", "Pairs"), ("Paris", r"\boxed{Rome}"), ("A", r"\boxed{B}"), ("46", r"\boxed{}"), ("46", "\x00\ud800"),
+    ("46", "46 it is\n" + "filler " * 2000), ("46", "4\x1e"), ("46", "\x1f4"), ("46", "4\x1f6"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "response"), RIGHT, ids=lambda text: repr(text[:24]))
+def test_equal_answers_are_rewarded(answer: str, response: str) -> None:
+    result = math_verify("", response, answer)
+    assert (result.reward, result.success) == (1.0, True), result.metadata
+
+
+@pytest.mark.parametrize(("answer", "response"), WRONG, ids=lambda text: repr(text[:24]))
+def test_other_answers_are_not(answer: str, response: str) -> None:
+    result = math_verify("", response, answer)
+    assert (result.reward, result.success) == (0.0, False)
+    assert result.metadata["reason"]
+
+
+def test_options_of_math_verify() -> None:
+    assert math_verify("", "12+34", "46", allow_arithmetic=True).success
+    assert not math_verify("", "46", "46", require_boxed=True).success
+    assert math_verify("", r"\boxed{46}", "46", require_boxed=True).success
+    cut = math_verify("", "1 " * 40 + "46", "46", max_chars=20)
+    assert cut.success
+    assert cut.metadata == {"cut_chars": 62}
+
+
+def test_a_cut_never_makes_a_number_from_half_of_one() -> None:
+    assert not math_verify("", "1234567 " + "x" * 10, "4567", max_chars=15).success
+
+
+@pytest.mark.parametrize("answer", ["", "(" * 40 + "1" + ")" * 40, "1+" * 600 + "1"], ids=lambda a: repr(a[:9]))
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error(answer: str) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        math_verify("", "46", answer)
+
+
+FORMATS = [
+    (r"<think>.+</think>.*", "<think>a\nb</think>46", 1.0),
+    (r"<think>.+</think>.*", "x<think>a</think>46", 0.0),
+    (r"\d+", "46", 1.0),
+    (r"\d+", "46\n", 0.0),
+]
+
+
+@pytest.mark.parametrize(("pattern", "response", "reward"), FORMATS)
+def test_format(pattern: str, response: str, reward: float) -> None:
+    result = response_format("", response, "", pattern=pattern)
+    assert (result.reward, result.success) == (reward, reward == 1.0)
+
+
+# limit 10, buffer 4: 0 up to 10 characters, -1 from 14 on (DAPO, equation 13)
+@pytest.mark.parametrize(("length", "reward"), [(0, 0.0), (10, 0.0), (11, -0.25), (13, -0.75), (14, -1.0), (99, -1.0)])
+def test_length(length: int, reward: float) -> None:
+    result = response_length("", "x" * length, "", limit=10, buffer=4)
+    assert (result.reward, result.success) == (reward, length <= 10)
+    assert response_length("", "x" * length, "", limit=10).reward == (0.0 if length <= 10 else -1.0)
+
+
+def test_names_and_import_paths_lead_to_functions() -> None:
+    assert resolve_reward("math_verify") is math_verify
+    assert resolve_reward("slime_like.sandbox.rewards.response_length:response_length") is response_length
+    for name in REGISTERED:
+        assert callable(resolve_reward(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("maths", "unknown reward function 'maths'; known: format, http, "),
+        ("no.such.module:f", "cannot be imported"),
+        ("slime_like.interfaces.reward:nothing", "cannot be imported"),
+        ("slime_like:__version__", "is a str, which cannot be called; correct the name"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
+        resolve_reward(name)
+
+
+def test_options_a_function_does_not_take_are_refused() -> None:
+    check_options("length", response_length, {"limit": 3})
+    for options in ({}, {"limit": 3, "most": 4}, {"response": "x", "limit": 3}):
+        with pytest.raises(ValueError, match="it takes limit: int, buffer: int = 0"):
+            check_options("length", response_length, options)
+
+
+# ------------------------------------------------------------------------------------------------------------ majority
+@pytest.mark.parametrize(
+    ("responses", "rewards"),
+    [
+        (["It is 42", "so \\boxed{42.0}", "42/1", "41"], [1, 1, 1, 0]),
+        (["1", "2"], [0, 0]),  # tied: the order of samples decides nothing
+        (["1", "2", "2", "1", "3"], [0, 0, 0, 0, 0]),
+        (["7", "no idea", "none"], [1, 0, 0]),
+        (["\\boxed{x+1}", "\\boxed{x+1}", "5"], [1, 1, 0]),
+        (["1,000", "1000", "1000.5"], [1, 1, 0]),
+        (["", "", ""], [0, 0, 0]),
+        (["9" * 5000, "9" * 5000, "1/0"], [1, 1, 0]),
+    ],
+)
+def test_the_majority_is_the_answer_most_give(responses: list[str], rewards: list[int]) -> None:
+    results = majority("", responses, "ignored")
+    assert [result.reward for result in results] == rewards
+    assert [result.success for result in results] == [bool(reward) for reward in rewards]
+
+
+def test_a_majority_may_have_to_be_large() -> None:
+    responses = ["1", "1", "2", "3"]
+    assert [r.reward for r in majority("", responses, "", min_share=0.5)] == [1, 1, 0, 0]
+    assert [r.reward for r in majority("", responses, "", min_share=0.6)] == [0, 0, 0, 0]
+    assert [r.reward for r in majority("", ["Yes", " yes ", "no"], "", require_answer=False)] == [1, 1, 0]
+
+
+def test_a_function_of_other_parameters_is_told_what_it_is_called_with() -> None:
+    def two(prompt: str, response: str) -> RewardResult:
+        raise AssertionError
+
+    with pytest.raises(
+        ValueError, match=r"'mine:two' takes \(prompt.*\).*called with prompt, response and answer"
+    ) as error:
+        check_options("mine:two", two, {})  # type: ignore[arg-type]
+    assert "give it these three parameters first" in str(error.value)

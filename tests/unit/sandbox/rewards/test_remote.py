@@ -1,0 +1,81 @@
+"""The HTTP reward, against a service on this host: values, and every way in which it may fail."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.registry import try_options
+from slime_like.sandbox.rewards.remote import remote
+from tests.support.reward_service import Service
+from tests.support.reward_service import url as url
+
+
+def test_the_answer_becomes_the_result(url: str) -> None:
+    assert remote("p", "plain", "a", url=url) == RewardResult(0.5, True)
+    assert remote("p", "zero", "a", url=url) == RewardResult(0.0, False)
+    assert remote("p", "failed", "a", url=url) == RewardResult(2.0, False, {"why": "too long"})
+
+
+def test_the_service_sees_everything(url: str) -> None:
+    result = remote("the prompt", "r\u00e9ponse", "42", url=url, headers={"X-Key": "secret"})
+    assert result.metadata["seen"] == {"prompt": "the prompt", "response": "r\u00e9ponse", "answer": "42"}
+    assert result.metadata["key"] == "secret"
+
+
+@pytest.mark.parametrize("asked", ["text", "list", "none"])
+def test_an_answer_of_another_kind_is_named(url: str, asked: str) -> None:
+    with pytest.raises(ValueError, match=r"it must be JSON with a number as reward"):
+        remote("p", asked, "a", url=url)
+
+
+def test_a_service_that_fails(url: str) -> None:
+    with pytest.raises(OSError, match=f"{url}: HTTP Error 503"):
+        remote("p", "busy", "a", url=url)
+    with pytest.raises(TimeoutError, match=f"{url} gave no answer within timeout_s=0.2 s"):
+        remote("p", "slow", "a", url=url, timeout_s=0.2)
+    with pytest.raises(TimeoutError, match=r"http://127.0.0.1:9/ gave no answer within timeout_s=0.2 s .* refused"):
+        remote("p", "plain", "a", url="http://127.0.0.1:9/", timeout_s=0.2)
+    with pytest.raises(ValueError, match="success='false'; it must be true or false"):
+        remote("p", "word", "a", url=url)
+
+
+def test_a_service_that_is_restarted_costs_no_reward() -> None:
+    results: list[RewardResult] = []
+    with socket.socket() as place:  # bound, not listening: connections are refused, and nobody else gets the port
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        asking = threading.Thread(target=lambda: results.append(remote("p", "plain", "a", url=url, timeout_s=30)))
+        asking.start()
+        time.sleep(0.3)
+        with ThreadingHTTPServer(("127.0.0.1", port), Service) as server:
+            serving = threading.Thread(target=server.serve_forever, daemon=True)
+            serving.start()
+            asking.join(30)
+            server.shutdown()
+            serving.join(30)
+    assert results == [RewardResult(0.5, True)]
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"url": "file:///etc/passwd"}, "neither http nor https"),
+    ({"url": 80}, "neither http nor https"),
+    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' is no number of seconds"),
+    ({"url": "http://a", "headers": "X-Key: 1"}, "is no mapping"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), WRONG_OPTIONS)
+def test_other_options_are_refused_before_anything_starts(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        try_options("http", remote, options)
+    with pytest.raises(ValueError, match=reason):
+        remote("p", "r", "a", **options)
