@@ -14,7 +14,7 @@ from slime_like.orchestration.cluster.devices import devices_per_node
 
 
 def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> None:
-    """Args: ``names`` are the nodes' host names, where Slurm has told them."""
+    """Args: ``names`` are the nodes' host names, where Slurm lists them."""
     for line in lines(options, config, names):
         print(line)
 

@@ -43,7 +43,7 @@ def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str
 def why_it_does_not_fit(output: Path) -> str:
     """The problems of a plan that was written to ``output``, as one sentence."""
     problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
-    return "; ".join(problems) or "it needs more memory than a GPU has; its table on node 0 says where"
+    return "; ".join(problems) or "it needs more memory than a GPU has; its table on node 0 lists where"
 
 
 def run_command(

@@ -94,7 +94,7 @@ class RayNode:
         self._timeout_s = timeout_s
 
     def __enter__(self) -> RayNode:
-        # Not in the directory: whoever writes there is taken for a part of Ray in the end.
+        # Not in the directory: at the end, processes that write there are taken for parts of Ray.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", json.dumps(asdict(self._spec))],

@@ -72,7 +72,7 @@ def _parameters(spec: RayNodeSpec) -> RayParams:
 
 
 def _stay(node: Node) -> str:
-    """Until told to end; else which of Ray's daemons ended by itself."""
+    """Wait for standard input to end (""), or for a daemon of Ray to end by itself (which one)."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         for kind, process in node.dead_processes():
             if kind in _VITAL:

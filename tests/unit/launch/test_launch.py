@@ -233,9 +233,9 @@ def test_node_0_that_is_gone_is_lost(config: RunConfig, monkeypatch: pytest.Monk
 
 
 def test_node_0_that_never_answers(config: RunConfig) -> None:
-    with socket.socket() as nobody:  # bound, so that no other process gets the port, and not listening
-        nobody.bind((HOST, 0))
-        port = nobody.getsockname()[1]
+    with socket.socket() as unused:  # bound, so that no other process gets the port, and not listening
+        unused.bind((HOST, 0))
+        port = unused.getsockname()[1]
         error = Node(config, 1, port, nodes_timeout_s=1.0).ended().error
     assert str(error).startswith(f"node 0 did not answer at {HOST}:{port} within 1 s (Connection refused)")
 
@@ -290,9 +290,9 @@ def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -
 
 def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunConfig, tmp_path: Path) -> None:
     """The first reads its note at once, the second when node 0 has stayed away for twice the bound on silence."""
-    with socket.socket() as nobody:
-        nobody.bind((HOST, 0))
-        port = nobody.getsockname()[1]
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))
+        port = unused.getsockname()[1]
         early = Node(config, 1, port)
         time.sleep(0.5)  # it waits for node 0's GCS
         data = config.data.model_copy(update={"train": [tmp_path / "none.jsonl"]})
