@@ -37,9 +37,9 @@ class UnreachableError(LaunchError):
         refused: nothing listens there.
     """
 
-    def __init__(self, refused: bool, silent_s: float) -> None:
-        self.refused = refused
-        super().__init__("Connection refused" if refused else f"no answer within {silent_s:.0f} s")
+    def __init__(self, why: str) -> None:
+        self.refused = why == "Connection refused"
+        super().__init__(why)
 
 
 class WrongTokenError(LaunchError):
@@ -102,10 +102,13 @@ class Gcs:
             except grpc.RpcError as error:
                 if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                     raise WrongTokenError("Ray does not accept the cluster's key") from error
-                refused = "Connection refused" in (error.details() or "")
                 silent_s = time.monotonic() - began
-                if silent_s >= (min(_REFUSED_S, self._silence_s) if refused else self._silence_s):
-                    raise UnreachableError(refused, silent_s) from error
+                why = f"no answer within {silent_s:.0f} s"
+                if error.code() == grpc.StatusCode.UNAVAILABLE:  # "...; last error: ...: Connection refused"
+                    why = (error.details() or "").rpartition(": ")[2]
+                unreachable = UnreachableError(why)
+                if silent_s >= (min(_REFUSED_S, self._silence_s) if unreachable.refused else self._silence_s):
+                    raise unreachable from error
             raise_if_interrupted()
             time.sleep(_POLL_S)
 
