@@ -23,6 +23,7 @@ _LEAVE_S = 60.0
 _LINGER_S = 1.0
 _SETTLE_S = 5.0
 _POLL_S = 0.25
+_REMEDY = "restart to resume from the last checkpoint"
 
 
 def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
@@ -116,16 +117,15 @@ class _Members:
             members = self._gcs.members()  # first: a node that leaves has reported its problem by then
             problem = self._gcs.get("problem")
         except UnreachableError as error:
-            why = self._node.problem() or f"Ray's GCS does not answer ({error})"
-            raise LaunchError(f"{self._place}, during `{self._during}`: {why}") from error
+            why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
+            raise LaunchError(f"{self._place}, during `{self._during}`: {why}; {_REMEDY}") from error
         if own := self._node.problem():
-            raise LaunchError(f"{self._place}, during `{self._during}`: {own}")
+            raise LaunchError(f"{self._place}, during `{self._during}`: {own}; {_REMEDY}")
         if problem:
             raise NodeEndedError(Verdict(**problem))
-        for rank, member in members.items():
+        for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
             if not member.alive:
-                lost = f"{member.name} was lost during `{self._during}`: {member.end}"
-                raise LaunchError(f"{lost}; restart to resume from the last checkpoint")
+                raise LaunchError(f"{member.name} was lost during `{self._during}`: {member.end}; {_REMEDY}")
             if rank in self._missing:
                 self._place.report(f"{member.name} is here")
                 self._missing.remove(rank)

@@ -27,6 +27,7 @@ from tests.conftest import Tiny
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
 
 NODE_0 = "node 0 (gpu-0, 10.0.0.0)"
+REMEDY = "restart to resume from the last checkpoint"
 
 
 class Node(threading.Thread):
@@ -275,9 +276,7 @@ def test_a_node_that_is_lost_ends_the_run(server: GcsServer, config: RunConfig, 
     server.leave(1, why)
     verdict = head.ended().verdict
     assert verdict is not None and verdict.code == 1
-    assert verdict.sentence == (
-        f"node 1 (gpu-1, 10.0.0.1) was lost during `start`: {expected}; restart to resume from the last checkpoint"
-    )
+    assert verdict.sentence == (f"node 1 (gpu-1, 10.0.0.1) was lost during `start`: {expected}; {REMEDY}")
 
 
 def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -> None:
@@ -285,7 +284,7 @@ def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -
     settled(lambda: b"agreement" in server.values)
     server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
     verdict = head.ended().verdict
-    assert verdict == Verdict(1, f"{head.place}, during `start`: Ray's gcs_server ended by itself with -9")
+    assert verdict == Verdict(1, f"{head.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}")
 
 
 def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunConfig, tmp_path: Path) -> None:
