@@ -46,21 +46,15 @@ class CheckpointWriter(RankWriting):
         device: torch.device,
         snapshot: bool = False,
     ) -> None:
-        super().__init__(directory)
-        self._device = device
+        super().__init__(directory, device)
         self._common = common
         self._pieces: dict[str, list[Piece]] = {}
         self._results: list[WriteResult] = []
         self._metadata: Metadata | None = None
-        together(self._make_directory, f"writing {directory}", device)
         planner, plan = self._plan(state)
         self._entries = [(item, planner.resolve_data(item)) for item in plan.items]
         if snapshot:
             self._entries = [(item, _host_copy(data)) for item, data in self._entries]
-
-    def _make_directory(self) -> None:
-        with refused_by_disk(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
         """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""

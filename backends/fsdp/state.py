@@ -56,12 +56,9 @@ class FsdpState(TrainerState):
     def load(self, directory: Path) -> None:
         checkpoint.load_checkpoint(directory, self._config, self.model, self.optimizer, self._groups, self._device)
 
-    def save(self, directory: Path) -> None:
-        checkpoint.save_checkpoint(directory, self._config, self.model, self.optimizer, self._groups, self._device)
-
-    def start_save(self, directory: Path) -> CheckpointWriter:
-        return checkpoint.start_checkpoint(
-            directory, self._config, self.model, self.optimizer, self._groups, self._device
+    def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
+        return checkpoint.plan_checkpoint(
+            directory, self._config, self.model, self.optimizer, self._groups, self._device, snapshot
         )
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

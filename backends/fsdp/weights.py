@@ -87,7 +87,7 @@ def export_buckets(
     Routers' biases keep their float32: rounded, they would choose other experts.
 
     Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
-    whole at a time beside the bucket; nobody ever holds the model.
+    whole at a time beside the bucket; no rank ever holds the model.
 
     Args:
         rows: this rank's rows of something else of every parameter's shape, such as its gradient; by the model's names.

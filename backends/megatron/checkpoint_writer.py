@@ -35,15 +35,14 @@ class CheckpointWriter(RankWriting):
     Making and finishing are collective over the world; writing is this rank's own business.
 
     Args:
-        directory: exists, shared by all ranks.
+        directory: made here; shared by all ranks.
         state: Megatron's sharded state.
         device: where this rank's small collectives run.
         snapshot: copy every tensor to host memory now, so that the state may change before it is written.
     """
 
     def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
-        super().__init__(directory)
-        self._device = device
+        super().__init__(directory, device)
         self._strategy = _InProcessSave()
         with _no_manager_process(), _common_by_stream(), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(

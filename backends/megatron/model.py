@@ -172,7 +172,7 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
-    """Megatron is told which layers lie where only if they do not divide evenly, as it assumes otherwise."""
+    """Which layers lie where, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
     layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
@@ -229,7 +229,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=dimensions.tied_embeddings,
-        # Attention rotates by the positions that come with the micro-batch; the model keeps no table of its own.
+        # Attention rotates by the positions that come with the micro-batch; the model keeps no table.
         position_embedding_type="none",
         vp_stage=vp_stage,
     )

@@ -54,13 +54,9 @@ class MegatronState(TrainerState):
     def load(self, directory: Path) -> None:
         checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
 
-    def save(self, directory: Path) -> None:
-        checkpoint.save_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {})
-
-    def start_save(self, directory: Path) -> CheckpointWriter:
-        return checkpoint.start_checkpoint(
-            directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler, {}
-        )
+    def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
+        optimizer = self.optimizer
+        return checkpoint.plan_checkpoint(directory, self.chunks, optimizer.megatron, optimizer.scheduler, {}, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)

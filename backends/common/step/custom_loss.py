@@ -1,4 +1,4 @@
-"""A loss of one's own, ``algorithm.loss=package.module:name``, whose failures name it and the line that failed."""
+"""A custom loss, ``algorithm.loss=package.module:name``, whose failures name it and the line that failed."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from slime_like.interfaces import WeightBucket
 class TrainerState(ABC):
     """One rank's shard of the weights and of the optimizer's state. All methods but ``weights`` are collective.
 
-    The optimizer's part exists in a trainer that trains; ``load``, ``save``, ``start_save``, ``export_gradients``,
-    ``offload`` and ``onload`` need it.
+    The optimizer's part exists in a trainer that trains; ``load``, ``plan_save``, ``export_gradients``, ``offload`` and
+    ``onload`` need it.
     """
 
     @abstractmethod
@@ -33,7 +33,7 @@ class TrainerState(ABC):
 
     @abstractmethod
     def load_weights(self, directory: Path) -> None:
-        """Read the weights that ``save`` or ``save_weights`` wrote, under any layout."""
+        """Read the weights that ``plan_save`` or ``save_weights`` wrote, under any layout."""
 
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
@@ -41,15 +41,15 @@ class TrainerState(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Read what ``save`` wrote, under any layout."""
+        """Read what a writer of ``plan_save`` wrote, under any layout."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and random state."""
+    def plan_save(self, directory: Path, snapshot: bool) -> RankWriting:
+        """A writer of weights, optimizer, schedule and random state.
 
-    @abstractmethod
-    def start_save(self, directory: Path) -> RankWriting:
-        """As ``save``, from a snapshot in host memory; files are still being written when this returns."""
+        Args:
+            snapshot: of the state as it is now, in host memory: it may change before it is written.
+        """
 
     @abstractmethod
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -71,13 +71,14 @@ class StoringTrainer(ABC):
         """Write model, optimizer, schedule and random state."""
         self.settle_weights()
         with self._phase("save"):
-            self.state.save(directory)
+            self.state.plan_save(directory, snapshot=False).write_all()
 
     def start_save(self, directory: Path) -> None:
         """As ``save``, from a snapshot in host memory that a thread writes while the trainer goes on."""
         self.settle_weights()
         with self._phase("save"):
-            self._pending_save = self.state.start_save(directory)
+            self._pending_save = self.state.plan_save(directory, snapshot=True)
+            self._pending_save.write_in_background()
 
     def is_save_written(self) -> bool:
         """Whether this rank's files are on disk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from slime_like.observability.phases import PhaseClock
@@ -12,6 +12,7 @@ from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.trajectory import GroupedUnscoredTrajectories
 
@@ -42,7 +43,7 @@ class SynchronousDriver:
 
     Args:
         oversample: groups issued per group trained; above 1, a complete batch aborts all others.
-        revive: restarts engines with the weights of the version that is served; called when none is left.
+        supervisor: has engines serve again when none is left.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class SynchronousDriver:
         store: GroupStore,
         turns: Turns,
         oversample: float,
-        revive: Callable[[int], None],
+        supervisor: EngineSupervisor,
     ) -> None:
         self._pipeline = pipeline
         self._store = store
         self._turns = turns
         self._aborts = oversample > 1
-        self._revive = revive
+        self._supervisor = supervisor
 
     def start(self) -> None: ...
 
@@ -100,7 +101,7 @@ class SynchronousDriver:
         try:
             return self._pipeline.collect(_SHORT_POLL_S if self._pipeline.num_referred else _POLL_S)
         except NoEngineLeft:
-            self._revive(self._store.version)
+            self._supervisor.revive()
             return []
 
     def close(self) -> None: ...
@@ -110,16 +111,16 @@ class ThreadedDriver:
     """Samples in a thread, as far ahead of training as ``rollout.max_staleness`` allows.
 
     The thread shares the store with the training loop. Errors of the thread are raised in the loop, and the loop
-    revives the engines.
+    has the engines replaced.
 
     Args:
-        revive: see ``SynchronousDriver``.
+        supervisor: see ``SynchronousDriver``.
     """
 
-    def __init__(self, pipeline: GroupPipeline, store: GroupStore, revive: Callable[[int], None]) -> None:
+    def __init__(self, pipeline: GroupPipeline, store: GroupStore, supervisor: EngineSupervisor) -> None:
         self._pipeline = pipeline
         self._store = store
-        self._revive = revive
+        self._supervisor = supervisor
         # Below: shared by both threads, under ``store.changed``.
         self._needs_engines = False
         self._failure: BaseException | None = None
@@ -160,7 +161,7 @@ class ThreadedDriver:
                 needs_engines = self._needs_engines
             raise_if_interrupted()
             if needs_engines:
-                self._revive(self._store.version)
+                self._supervisor.revive()
                 with self._store.changed:
                     self._needs_engines = False
                     self._store.changed.notify_all()

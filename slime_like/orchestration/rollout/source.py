@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime_like.config import RunConfig
@@ -16,6 +16,7 @@ from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -27,7 +28,7 @@ class RolloutSource:
 
     Args:
         client: of the run's engines, without requests.
-        revive: restarts engines with the weights of the version that is served; called when none is left.
+        supervisor: has engines serve again when none is left.
         references: score groups before they are ready for training; none where trainers do it.
     """
 
@@ -39,7 +40,7 @@ class RolloutSource:
         scorer: Scorer,
         turns: Turns,
         ledger: Ledger,
-        revive: Callable[[int], None],
+        supervisor: EngineSupervisor,
         references: ReferencePool | None = None,
     ) -> None:
         self._batch_size = config.rollout.prompts_per_step
@@ -49,9 +50,9 @@ class RolloutSource:
         pipeline = GroupPipeline(config, self._store, client, scorer, references)
         self._driver: RolloutDriver
         if config.rollout.max_staleness > 0:
-            self._driver = ThreadedDriver(pipeline, self._store, revive)
+            self._driver = ThreadedDriver(pipeline, self._store, supervisor)
         else:
-            self._driver = SynchronousDriver(pipeline, self._store, turns, config.rollout.oversample, revive)
+            self._driver = SynchronousDriver(pipeline, self._store, turns, config.rollout.oversample, supervisor)
 
     def synced(self, version: int) -> None:
         """The engines serve ``version``; the first call starts the sampling thread, if there is to be one."""

@@ -1,4 +1,4 @@
-"""Which operators compute on a CPU, and what a run's log tells of it."""
+"""Which operators compute on a CPU, and the line about it in a run's log."""
 
 from __future__ import annotations
 

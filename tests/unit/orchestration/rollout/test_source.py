@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,13 +127,13 @@ def source(
 ) -> tuple[RolloutSource, list[int]]:
     revived: list[int] = []
 
-    def revive(version: int) -> None:
-        revived.append(version)
+    def revive() -> None:
+        revived.append(client.version)
         client.dead = False
 
     made = RolloutSource(
         settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
-        Ledger.begin(run_dir), revive, references,
+        Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
 
@@ -326,6 +327,19 @@ def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
     again.close()
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
     assert audit_run(run_dir).holds
+
+
+def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
+    """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
+    prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
+    state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
+    store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store.load_state_dict(state)
+    assert json.loads(json.dumps(store.state_dict())) == state
+    issued = store.issue()
+    assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
+    assert issued[0] == Prompt((1, 2), "4", 3, 0, 7, environment={"a": 1})
+    assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
 
 
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:

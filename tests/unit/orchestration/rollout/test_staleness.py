@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import permutations
 from random import Random
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slime_like.orchestration.rollout.staleness import StalenessGate
@@ -27,7 +27,6 @@ def in_time(versions: list[int], step: int, room: int, batch_size: int, max_stal
     )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
 def test_a_batch_takes_the_most_that_leaves_the_others_in_time(
     data: st.DataObject, batch_size: int, max_staleness: int, formed: int
@@ -75,7 +74,6 @@ def test_oversampling_issues_more_and_leaves_none_for_later(batch_size: int, ove
     assert gate.may_take([0] * ready, [0] * 20) == min(batch_size, ready)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     batch_size=st.integers(1, 4),
     max_staleness=st.integers(0, 3),

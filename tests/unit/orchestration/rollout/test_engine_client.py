@@ -163,7 +163,7 @@ def test_a_request_that_failed_with_its_engine_moves_and_its_answered_neighbour_
     assert client.resent == ["b", "c"] and len(client) == 3
 
 
-def test_a_refusal_of_an_engine_that_lives_ends_the_client() -> None:
+def test_a_refusal_of_an_engine_that_lives_is_raised() -> None:
     pool = Pool(1)
     client = client_of(pool, "a")
     client.poll(0.0)
