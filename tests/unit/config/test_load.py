@@ -149,7 +149,7 @@ HEAD = "run_dir: /x\nmodel: {path: /y}\n"
 REFUSED: list[tuple[str, list[str], str]] = [
     ("steps: 0", [], "FILE:3: steps=0 is out of range; it must be at least 1"),
     ("steps: true", [], "FILE:3: steps=true is no number; give one"),
-    ("steps: 1.5", [], "FILE:3: steps=1.5 has the wrong type; give whole number"),
+    ("steps: 1.5", [], "FILE:3: steps=1.5 has the wrong type; give integer"),
     ("steps: 3\nsteps: 4", [], "FILE:4: steps is set a second time (first in line 3); keep one of the two"),
     ("rollout:\n  engin: vllm", [], "FILE:4: rollout.engin is unknown; did you mean rollout.engine?"),
     ("engine: vllm", [], "FILE:3: engine is unknown; did you mean rollout.engine?"),
@@ -199,9 +199,9 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("", ["--rollout.engin", "x"], "--rollout.engin is unknown; did you mean --rollout.engine?"),
     ("", ["--tensor", "2"], "--tensor is unknown; did you mean --"),
     ("", ["--rollout", "x"], "--rollout is a section; set its fields, e.g. --rollout.engine"),
-    ("", ["--steps"], "--steps: has no value; give whole number"),
+    ("", ["--steps"], "--steps: has no value; give integer"),
     ("", ["--steps", "1", "2"], "--steps: takes one value and got 2 (1 2)"),
-    ("", ["--steps", "many"], "--steps=many has the wrong type; give whole number"),
+    ("", ["--steps", "many"], "--steps=many has the wrong type; give integer"),
     ("", ["stray", "--steps", "1"], "'stray' is no flag; write --section.field value"),
     (
         "",
