@@ -180,15 +180,15 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()
-            flight = engines.flight()
+            client = engines.client()
             requests = requests_of(config, prompts)
             asked = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
             for request in requests:
-                flight.submit(request)
+                client.submit(request)
             answers: dict[str, list[Generation]] = {}
             rewarded = []
-            while len(flight):
-                arrived = flight.poll(5.0)
+            while len(client):
+                arrived = client.poll(5.0)
                 answers |= {request.request_id: found for request, found in arrived}
                 groups = [to_group(asked[request.request_id], found, 1.0) for request, found in arrived]
                 rewarded += scorer.rewards(groups) if groups else []

@@ -1,14 +1,15 @@
-"""What every engine keeps account of, whatever samples for it: requests, pauses, sleep, the state of its weights."""
+"""The bookkeeping of every engine: requests, pauses, sleep, the state of its weights."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
+from rollout.hooks import MEMORY_PARTS, EngineHooks, MemoryPart, Running
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
@@ -19,14 +20,13 @@ from slime_like.weights.expected_tensors import expected_tensors
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
 
-Running = TypeVar("Running")
 T = TypeVar("T")
 
 
-class EngineBase(Generic[Running]):
-    """The half of ``RolloutEngine`` that is the same for all; ``Running`` is what a started engine is made of.
+class EngineBase(EngineHooks[Running]):
+    """The half of ``RolloutEngine`` that is the same for all.
 
-    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the methods below that raise
+    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the hooks that raise
     ``NotImplementedError``.
     """
 
@@ -46,47 +46,6 @@ class EngineBase(Generic[Running]):
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
-
-    # --------------------------------------------------------------------------------------------- what an engine adds
-    def _alive(self) -> Running:
-        """Raises ``EngineError`` where the engine has not been started, or has died."""
-        raise NotImplementedError
-
-    async def _is_alive(self) -> bool:
-        """Asks, within a bound, whatever does the work."""
-        raise NotImplementedError
-
-    def _own_process_ids(self) -> tuple[int, ...]:
-        return ()
-
-    async def _freeze(self, mode: PauseMode) -> None:
-        raise NotImplementedError
-
-    async def _thaw(self) -> None:
-        raise NotImplementedError
-
-    async def _open_update(self) -> None: ...
-
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
-        """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
-        raise NotImplementedError
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        """Hashes of all that the open update has brought, and the seconds they took."""
-        raise NotImplementedError
-
-    async def _make_current(self, version: int) -> None:
-        """The update is whole: serve it, and flush every cache."""
-        raise NotImplementedError
-
-    async def _close_update(self) -> None:
-        """Give up an update that the engine still holds open."""
-
-    async def _give_memory_back(self) -> None:
-        raise NotImplementedError
-
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------- requests
     def _serving(self) -> Running:
@@ -135,7 +94,7 @@ class EngineBase(Generic[Running]):
             await self.pause("keep")
             self._resume_after_update = True
         self._state.begin(version)
-        await self._open_update()
+        await self._begin_update()
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
@@ -144,7 +103,7 @@ class EngineBase(Generic[Running]):
         except WeightSyncError as error:
             await self._close_failed(str(error))
             raise
-        await self._take_bucket(bucket)
+        await self._update(bucket)
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
@@ -154,7 +113,7 @@ class EngineBase(Generic[Running]):
         except WeightSyncError as error:
             await self._close_failed(str(error))
             raise
-        await self._make_current(version)
+        await self._finish_update(version)
         receipt = self._state.commit(received, hash_s)
         if self._resume_after_update:
             self._resume_after_update = False
@@ -183,14 +142,19 @@ class EngineBase(Generic[Running]):
     async def sleep(self) -> None:
         """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
         self._alive()
-        await self.pause("abort")
-        await self._give_memory_back()
-        self._asleep = {"weights", "kv_cache"}
+        awake = [part for part in MEMORY_PARTS if part not in self._asleep]
+        if awake:  # after a failed sync that is the weights alone
+            await self.pause("abort")
+            await self._give_memory_back(awake)
+        self._asleep.update(awake)
 
-    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def wake(self, parts: Sequence[MemoryPart]) -> None:
         self._alive()
-        await self._take_memory(parts)
-        self._asleep -= set(parts)
+        asleep = [part for part in parts if part in self._asleep]
+        if not asleep:
+            return
+        await self._take_memory(asleep)
+        self._asleep.difference_update(asleep)
         if not self._asleep:
             await self.resume()
 
@@ -215,13 +179,13 @@ class EngineBase(Generic[Running]):
 
 
 def one_line(error: Exception) -> str:
-    """Our own errors say everything themselves; of others also the type."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_told(error)}"
+    """The error on one line, with its type unless it is this distribution's."""
+    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
     return " ".join(text.split())[:500]
 
 
-def _told(error: Exception) -> str:
-    """pydantic's own text counts its errors and ends each with an address."""
+def _error_text(error: Exception) -> str:
+    """The text of an error; of pydantic's without the count and the addresses."""
     if not isinstance(error, ValidationError):
         return str(error)
     details = error.errors(include_url=False, include_context=False, include_input=False)

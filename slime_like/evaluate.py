@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 
 from slime_like.config import RunConfig
@@ -31,7 +32,11 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
-        engines, pool = launch_engines(config, stack, placement)
+        engines, pool = launch_engines(config, stack, placement, _note)
         pool.start()
-        engines.start()
+        engines.supervisor.start()
         return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(step=0)
+
+
+def _note(sentence: str) -> None:
+    print(f"slime-like: {sentence}", file=sys.stderr, flush=True)

@@ -9,10 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """Description of a trajectory's tensor, from which packing, unpacking, checks, dumps and tables follow.
+
+    Attributes:
+        dtype: of the packed and the unpacked tensor: a float type takes all numbers, an integer type all integers.
+        over: what the first dimension counts: tokens of the prompt or of the response, reward functions, or nothing
+            (one number per sequence).
+        optional: ``None`` is allowed, in all sequences of a pack or in none.
+        entry_ndim: further dimensions, of the same size in every sequence of a pack.
+    """
+
+    dtype: torch.dtype
+    over: Literal["prompt", "response", "functions", "sequence"] = "response"
+    optional: bool = False
+    entry_ndim: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return self.entry_ndim + (self.over != "sequence")
+
+
+def _tensor(dtype: torch.dtype, **description: Any) -> dict[str, TensorField]:
+    """Metadata of a dataclass field; the arguments are those of ``TensorField``."""
+    return {"tensor": TensorField(dtype, **description)}
+
+
+def tensor_fields(cls: type) -> Mapping[str, TensorField]:
+    """Descriptions of a trajectory's tensors by name; of a pack, those of its tensors per response token."""
+    return {each.name: each.metadata["tensor"] for each in fields(cls) if "tensor" in each.metadata}
+
+
+@dataclass(kw_only=True)
+class SampledFields:
+    """Response tensors of every trajectory, (response_len,), and of its pack, (R,). A new one needs one line here.
+
+    Attributes:
+        loss_mask: True where the token carries loss; False on tool output and observations.
+        logprobs: the behaviour policy's log-softmax of the temperature-scaled logits over the whole vocabulary, 0 where
+            ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy sampled.
+        weight_versions: the version that sampled each token, on observations that of the turn before; ``None`` for
+            demonstrations.
+    """
+
+    __slots__ = ()
+    loss_mask: Tensor = field(metadata=_tensor(torch.bool))
+    logprobs: Tensor | None = field(metadata=_tensor(torch.float32, optional=True))
+    weight_versions: Tensor | None = field(default=None, metadata=_tensor(torch.int64, optional=True))
+
+
+@dataclass(kw_only=True)
+class ScoredFields:
+    """Response tensors that scored trajectories and their packs have in addition. A new one needs one line here.
+
+    Attributes:
+        ref_logprobs: under the reference model; ``None`` when no reference is in use.
+        old_logprobs: under the trainer's weights at the start of the step; ``None`` until the batch is scored.
+    """
+
+    __slots__ = ()
+    ref_logprobs: Tensor | None = field(metadata=_tensor(torch.float32, optional=True))
+    old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +109,39 @@ class TensorsAsArrays:
     __slots__ = ()
 
     def __getstate__(self) -> list[Any]:
-        values = (getattr(self, own.name) for own in fields(cast(Any, self)))
+        values = (getattr(self, each.name) for each in fields(cast(Any, self)))
         return [value.numpy() if isinstance(value, Tensor) else value for value in values]
 
     def __setstate__(self, state: list[Any]) -> None:
-        import numpy as np  # here, for importing the package takes torch alone
-
-        for own, value in zip(fields(cast(Any, self)), state, strict=True):
-            # A copy, for what came through Ray is shared memory that nobody may write to.
-            setattr(self, own.name, torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
+        for each, value in zip(fields(cast(Any, self)), state, strict=True):
+            # A copy, for what came through Ray is read-only shared memory.
+            setattr(self, each.name, torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
 
 
-@dataclass(slots=True)
-class UnscoredTrajectory:
+@dataclass(slots=True, kw_only=True)
+class UnscoredTrajectory(SampledFields):
     """One sampled sequence, as an engine returned it. Tensors live on the CPU and are never padded.
 
     Attributes:
         prompt_tokens: (prompt_len,) int64.
         response_tokens: (response_len,) int64, exactly the ids that were sampled, EOS included.
-        prompt_len: number of prompt tokens, at least 1.
-        response_len: number of response tokens, at least 1.
-        logprobs: (response_len,) float32, the behaviour policy's log-softmax of the temperature-scaled logits over the
-            whole vocabulary, 0 where ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy
-            sampled.
+        prompt_len, response_len: number of tokens, at least 1 each.
         answer: ground truth answer.
-        sequence_id: unique over the run.
+        sequence_id, group_id: unique over the run; samples of one prompt share the latter.
         policy_version: weight version of the first response token.
-        group_id: unique over the run; samples of one prompt share it.
-        loss_mask: (response_len,) bool, False on tool output and observations.
-        weight_versions: (response_len,) int64, the version that sampled each token, on observations that of the turn
-            before; ``None`` for demonstrations.
         temperature: sampling temperature, the one every logprob of this sequence is scored with.
         finish_reason: "stop", "length" or "abort".
         conversation: its turns, where an environment took part.
     """
 
-    prompt_tokens: Tensor
-    response_tokens: Tensor
+    prompt_tokens: Tensor = field(metadata=_tensor(torch.int64, over="prompt"))
+    response_tokens: Tensor = field(metadata=_tensor(torch.int64))
     prompt_len: int
     response_len: int
-    logprobs: Tensor | None
     answer: str
     sequence_id: str
     policy_version: int
     group_id: int
-    loss_mask: Tensor
-    weight_versions: Tensor | None = None
     temperature: float = 1.0
     finish_reason: str = "stop"
     conversation: Conversation | None = None
@@ -100,8 +152,13 @@ class UnscoredTrajectory:
 
     @property
     def sampled_len(self) -> int:
-        """Response tokens that the model sampled."""
+        """Response tokens that the model sampled; all of a demonstration's that carry loss."""
         return int(self.loss_mask.sum())
+
+    def response_tensors(self) -> dict[str, Tensor | None]:
+        """Every tensor that has one number per response token, also those that are absent."""
+        described = tensor_fields(type(self)).items()
+        return {name: getattr(self, name) for name, each in described if each.over == "response" and each.ndim == 1}
 
 
 @dataclass(slots=True)
@@ -119,16 +176,11 @@ class GroupedUnscoredTrajectories:
     total_tokens: int
 
 
-@dataclass(slots=True)
-class ScoredTrajectory:
+@dataclass(slots=True, kw_only=True)
+class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     """One sequence with everything the loss needs, unpacked, on the CPU.
 
-    Fields of ``UnscoredTrajectory`` mean the same here. In addition:
-
     Attributes:
-        ref_logprobs: (response_len,) float32 under the reference model; ``None`` when no reference is in use.
-        old_logprobs: (response_len,) float32 under the trainer's weights at the start of the step; ``None`` until the
-            trainer has scored the batch.
         rewards: (num_funcs,) float32, one entry per reward function, unweighted.
         successes: (num_funcs,) float32, 1 where the function counts the sample as solved.
         advantages: scalar float32 of this sequence.
@@ -136,38 +188,27 @@ class ScoredTrajectory:
             the sum is divided once per optimizer step by one denominator.
         reward_metadata: ``{"func_names": [...], ...}``; with an environment also ``conversation``: ``turns``, as in
             ``Conversation``, and what the steps reported.
+        conversation: always ``None``.
     """
 
-    prompt_tokens: Tensor
-    response_tokens: Tensor
-    prompt_len: int
-    response_len: int
-    logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    rewards: Tensor
-    advantages: Tensor
-    successes: Tensor
-    answer: str
-    sequence_id: str
-    group_id: int
+    rewards: Tensor = field(metadata=_tensor(torch.float32, over="functions"))
+    successes: Tensor = field(metadata=_tensor(torch.float32, over="functions"))
+    advantages: Tensor = field(metadata=_tensor(torch.float32, over="sequence"))
     reward_metadata: dict[str, Any]
-    policy_version: int
-    loss_mask: Tensor
-    old_logprobs: Tensor | None = None
     token_weight: float = 1.0
-    weight_versions: Tensor | None = None
-    temperature: float = 1.0
-    finish_reason: str = "stop"
+    conversation: None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, sample: UnscoredTrajectory, **scores: Any) -> ScoredTrajectory:
+        """``sample`` with its scores: the fields that only scored trajectories have, by name."""
+        shared = (each.name for each in fields(UnscoredTrajectory) if each.name != "conversation")
+        return cls(**{name: getattr(sample, name) for name in shared}, **scores)
 
     @classmethod
     def unrewarded(
         cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, *, group_id: int = 0, answer: str = ""
     ) -> ScoredTrajectory:
-        """A sequence that no policy sampled and no reward function saw: a demonstration, a probe, a shape.
-
-        Args:
-            prompt_tokens, response_tokens: (prompt_len,) and (response_len,) int64; every response token carries loss.
-        """
+        """A demonstration, probe or shape: not sampled, not rewarded, and every response token carries loss."""
         return cls(
             prompt_tokens=prompt_tokens,
             response_tokens=response_tokens,
@@ -186,23 +227,15 @@ class ScoredTrajectory:
             loss_mask=torch.ones(len(response_tokens), dtype=torch.bool),
         )
 
-    @property
-    def total_len(self) -> int:
-        return self.prompt_len + self.response_len
 
-    @property
-    def sampled_len(self) -> int:
-        """Response tokens that the model sampled; all of a demonstration's that carry loss."""
-        return int(self.loss_mask.sum())
-
-
-@dataclass(slots=True)
-class PackedTrajectory(TensorsAsArrays):
+@dataclass(slots=True, kw_only=True)
+class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a segment of its own.
 
     T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
     ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe the real sequences only. Trailing padding has
-    ``sequence_mask == -1``, position ids from 0, and attends only to itself.
+    ``sequence_mask == -1``, position ids from 0, and attends only to itself. Fields of ``SampledFields`` and
+    ``ScoredFields`` are those of all sequences end to end, (R,), ``None`` where the sequences have none.
 
     Attributes:
         tokens: (T,) int64, ``[P1, R1, P2, R2, ..., PAD...]``.
@@ -217,13 +250,9 @@ class PackedTrajectory(TensorsAsArrays):
         actual_total_tokens: T without padding.
         targets: (R,) int64, the response tokens, aligned with the logits at ``[start+prompt_len-1, end-1)`` of each
             sequence; ``ignore_index`` where ``loss_mask`` is False.
-        loss_mask: (R,) bool, True where the token *carries loss*.
         token_weights: (R,) float64, 0 where ``loss_mask`` is False; 1/3 as float32 alone would cost a loss 1e-8.
         temperatures: (S,) float64.
-        logprobs, old_logprobs, ref_logprobs: (R,) float32 under the behaviour policy, the trainer at the start of the
-            step, and the reference; ``None`` where the sequences have none.
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
-        weight_versions: (R,) int64 or ``None``.
         rewards, successes: (S, num_funcs) float32 or ``None``.
         reward_metadata: per sequence; ``None`` if unscored.
         conversations: per sequence; ``None`` if scored, when their turns are in ``reward_metadata``.
@@ -244,7 +273,6 @@ class PackedTrajectory(TensorsAsArrays):
     packed_seq_len: int
     actual_total_tokens: int
     targets: Tensor
-    loss_mask: Tensor
     token_weights: Tensor
     temperatures: Tensor
     sequence_ids: list[str]
@@ -252,11 +280,7 @@ class PackedTrajectory(TensorsAsArrays):
     policy_versions: list[int]
     answers: list[str]
     finish_reasons: list[str]
-    logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    weight_versions: Tensor | None = None
     rewards: Tensor | None = None
     successes: Tensor | None = None
     reward_metadata: list[dict[str, Any]] | None = None

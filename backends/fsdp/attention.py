@@ -1,4 +1,4 @@
-"""Packed attention as an implementation that transformers' models can be told to use."""
+"""Packed attention as an attention implementation of transformers."""
 
 from __future__ import annotations
 

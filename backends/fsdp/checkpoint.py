@@ -33,45 +33,28 @@ _UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, Attribu
 """What torch, pickle and JSON raise on a file that is missing, cut off or overwritten."""
 
 
-def save_checkpoint(
+def plan_checkpoint(
     directory: Path,
     config: RunConfig,
     model: LogprobModel,
     optimizer: Optimizer,
     groups: Groups,
     device: torch.device,
-) -> None:
-    """Write model, optimizer, schedule and random state into ``directory``. Collective over the world.
+    snapshot: bool,
+) -> CheckpointWriter:
+    """A writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
     The caller owns naming and atomicity; all ranks must share the file system.
+
+    Args:
+        snapshot: of the state as it is now, in host memory: it may change before it is written.
 
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
     model.shard_weights()
     state, common = _training_state(model, optimizer), _common(config, optimizer, groups)
-    writer = CheckpointWriter(Path(directory), state, common, device)
-    writer.write()
-    writer.finish()
-
-
-def start_checkpoint(
-    directory: Path,
-    config: RunConfig,
-    model: LogprobModel,
-    optimizer: Optimizer,
-    groups: Groups,
-    device: torch.device,
-) -> CheckpointWriter:
-    """As ``save_checkpoint``, from a snapshot in host memory: files are still being written when this returns.
-
-    The state may change at once. The checkpoint is whole after the writer's ``finish``.
-    """
-    model.shard_weights()
-    state, common = _training_state(model, optimizer), _common(config, optimizer, groups)
-    writer = CheckpointWriter(Path(directory), state, common, device, snapshot=True)
-    writer.write_in_background()
-    return writer
+    return CheckpointWriter(Path(directory), state, common, device, snapshot)
 
 
 def load_checkpoint(
@@ -82,7 +65,7 @@ def load_checkpoint(
     groups: Groups,
     device: torch.device,
 ) -> None:
-    """Read what ``save_checkpoint`` wrote, in place. Collective over the world.
+    """Read what a writer of ``plan_checkpoint`` wrote, in place. Collective over the world.
 
     On the ranks that wrote it everything comes back bit for bit, random state included. On other ranks weights,
     optimizer and schedule do; random states belong to the old ranks and stay as they are.
@@ -112,9 +95,7 @@ def save_weights(directory: Path, model: LogprobModel, groups: Groups, device: t
     """
     model.shard_weights()
     common = {"backend": "fsdp", "format": FORMAT, "layout": _layout(groups)}
-    writer = CheckpointWriter(Path(directory), _model_state(model), common, device)
-    writer.write()
-    writer.finish()
+    CheckpointWriter(Path(directory), _model_state(model), common, device).write_all()
 
 
 def load_weights(directory: Path, model: LogprobModel, device: torch.device) -> None:

@@ -46,21 +46,15 @@ class CheckpointWriter(RankWriting):
         device: torch.device,
         snapshot: bool = False,
     ) -> None:
-        super().__init__(directory)
-        self._device = device
+        super().__init__(directory, device)
         self._common = common
         self._pieces: dict[str, list[Piece]] = {}
         self._results: list[WriteResult] = []
         self._metadata: Metadata | None = None
-        together(self._make_directory, f"writing {directory}", device)
         planner, plan = self._plan(state)
         self._entries = [(item, planner.resolve_data(item)) for item in plan.items]
         if snapshot:
             self._entries = [(item, _host_copy(data)) for item, data in self._entries]
-
-    def _make_directory(self) -> None:
-        with refused_by_disk(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
         """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""
@@ -85,14 +79,6 @@ class CheckpointWriter(RankWriting):
         self._entries = []
 
     def finish(self, timeout_s: float = 0.0) -> None:
-        """Wait for every rank's file, then write what makes the checkpoint whole. Collective.
-
-        Args:
-            timeout_s: bound on the wait for files that are written in the background.
-
-        Raises:
-            CheckpointError: a rank could not write, or not in time; on every rank.
-        """
         what = f"writing {self._directory}"
         together(lambda: self._join(timeout_s), what, self._device)
         written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -144,7 +144,7 @@ class LogprobModel(nn.Module):
 def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobModel:
     """The model of ``config.model.path``, sharded over all ranks, its weights still unset.
 
-    Nobody ever holds it whole: it is made without memory, cut, and only then given some. Master weights and their
+    No rank ever holds it whole: it is made without memory, cut, and only then given some. Master weights and their
     gradients are float32; they are gathered, and computed with, in ``model.dtype``.
 
     Raises:
@@ -188,7 +188,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
     except (ValueError, ImportError, KeyError) as error:
         # A model with a class for each kind of attention looks the name up among its own.
         own = isinstance(error, KeyError) and error.args == (attention.NAME,)
-        reason = "its attention is a class of its own" if own else f"{type(error).__name__}: {error}"
+        reason = "its attention has another class" if own else f"{type(error).__name__}: {error}"
         raise ConfigError(
             [
                 f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "

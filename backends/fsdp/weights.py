@@ -87,7 +87,7 @@ def export_buckets(
     Routers' biases keep their float32: rounded, they would choose other experts.
 
     Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
-    whole at a time beside the bucket; nobody ever holds the model.
+    whole at a time beside the bucket; no rank ever holds the model.
 
     Args:
         rows: this rank's rows of something else of every parameter's shape, such as its gradient; by the model's names.
@@ -131,18 +131,6 @@ def _joined(own: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.de
 
 
 def own_tensors(model: LogprobModel) -> list[Tensor]:
-    """Everything that a checkpoint sets of this rank's: its shards, and routers' biases."""
+    """Everything that a checkpoint sets of this rank's: its shards, and routers' biases. Gathered copies are freed."""
     shards = [shard_of(parameter).detach() for parameter in model.parameters_by_name().values()]
     return [*shards, *model.kept_by_name().values()]
-
-
-def host_copies(model: LogprobModel) -> list[Tensor]:
-    """This rank's shards, and routers' biases, copied to host memory."""
-    return [tensor.to("cpu", copy=True) for tensor in own_tensors(model)]
-
-
-@torch.no_grad()
-def copy_into(model: LogprobModel, values: list[Tensor]) -> None:
-    """Overwrite what ``own_tensors`` has; gathered copies of the old weights go."""
-    for tensor, value in zip(own_tensors(model), values, strict=True):
-        tensor.copy_(value)

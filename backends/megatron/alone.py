@@ -25,7 +25,7 @@ def alone_as(config: RunConfig, rank: int, on_meta: bool = False) -> Iterator[No
     """
     world_size = config.trainer.parallel.world_size
     dist.init_process_group(_NOTHING_MOVES, rank=rank, world_size=world_size, store=FakeStore())
-    # Named for several kinds of devices, a group has no kind of its own, which torch remarks on when it is dissolved.
+    # Named for several kinds of devices, a group has no single kind, and torch warns when it is dissolved.
     world = dist.group.WORLD
     assert world is not None
     world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)

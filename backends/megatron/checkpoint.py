@@ -31,10 +31,15 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 """Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
 
 
-def save_checkpoint(
-    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
-) -> None:
-    """Write model, optimizer, schedule and random state into ``directory``. Collective over the world.
+def plan_checkpoint(
+    directory: Path,
+    model_chunks: Sequence[GPTModel],
+    optimizer: Any,
+    scheduler: Any,
+    extra: dict[str, Any],
+    snapshot: bool = False,
+) -> CheckpointWriter:
+    """A writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
     The caller owns naming and atomicity; all ranks must share the file system.
 
@@ -42,46 +47,19 @@ def save_checkpoint(
         model_chunks: this rank's chunks, without data-parallel wrapping.
         optimizer, scheduler: Megatron's.
         extra: plain values that come back from ``load_checkpoint``; the same on every rank.
+        snapshot: of the state as it is now, in host memory: it may change before it is written.
 
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
-    device = next(model_chunks[0].parameters()).device
-    write_state(Path(directory), _training_state(model_chunks, optimizer, scheduler, extra), device)
-
-
-def start_checkpoint(
-    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
-) -> CheckpointWriter:
-    """As ``save_checkpoint``, from a snapshot in host memory: files are still being written when this returns.
-
-    The state may change at once. The checkpoint is whole after the writer's ``finish``.
-    """
-    directory = Path(directory)
-    device = next(model_chunks[0].parameters()).device
-    together(lambda: _make_directory(directory), f"writing {directory}", device)
     state = _training_state(model_chunks, optimizer, scheduler, extra)
-    writer = CheckpointWriter(directory, state, device, snapshot=True)
-    writer.write_in_background()
-    return writer
-
-
-def write_state(directory: Path, state: dict[str, Any], device: torch.device) -> None:
-    """Write any of Megatron's sharded states, with checksums. Collective over the world.
-
-    Raises:
-        CheckpointError: the disk refused.
-    """
-    together(lambda: _make_directory(directory), f"writing {directory}", device)
-    writer = CheckpointWriter(directory, state, device)
-    writer.write()
-    writer.finish()
+    return CheckpointWriter(Path(directory), state, next(model_chunks[0].parameters()).device, snapshot)
 
 
 def load_checkpoint(
     directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
 ) -> dict[str, Any]:
-    """Read what ``save_checkpoint`` wrote, in place, and return its ``extra``. Collective over the world.
+    """Read what a writer of ``plan_checkpoint`` wrote, in place, and return its ``extra``. Collective over the world.
 
     Under the layout that wrote it everything comes back bit for bit, random state included. Under another layout
     weights, optimizer and schedule do; random states belong to the ranks of the old layout and stay as they are.
@@ -119,7 +97,7 @@ def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
         CheckpointError: the disk refused.
     """
     state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
-    write_state(Path(directory), state, next(model_chunks[0].parameters()).device)
+    CheckpointWriter(Path(directory), state, next(model_chunks[0].parameters()).device).write_all()
 
 
 def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
@@ -165,13 +143,6 @@ def _brief(error: BaseException) -> str:
     """Type and the message's first sentence: torch's next ones guess at what may have happened."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be made ({error}); choose another directory") from error
 
 
 def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:

@@ -35,15 +35,14 @@ class CheckpointWriter(RankWriting):
     Making and finishing are collective over the world; writing is this rank's own business.
 
     Args:
-        directory: exists, shared by all ranks.
+        directory: made here; shared by all ranks.
         state: Megatron's sharded state.
         device: where this rank's small collectives run.
         snapshot: copy every tensor to host memory now, so that the state may change before it is written.
     """
 
     def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
-        super().__init__(directory)
-        self._device = device
+        super().__init__(directory, device)
         self._strategy = _InProcessSave()
         with _no_manager_process(), _common_by_stream(), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(
@@ -56,14 +55,6 @@ class CheckpointWriter(RankWriting):
         self._strategy.write()
 
     def finish(self, timeout_s: float = 0.0) -> None:
-        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
-
-        Args:
-            timeout_s: bound on the wait for files that are written in the background.
-
-        Raises:
-            CheckpointError: a rank could not write, or not in time; on every rank.
-        """
         together(lambda: self._join(timeout_s), f"writing {self._directory}", self._device)
         with _refused_by_disk(self._directory):
             for finalize in self._request.finalize_fns:

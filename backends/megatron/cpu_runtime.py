@@ -10,39 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.jit._builtins import _find_builtin, _register_builtin
-from torch.utils._device import _device_constructors
 
+from backends.megatron.cpu_devices import device_patches
+from backends.megatron.patch import PINNED_MEGATRON, Patch, applied
 from slime_like.errors import TrainerError
-
-PINNED_MEGATRON = "0.16.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """Replace ``owner.name`` by ``value``. ``adds`` marks a name that the pinned version fails to define itself."""
-
-    owner: Any
-    name: str
-    value: Any
-    adds: bool = False
-
-    def check(self) -> None:
-        """Raises TrainerError when the pinned Megatron-core no longer has the symbol."""
-        if not self.adds and not hasattr(self.owner, self.name):
-            owner = getattr(self.owner, "__name__", repr(self.owner))
-            raise TrainerError(
-                f"cpu_runtime: {owner}.{self.name} does not exist in megatron-core {version('megatron-core')} "
-                f"(the adaptation was written for {PINNED_MEGATRON}); install megatron-core=={PINNED_MEGATRON}"
-            )
 
 
 class megatron_runtime:  # a context manager, named like a function
@@ -72,156 +49,10 @@ class megatron_runtime:  # a context manager, named like a function
         self._stack.pop().close()
 
 
-@contextlib.contextmanager
-def applied(patch: Patch) -> Iterator[None]:
-    """Inside, the patch is in place."""
-    patch.check()
-    missing = object()
-    original = vars(patch.owner).get(patch.name, missing)  # what a class inherits is not its own to put back
-    setattr(patch.owner, patch.name, patch.value)
-    try:
-        yield
-    finally:
-        if original is missing:
-            delattr(patch.owner, patch.name)
-        else:
-            setattr(patch.owner, patch.name, original)
-
-
 @functools.cache
 def _patches(on_meta: bool) -> tuple[Patch, ...]:
     megatron = [*_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
-    if on_meta:
-        return *_device_patches(_meta_device), *_literal_patches("meta"), *megatron
-    return *_device_patches(torch.cpu.current_device), *_literal_patches("cpu"), *megatron
-
-
-# -------------------------------------------------------------------------------------------------- device and streams
-class CpuStream:
-    """A stream whose work is already done: the CPU runs operations in program order."""
-
-    def __init__(self, *unused: Any, **options: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else CpuEvent()
-
-    def query(self) -> bool:
-        return True
-
-
-class CpuEvent:
-    """An event that has always happened."""
-
-    def __init__(self, *unused: Any, **options: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-def _same_stream(device: Any = None) -> CpuStream:
-    return CpuStream()
-
-
-def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _meta_device() -> torch.device:
-    return torch.device("meta")
-
-
-def _device_patches(current_device: Callable[[], Any]) -> list[Patch]:
-    cuda = torch.cuda
-    return [
-        Patch(cuda, "current_device", current_device),
-        Patch(cuda, "synchronize", torch.cpu.synchronize),
-        Patch(cuda, "Stream", CpuStream),
-        Patch(cuda, "Event", CpuEvent),
-        Patch(cuda, "current_stream", _same_stream),
-        Patch(cuda, "default_stream", _same_stream),
-        Patch(cuda, "stream", _stream_context),
-    ]
-
-
-# ------------------------------------------------------------------------------------------- literal CUDA devices
-_FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
-    *("ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor"),
-    *("zeros", "zeros_like"),
-)
-_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
-
-
-def _literal_patches(target: str) -> list[Patch]:
-    """``device="cuda"``, ``Tensor.cuda()`` and pinned memory become their equivalents on ``target``.
-
-    Functions are replaced where Megatron looks them up. A ``TorchFunctionMode`` would see every operation, but costs
-    each of them some microseconds: of a small model's forward and backward 3 %.
-    """
-    # Who recognises functions when he is first asked has to know them as they are.
-    _device_constructors()  # what ``with torch.device(...)`` applies to
-    redirected = functools.partial(_redirected, target=torch.device(target))
-    factories = [Patch(torch, name, redirected(getattr(torch, name))) for name in _FACTORIES]
-    methods = [Patch(torch.Tensor, name, redirected(getattr(torch.Tensor, name))) for name in _METHODS]
-    stays = [Patch(torch.Tensor, name, _itself) for name in ("cuda", "pin_memory", "record_stream")]
-    return [*factories, *methods, *stays, Patch(torch.Tensor, "type", _type_on_cuda)]
-
-
-def _redirected(make: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """``make`` with ``target`` for any CUDA device among its arguments, and without pinned memory."""
-
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = target
-            kwargs.pop("pin_memory", None)
-        return make(*(target if _is_cuda(value) else value for value in args), **kwargs)
-
-    if (operator := _find_builtin(make)) is not None:
-        _register_builtin(call, operator)  # torch.jit.script compiles what is imported meanwhile as it always does
-    return call
-
-
-def _is_cuda(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and value.partition(":")[0] == "cuda"
-
-
-def _itself(tensor: torch.Tensor, *unused: Any, **options: Any) -> torch.Tensor:
-    return tensor
-
-
-def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
-    found = _TYPE(tensor, *args, **kwargs)
-    return (
-        found.replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1) if isinstance(found, str) else found
-    )
-
-
-_TYPE = torch.Tensor.type
+    return *device_patches("meta" if on_meta else "cpu"), *megatron
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers

@@ -55,7 +55,7 @@ class FusedNorm(RMSNorm):
 
 class FusedLayer(TransformerLayer):
     """Norms in one pass with the sums beside them; and in the model's last layer, behind its attention, only the rows
-    that the head scores: nobody asks what follows a prompt's tokens.
+    that the head scores: what follows a prompt's tokens is not needed.
 
     Attributes:
         scores: if it is that layer. Of sequence-parallel tokens a rank does not have the head's rows: there all stay.

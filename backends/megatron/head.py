@@ -74,7 +74,7 @@ class LogprobModel(GPTModel):
             chunk_tokens=self.chunk_tokens,
             rows=self.rows if selected.is_cpu else None,  # on the meta device there are shapes only
         )
-        # An entropy that only is reported must not cost a gradient of its own.
+        # An entropy that only is reported must not cost a gradient.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
 
     @property

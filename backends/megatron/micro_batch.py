@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from backends.common.attention.allgather import GatherSegments
 from backends.common.attention.kernels import Segments
 from backends.common.attention.ring_flash_attn import Llama3Segments
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import ResponseRows, on_device
-from backends.megatron.attention_choice import Attention, context_layout_of
+from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
 from backends.megatron.ring import RingSegments
 from backends.megatron.rotary import Rotary, rotary_table
 from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing.pack import response_tokens
+from slime_like.config import RunConfig
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -60,6 +63,19 @@ class BatchBuilder:
     context_group: dist.ProcessGroup
     attention: Attention
     sequence_group: dist.ProcessGroup | None
+
+    @classmethod
+    def configured(cls, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> BatchBuilder:
+        """For this rank of the configured layout, whose groups exist."""
+        layout = config.trainer.parallel
+        return cls(
+            device=device,
+            dtype=getattr(torch, config.model.dtype),
+            rotary=Rotary.of(dimensions, device),
+            context_group=parallel_state.get_context_parallel_group(),
+            attention=attention_of(config.trainer, dimensions, torch.cuda.is_available()),
+            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
+        )
 
     def build(
         self, packs: Sequence[PackedTrajectory], same_length: bool = False, balance: BalanceLoss | None = None

@@ -172,7 +172,7 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
-    """Megatron is told which layers lie where only if they do not divide evenly, as it assumes otherwise."""
+    """Which layers lie where, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
     layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
@@ -191,7 +191,8 @@ def _recompute(config: RunConfig) -> dict[str, Any]:
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
-    chunks = _build_all(config, dimensions, transformer_config(config, dimensions))
+    transformer = transformer_config(config, dimensions)
+    chunks = _build_all(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -199,34 +200,36 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
 
 
 def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
-    """The same chunks with shapes only: neither memory nor a device is touched."""
+    """The same chunks with shapes only, of torch's operators: neither memory nor a device is touched."""
     transformer = transformer_config(config, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build_all(config, dimensions, on_host)
+        return _build_all(config, dimensions, on_host, fused=False)
 
 
-def _build_all(config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig) -> list[LogprobModel]:
+def _build_all(
+    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool
+) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
-    return [_build_chunk(config, dimensions, transformer, stage) for stage in stages]
+    return [_build_chunk(config, dimensions, transformer, fused, stage) for stage in stages]
 
 
 def _build_chunk(
-    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, vp_stage: int | None
+    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool, vp_stage: int | None
 ) -> LogprobModel:
     ignore_virtual = vp_stage is None
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
     model = LogprobModel(
         config=transformer,
-        transformer_layer_spec=block_spec(transformer, attention, vp_stage),
+        transformer_layer_spec=block_spec(transformer, attention, fused, vp_stage),
         vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
         max_sequence_length=dimensions.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=dimensions.tied_embeddings,
-        # Attention rotates by the positions that come with the micro-batch; the model keeps no table of its own.
+        # Attention rotates by the positions that come with the micro-batch; the model keeps no table.
         position_embedding_type="none",
         vp_stage=vp_stage,
     )
@@ -234,7 +237,7 @@ def _build_chunk(
         true_vocab_size=dimensions.vocab_size,
         chunk_tokens=config.trainer.head_chunk_tokens,
         entropy_gradient=config.algorithm.entropy_coef > 0,
-        rows=_logit_rows(transformer),
+        rows=_logit_rows() if fused else None,
     )
     model.model_type = ModelType.encoder_or_decoder
     with torch.no_grad():
@@ -244,9 +247,7 @@ def _build_chunk(
     return model
 
 
-def _logit_rows(transformer: TransformerConfig) -> LogitRows | None:
-    if not is_fused(transformer.params_dtype):
-        return None
+def _logit_rows() -> LogitRows:
     from slime_like.cpu.kernels.operators import FusedLogitRows
 
     return FusedLogitRows()

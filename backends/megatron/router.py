@@ -84,7 +84,7 @@ def _shares(logits: Tensor, score_function: str) -> Tensor:
 
 
 class BalancedMoELayer(MoELayer):
-    """Megatron's mixture of experts, whose router is told whose tokens it sees."""
+    """Megatron's mixture of experts, whose router gets the sequence of every token."""
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None) -> Any:
         """As Megatron's, which knows a boolean padding mask only and would turn ``RoutedTokens`` into one."""

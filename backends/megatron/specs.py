@@ -19,23 +19,28 @@ from backends.megatron.attention_choice import Attention
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
+from slime_like.config.trainer import TrainerConfig
+from slime_like.cpu.choice import kernels_are_used
 
 
 def block_spec(
-    config: TransformerConfig, attention: Attention, vp_stage: int | None = None
+    config: TransformerConfig, attention: Attention, fused: bool, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """All layers of this rank's (virtual) pipeline stage, the final norm included.
 
     Transformer Engine's attention comes with its layers; every other one with ours.
+
+    Args:
+        fused: the CPU's kernels compute what they serve of our layers.
     """
-    on_engine = attention == "transformer_engine"
-    layer = transformer_engine_layer_spec if on_engine else local_layer_spec
-    norm = _transformer_engine_norm() if on_engine else _own_norm(config)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(
-        layer_specs=[layer(config, _experts_of(config, number)) for number in numbers], layer_norm=norm
-    )
+    experts = [_experts_of(config, number) for number in numbers]
+    if attention == "transformer_engine":
+        layers, norm = [transformer_engine_layer_spec(config, count) for count in experts], _transformer_engine_norm()
+    else:
+        layers, norm = [local_layer_spec(config, count, fused) for count in experts], _own_norm(fused)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _experts_of(config: TransformerConfig, layer: int) -> int | None:
@@ -48,13 +53,18 @@ _MOST_THREADS = 2
 """Of torch up to which the kernels, which have one, are faster than its operators."""
 
 
-def is_fused(dtype: torch.dtype) -> bool:
+def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
     """If layers are computed by the kernels for float32 on a CPU; other runs do not import their compiler."""
-    return dtype == torch.float32 and not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
+    served = dtype == torch.float32 and not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
+    return served and kernels_are_used(trainer.cpu_kernels)
 
 
-def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One transformer layer of torch operations only: packed attention, and a norm that allows sequence parallelism."""
+def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: bool) -> ModuleSpec:
+    """One transformer layer: packed attention, and a norm that allows sequence parallelism.
+
+    Args:
+        fused: the CPU's kernels compute what they serve; else torch's operators compute everything.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -74,7 +84,7 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
         attention.submodules.core_attention = PackedCoreAttention
         if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    if is_fused(config.params_dtype):
+    if fused:
         from backends.megatron.fused_layers import fuse
 
         fuse(spec)
@@ -122,8 +132,8 @@ def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleS
     return spec
 
 
-def _own_norm(config: TransformerConfig) -> type[RMSNorm]:
-    if not is_fused(config.params_dtype):
+def _own_norm(fused: bool) -> type[RMSNorm]:
+    if not fused:
         return RMSNorm
     from backends.megatron.fused_layers import FusedNorm
 

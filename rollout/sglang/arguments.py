@@ -52,6 +52,28 @@ def sleep_mode(config: RunConfig) -> bool:
     return bool(config.rollout.engine_args.get("enable_memory_saver", config.cluster.placement == "colocated"))
 
 
+def gives_memory_back(config: RunConfig, engine: str) -> bool:
+    """False on a CPU. On CUDA, True or an error that names the setting."""
+    if on_cpu():
+        return False
+    if not sleep_mode(config):
+        raise EngineError(
+            f"{engine} cannot give memory back; set cluster.placement=colocated, or "
+            "rollout.engine_args.enable_memory_saver=true"
+        )
+    return True
+
+
+def check_length(config: RunConfig, dimensions: ModelDimensions, engine: str) -> None:
+    """Raises ``EngineError`` where sequences may become longer than the model's positions."""
+    longest, limit = config.max_model_len, dimensions.max_position_embeddings
+    if longest > limit:
+        raise EngineError(
+            f"{engine} did not start: rollout.max_model_len={longest} is more than the model's "
+            f"max_position_embeddings={limit}; use at most that"
+        )
+
+
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
     """Everything SGLang is started with.
 

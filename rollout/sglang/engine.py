@@ -1,15 +1,16 @@
-"""SGLang behind ``RolloutEngine``: its engine, in processes of its own."""
+"""SGLang behind ``RolloutEngine``: its engine, in separate processes."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
-from rollout.sglang.arguments import environment, on_cpu, sleep_mode
+from rollout.hooks import MemoryPart
+from rollout.sglang.arguments import check_length, environment, gives_memory_back, on_cpu
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -42,7 +43,7 @@ class SglangEngine(EngineBase[ChildProcess]):
                 ``rollout.start_timeout_s``.
         """
         check_arguments("sglang", self._config.rollout)
-        self._check_length()
+        check_length(self._config, self._dimensions, self._name)
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(
                 f"{self._name}: SGLang on a CPU is not served with latent attention (DeepSeek-V3's); use "
@@ -55,7 +56,7 @@ class SglangEngine(EngineBase[ChildProcess]):
             await asyncio.wait_for(process.start(self._config, self._index), timeout)
         except BaseException as error:
             await asyncio.to_thread(process.end, _END_S)
-            raise self._start_error(error, timeout) from error
+            raise _start_error(error, timeout, self._name, self._log) from error
         self._process = process
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -87,7 +88,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         if process is not None:
             await asyncio.to_thread(process.end, _END_S)
 
-    # ------------------------------------------------------------------------------------------------- see EngineBase
+    # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> ChildProcess:
         if self._process is None:
             raise EngineError(f"{self._name} is not running; call start first")
@@ -114,59 +115,31 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _thaw(self) -> None:
         await self._ask("resume", "resume")
 
-    async def _open_update(self) -> None:
+    async def _begin_update(self) -> None:
         await self._tell("begin_update", "begin_update")
 
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+    async def _update(self, bucket: BucketMetadata) -> None:
         await self._tell("update", "update", metadata_to_wire(bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._tell("finish_update", "received")
         return checksums, hash_s
 
-    async def _make_current(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         await self._tell("finish_update", "finish_update", version)
 
     async def _close_update(self) -> None:
         await self._tell("closing a failed update", "close_update")
 
-    async def _give_memory_back(self) -> None:
-        if self._gives_memory_back():
-            await self._ask("sleep", "release_memory", ("kv_cache", "weights"))
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+        if gives_memory_back(self._config, self._name):
+            await self._ask("sleep", "release_memory", tuple(reversed(parts)))
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        if self._gives_memory_back():
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
+        if gives_memory_back(self._config, self._name):
             await self._ask("wake", "resume_memory", tuple(parts))
 
     # -------------------------------------------------------------------------------------------------------- helpers
-    def _check_length(self) -> None:
-        longest, limit = self._config.max_model_len, self._dimensions.max_position_embeddings
-        if longest > limit:
-            raise EngineError(
-                f"{self._name} did not start: rollout.max_model_len={longest} is more than the model's "
-                f"max_position_embeddings={limit}; use at most that"
-            )
-
-    def _start_error(self, error: BaseException, timeout: float) -> BaseException:
-        if isinstance(error, TimeoutError):
-            return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s")
-        if isinstance(error, ProcessEnded):
-            return EngineError(f"{self._name} did not start: its process ended; {self._log}")
-        if isinstance(error, EngineError):
-            return EngineError(f"{self._name} did not start: {error}; {self._log}")
-        return error
-
-    def _gives_memory_back(self) -> bool:
-        """False on a CPU. On CUDA, True or an error that says what to set."""
-        if on_cpu():
-            return False
-        if not sleep_mode(self._config):
-            raise EngineError(
-                f"{self._name} cannot give memory back; set cluster.placement=colocated, or "
-                "rollout.engine_args.enable_memory_saver=true"
-            )
-        return True
-
     async def _ask(self, phase: str, method: str, *arguments: Any) -> Any:
         """Errors of the other side get a name and a phase."""
         try:
@@ -189,3 +162,13 @@ class SglangEngine(EngineBase[ChildProcess]):
                 raise EngineError(f"its process has died; {self._death}") from error
 
         return await self._sync_call(phase, call())
+
+
+def _start_error(error: BaseException, timeout_s: float, name: str, log: str) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return EngineError(f"{name} did not start within rollout.start_timeout_s={timeout_s:g} s")
+    if isinstance(error, ProcessEnded):
+        return EngineError(f"{name} did not start: its process ended; {log}")
+    if isinstance(error, EngineError):
+        return EngineError(f"{name} did not start: {error}; {log}")
+    return error

@@ -45,10 +45,8 @@ class Host:
     """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
 
     def __init__(self, engine: Engine, reports: Reports, config: RunConfig, engine_index: int) -> None:
-        self._engine = engine
         self._manager = engine.tokenizer_manager
-        self._reports = reports
-        self._ranks = config.rollout.tensor
+        self._ranks = _Ranks(engine, reports, config.rollout.tensor)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._version = 0
@@ -56,7 +54,6 @@ class Host:
         self._sampling: dict[str, asyncio.Event] = {}
         self._open = asyncio.Event()  # the gate: closed while paused
         self._open.set()
-        self._rpc_turn = asyncio.Lock()
         self._updating = False
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -97,20 +94,20 @@ class Host:
 
     # ---------------------------------------------------------------------------------------------------------- weights
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._on_every_rank("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
+        await self._ranks.call("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
 
     async def begin_update(self) -> None:
         await self.close_update()
-        await self._on_every_rank("begin_reception")
+        await self._ranks.call("begin_update")
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._updating = True
 
     async def update(self, metadata: dict[str, Any]) -> None:
-        await self._on_every_rank("receive_bucket", metadata=json.dumps(metadata))
+        await self._ranks.call("update", metadata=json.dumps(metadata))
 
     async def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open update's tensors, and the seconds they took."""
-        return common_checksums(await self._on_every_rank("report_received"))
+        return common_checksums(await self._ranks.call("received"))
 
     async def close_update(self) -> None:
         """Close SGLang's side of an update, if one is open."""
@@ -136,7 +133,7 @@ class Host:
     async def reach_schedulers(self) -> None:
         """Use every socket to the schedulers once."""
         await self.ping()
-        await self._on_every_rank("begin_reception")
+        await self._ranks.call("begin_update")
 
     async def ping(self) -> None:
         """Answered by the schedulers, not only by this process."""
@@ -185,16 +182,26 @@ class Host:
         if not answer.success:
             raise EngineError(f"SGLang did not flush its cache: {answer.message}")
 
-    async def _on_every_rank(self, method: str, **parameters: str) -> list[RankReport]:
-        """One collective call, and what every rank has to say to it."""
-        async with self._rpc_turn:
+
+class _Ranks:
+    """The schedulers of all ranks, called by SGLang's collective RPC one call at a time."""
+
+    def __init__(self, engine: Engine, reports: Reports, count: int) -> None:
+        self._engine = engine
+        self._reports = reports
+        self._count = count
+        self._turn = asyncio.Lock()
+
+    async def call(self, method: str, **parameters: str) -> list[RankReport]:
+        """One collective call, and what every rank reports of it."""
+        async with self._turn:
             socket = self._engine.send_to_rpc
             sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
             await asyncio.to_thread(socket.poll, None, zmq.POLLIN)
             answer = sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message)
-            reports = [self._reports.get() for _ in range(self._ranks)]
+            reports = [self._reports.get() for _ in range(self._count)]
         require_success(reports)
         return reports
 

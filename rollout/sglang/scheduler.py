@@ -41,7 +41,7 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
     """SGLang's ``run_scheduler_process`` with our scheduler.
 
     Args:
-        reports: what this rank says besides SGLang's own answers.
+        reports: answers of this rank beside SGLang's.
         inherited: a descriptor that a fork has copied and that must not be kept open here.
         arguments, options: SGLang's own.
     """
@@ -116,14 +116,14 @@ class EngineScheduler(Scheduler):
     def connect_transport(self, transport: str, rendezvous: str) -> None:
         self._answer(lambda: self._connect(transport, json.loads(rendezvous)))
 
-    def begin_reception(self) -> None:
+    def begin_update(self) -> None:
         self._arrivals = Arrivals()
         self.reports.put(RankReport())
 
-    def receive_bucket(self, metadata: str) -> None:
+    def update(self, metadata: str) -> None:
         self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
 
-    def report_received(self) -> None:
+    def received(self) -> None:
         self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
 
     def _answer(self, action: Callable[[], None]) -> None:

@@ -24,12 +24,16 @@ _SCORED_TOKENS = 512
 
 
 class DecodeBatch:
-    """Samples that step together. Finished rows leave at once; samples that are added join with the next step."""
+    """Samples that step together. Finished rows leave at once; samples that are added join with the next step.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        kernels: Numba kernels compute what they serve of ``model`` and draw on a CPU; else torch does everything.
+    """
+
+    def __init__(self, model: Any, kernels: bool) -> None:
         self._model = model
-        self._decoder = _fused_decoder(model)
-        self._draw = _drawing(model)
+        self._decoder = _fused_decoder(model) if kernels else None
+        self._draw = _drawing(model) if kernels else draw_tokens
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollout.base import EngineBase
 from rollout.engine_arguments import check_arguments
+from rollout.hooks import MemoryPart
 from rollout.requests import sample_seed, stop_ids
+from slime_like.cpu.choice import kernels_are_used
 from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -98,7 +100,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._receivers.clear()
         self._model, self._destinations = None, {}
 
-    # ------------------------------------------------------------------------------------------------- see EngineBase
+    # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> DecodeScheduler:
         if self._scheduler is None:
             raise EngineError(f"{self._name} is not running; call start first")
@@ -114,24 +116,25 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     async def _thaw(self) -> None:
         self._alive().resume()
 
-    async def _open_update(self) -> None:
+    async def _begin_update(self) -> None:
         self._arrivals = Arrivals()
 
-    async def _take_bucket(self, bucket: BucketMetadata) -> None:
+    async def _update(self, bucket: BucketMetadata) -> None:
         await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return self._arrivals.checksums, self._arrivals.hashing.seconds
 
-    async def _make_current(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
         self._alive().set_version(version)
 
-    async def _give_memory_back(self) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Caches go with their requests."""
-        await asyncio.to_thread(self._move, "cpu")
+        if "weights" in parts:
+            await asyncio.to_thread(self._move, "cpu")
 
-    async def _take_memory(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         if "weights" in parts:
             await asyncio.to_thread(self._move, _device())
 
@@ -161,7 +164,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
-        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
+        kernels = kernels_are_used(self._config.trainer.cpu_kernels)
+        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), kernels)
 
     def _move(self, device: str) -> None:
         from rollout.transformers.weights import destinations

@@ -25,7 +25,7 @@ from slime_like.cpu.kernels import decode_attention, decode_heads, decode_norm, 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """Where the rows' new tokens stand. In a prefill every token of every context is a row of its own.
+    """Where the rows' new tokens stand. In a prefill every token of every context is a separate row.
 
     Attributes:
         cos, sin: (more than any position, head_dim / 2).
@@ -44,7 +44,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         self._embedding, self._norm, self._head = model.model.embed_tokens, model.model.norm, model.lm_head
-        self._layers = [_Layer(number, layer) for number, layer in enumerate(model.model.layers)]
+        self._layers = [_Layer.of(number, layer) for number, layer in enumerate(model.model.layers)]
         self._rotary = _RotaryTable(model.model.rotary_emb)
 
     def logits(self, token_ids: Tensor, cache: KeyValueCache) -> Tensor:
@@ -53,7 +53,7 @@ class FusedDecoder:
         token = _Token(*self._rotary.up_to(column + 1), cache.lengths.numpy(), column)
         hidden = self._through(
             token_ids,
-            [partial(layer.attend, token, cache.buffers[number]) for number, layer in enumerate(self._layers)],
+            [partial(layer.attention.step, token, cache.buffers[number]) for number, layer in enumerate(self._layers)],
         )
         cache.end_token()
         return _product(hidden, self._head)
@@ -65,7 +65,7 @@ class FusedDecoder:
         token = _Token(*self._rotary.up_to(width), positions.numpy(), 0)
         cache, seen = DynamicCache(), functools.cache(partial(_seen, mask))  # once for all layers of one window
         hidden = self._through(
-            ids.flatten(), [partial(layer.attend_whole, token, rows, seen, cache) for layer in self._layers]
+            ids.flatten(), [partial(layer.attention.prefill, token, rows, seen, cache) for layer in self._layers]
         )
         return _product(hidden.view(rows, width, -1)[:, list(columns)], self._head), cache
 
@@ -82,22 +82,40 @@ class FusedDecoder:
         return hidden
 
 
+@dataclass(frozen=True, slots=True)
 class _Layer:
     """A decoder layer's modules, called without their forward."""
 
-    def __init__(self, number: int, layer: Any) -> None:
+    attention_norm: Any
+    attention: _Attention
+    mlp_norm: Any
+    mlp: Any
+
+    @classmethod
+    def of(cls, number: int, layer: Any) -> _Layer:
+        attention = _Attention(number, layer.self_attn)
+        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, layer.mlp)
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """(rows, H) of the MLP of (rows, H)."""
+        gate, up = _product(hidden, self.mlp.gate_proj), _product(hidden, self.mlp.up_proj)
+        decode_swiglu.forward(gate.numpy(), up.numpy())
+        return _product(gate, self.mlp.down_proj)
+
+
+class _Attention:
+    """Attention of layer ``number``, with its projections."""
+
+    def __init__(self, number: int, attention: Any) -> None:
         self._number = number
-        attention, mlp = layer.self_attn, layer.mlp
-        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self._query, self._key, self._value = attention.q_proj, attention.k_proj, attention.v_proj
         self._query_norm, self._key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._dim = attention.head_dim
         self._no_norm = np.ones(self._dim, dtype=np.float32)
         self._scale, self._window = attention.scaling, _window(attention)
         self._output = attention.o_proj
-        self._gate, self._up, self._down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
-    def attend(self, token: _Token, buffer: BufferLayer, hidden: Tensor) -> Tensor:
+    def step(self, token: _Token, buffer: BufferLayer, hidden: Tensor) -> Tensor:
         """(rows, H) of the attention of (rows, H), after the token's keys and values have become a column."""
         query = self._heads(hidden, token, buffer.keys, buffer.values)
         mixed = torch.empty_like(query)
@@ -107,7 +125,7 @@ class _Layer:
         )
         return _product(mixed, self._output)
 
-    def attend_whole(
+    def prefill(
         self, token: _Token, rows: int, seen: Callable[[int], Tensor | None], cache: DynamicCache, hidden: Tensor
     ) -> Tensor:
         """(n * w, H) of the causal attention of (n * w, H), whose keys and values become the cache's.
@@ -142,12 +160,6 @@ class _Layer:
             *(token.cos, token.sin, token.positions, token.column, keys.numpy(), values.numpy()),
         )
         return query
-
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """(rows, H) of the MLP of (rows, H)."""
-        gate, up = _product(hidden, self._gate), _product(hidden, self._up)
-        decode_swiglu.forward(gate.numpy(), up.numpy())
-        return _product(gate, self._down)
 
     def _head_norms(self) -> tuple[np.ndarray, np.ndarray, bool, float]:
         """Weights of queries and keys, if there are any, and epsilon."""

@@ -25,7 +25,7 @@ def not_plain(model: Any) -> str | None:
     """Why a token of each row must go through transformers' own forward; None if ``FusedDecoder`` computes the same.
 
     It knows Llama, Mistral, Qwen2 and Qwen3, with or without biases, tied embeddings and sliding windows, in float32 on
-    a CPU, as transformers makes them: a layer that somebody has replaced is not looked into. It has one thread.
+    a CPU, as transformers makes them: replaced layers are not looked into. It has one thread.
     """
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if kind not in _CLASSES:

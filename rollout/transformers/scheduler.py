@@ -42,18 +42,47 @@ class PendingRequest:
                 sample.finish_reason = "abort"
 
 
-class DecodeScheduler:
-    """Owns the thread. Public methods may be called from any thread and never wait for a step."""
+class _Inbox:
+    """Commands of other threads, carried out by the thread that calls every method but ``put``."""
 
-    def __init__(self, model: Any, max_batch_size: int) -> None:
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def put(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+
+    def await_command(self) -> None:
+        self._commands.get()()
+
+    def await_burst(self) -> None:
+        """Requests come in bursts: those that begin together are prefilled together, and are never a step apart."""
+        deadline = time.monotonic() + _BURST_S
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < deadline:
+                self._commands.get(timeout=_BURST_GAP_S)()
+
+    def empty(self) -> None:
+        """Carry out what is there."""
+        while not self._commands.empty():
+            self._commands.get()()
+
+
+class DecodeScheduler:
+    """Owns the thread. Public methods may be called from any thread and never wait for a step.
+
+    Args:
+        kernels: see ``DecodeBatch``.
+    """
+
+    def __init__(self, model: Any, max_batch_size: int, kernels: bool) -> None:
         self._max_batch_size = max_batch_size
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = _Inbox()
         self._error: EngineError | None = None
         # Below: touched by the decode thread alone.
         self._version = 0
         self._waiting: list[PendingRequest] = []
         self._running: list[PendingRequest] = []
-        self._batch = DecodeBatch(model)
+        self._batch = DecodeBatch(model, kernels)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False
@@ -108,11 +137,10 @@ class DecodeScheduler:
     def _turn(self) -> None:
         """Carry out what the inbox holds (wait for something if there is no work), then step every batch once."""
         if not self._has_work():
-            self._inbox.get()()
+            self._inbox.await_command()
             if self._has_work():
-                self._await_more()
-        while not self._inbox.empty():
-            self._inbox.get()()
+                self._inbox.await_burst()
+        self._inbox.empty()
         self._settle()
         if self._stopping or not self._has_work():
             return
@@ -121,13 +149,6 @@ class DecodeScheduler:
         if self._batch.samples:
             self._batch.step(self._version)
         self._settle()
-
-    def _await_more(self) -> None:
-        """Requests come in bursts: those that begin together are prefilled together, and are never a step apart."""
-        deadline = time.monotonic() + _BURST_S
-        with contextlib.suppress(queue.Empty):
-            while time.monotonic() < deadline:
-                self._inbox.get(timeout=_BURST_GAP_S)()
 
     def _has_work(self) -> bool:
         if self._pause_mode is None:
@@ -176,8 +197,7 @@ class DecodeScheduler:
 
     def _fail_all(self, error: EngineError) -> None:
         self._error = error
-        while not self._inbox.empty():
-            self._inbox.get()()
+        self._inbox.empty()
         futures: list[Future[Any]] = [request.result for request in (*self._waiting, *self._running)]
         for future in (*futures, *self._pause_waiters):
             _settle_future(future, error=error)
@@ -191,7 +211,7 @@ def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
 
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-    """A caller that gave up has cancelled its future: then nobody waits for the value."""
+    """Set a future, unless its caller gave up and cancelled it."""
     try:
         if error is None:
             future.set_result(value)

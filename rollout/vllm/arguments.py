@@ -50,6 +50,18 @@ def sleep_mode(config: RunConfig) -> bool:
     return bool(config.rollout.engine_args.get("enable_sleep_mode", config.cluster.placement == "colocated"))
 
 
+def gives_memory_back(config: RunConfig, engine: str) -> bool:
+    """False on a CPU. On CUDA, True or an error that names the setting."""
+    if on_cpu():
+        return False
+    if not sleep_mode(config):
+        raise EngineError(
+            f"{engine} cannot give memory back; set cluster.placement=colocated, or "
+            "rollout.engine_args.enable_sleep_mode=true"
+        )
+    return True
+
+
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """Everything vLLM is started with. Call after ``prepare_environment``.
 

@@ -131,16 +131,24 @@ class WorkerExtension(_Worker):
         """
         try:
             return getattr(self, method)(**arguments), None
-        except Exception as error:  # told to the engine, which fails the update
+        except Exception as error:  # returned to the engine, which fails the update
             return None, one_line(error)
 
-    def open_update(self) -> None:
+    def begin_update(self) -> None:
         """Start a weight update, also where the last one is open still because it failed on another worker only."""
         if self._weight_update_active:
             self.finish_weight_update()
         self.start_weight_update()
 
-    def received_checksums(self) -> tuple[dict[str, int], float]:
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Fetch, hash and load one bucket."""
+        self.update_weights({"metadata": metadata})
+
+    def finish_update(self) -> None:
+        """End the open update, also one that has failed."""
+        self.finish_weight_update()
+
+    def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
         arrivals = self.weight_transfer_engine.arrivals
         return arrivals.checksums, arrivals.hashing.seconds

@@ -6,6 +6,7 @@ has advantage exactly 0: float noise divided by float noise teaches nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.registry import option_names, resolve
+from slime_like.plugins.resolve import resolve
 
 Scope = Literal["group", "batch"]
 
@@ -171,6 +172,11 @@ def compute_advantages(
     if not rewards.numel():
         return rewards.to(dtype)
     advantages = found(rewards.double(), groups, **options)
+    _check_computed(estimator, advantages, rewards)
+    return advantages.to(dtype)
+
+
+def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None:
     if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
         gave = f"shape {tuple(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
         raise ValueError(
@@ -182,16 +188,23 @@ def compute_advantages(
             f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; every "
             "one must be finite, also in a group of one or without spread"
         )
-    return advantages.to(dtype)
 
 
 def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:
-    known = option_names(estimator.compute)
+    known = _option_names(estimator.compute)
     if known is not None and (unknown := [option for option in options if option not in known]):
         offer = f"it has {', '.join(known)}" if known else "it has none"
         raise ValueError(f"advantage estimator {name!r} has no option {unknown[0]!r}; {offer}")
     if not options.get("eps", 0.0) >= 0:
         raise ValueError(f"eps={options['eps']} is no spread of rewards; give 0 or more")
+
+
+def _option_names(compute: Callable[..., Any]) -> list[str] | None:
+    """Parameters besides rewards and groups; ``None`` where it takes anything."""
+    parameters = list(inspect.signature(compute).parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters[2:]]
 
 
 def find_estimator(name: str) -> AdvantageEstimator:

@@ -14,8 +14,8 @@ from slime_like.algorithms.losses.kl import KL_ESTIMATORS
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.algorithms.losses.value import value_loss
 from slime_like.algorithms.reduction import REDUCTIONS
-from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
+from slime_like.plugins.resolve import resolve
 
 CATALOGUE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

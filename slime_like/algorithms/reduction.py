@@ -25,9 +25,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.registry import resolve
 from slime_like.algorithms.segments import segment_sum
 from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.plugins.resolve import resolve
 
 Counts = Sequence[int]
 

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.head import Reduce, VocabularyShard, chunk_sums, combine_shards, local_sums, no_reduction
 from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
 from slime_like.algorithms.masks import require_temperatures
 from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.vocabulary_shard import (
+    Reduce,
+    VocabularyShard,
+    chunk_sums,
+    combine_shards,
+    local_sums,
+    no_reduction,
+)
 
 
 def vocab_parallel_logprobs(

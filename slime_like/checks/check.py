@@ -29,17 +29,18 @@ from slime_like.checks.model_directories import (
 from slime_like.checks.offload import offload_problems
 from slime_like.checks.sampling import sampling_problems, streaming_problems
 from slime_like.checks.schedule import schedule_problems
-from slime_like.checks.user_code import environment_problems, reward_problems
+from slime_like.checks.user_code import custom_reward_problems, environment_problems, reward_problems
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.run import RunConfig
+from slime_like.cpu.choice import kernels_are_used
 from slime_like.data.dump_names import rollouts_name
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.source import own_problem
+from slime_like.plugins.import_path import import_path_problem
 
 
 def check(config: RunConfig, trains: bool = True) -> list[str]:
@@ -51,7 +52,8 @@ def check(config: RunConfig, trains: bool = True) -> list[str]:
     """
     dimensions, problems = find_dimensions(config.model.path, "model.path")
     problems += [] if dimensions is None else list(reference_problems(config, dimensions))
-    return problems + check_machine(config, dimensions, trains) + check_settings(config, dimensions, trains)
+    problems += check_machine(config, dimensions, trains) + check_settings(config, dimensions, trains)
+    return [*problems, *custom_reward_problems(config)]
 
 
 def require_valid(config: RunConfig) -> None:
@@ -89,7 +91,7 @@ def check_machine(config: RunConfig, dimensions: ModelDimensions | None, trains:
     """What this machine lacks: files, directories that can be written, packages. ``trains`` as in ``check``."""
     problems = [*_places(config, trains), *_resume(config), *_kept_rollouts(config), *_start_weights(config)]
     problems += _converted(config)
-    problems += [*attention_problems(config), *check_compiler()]
+    problems += [*attention_problems(config), *check_compiler(config)]
     if not config.supervised:
         problems += _sync_directory(config)
     if dimensions is not None:
@@ -123,14 +125,14 @@ def check_run_dir(config: RunConfig) -> list[str]:
     return [] if problem is None else [f"run_dir={config.run_dir} {problem}"]
 
 
-def check_compiler() -> list[str]:
+def check_compiler(config: RunConfig) -> list[str]:
     """May Numba compile? It has a variable of its own against it, for debugging."""
     value = os.environ.get("NUMBA_DISABLE_JIT", "")
-    if not value.strip("0"):
+    if not value.strip("0") or not kernels_are_used(config.trainer.cpu_kernels):
         return []
     return [
         f"NUMBA_DISABLE_JIT={value} in the environment keeps Numba from compiling the kernels for a CPU, which do not "
-        "run uncompiled; unset it"
+        "run uncompiled; unset it, or use trainer.cpu_kernels=off"
     ]
 
 
@@ -239,7 +241,7 @@ def _names(config: RunConfig) -> Iterator[str]:
             yield from interpreter_problems(config.rollout.python, config.rollout.engine)
     for field, name, known, otherwise in named:
         if otherwise and ":" in name:
-            problem = own_problem(name)
+            problem = import_path_problem(name)
             if problem:
                 yield f"{field}={name} {problem}"
         else:

@@ -96,7 +96,8 @@ def _file_problems(source: Path, output: Path) -> list[str]:
 def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
     config = load_config(None, ["--run_dir", str(temporary_run_dir("score")), *source.flags, *flags])
-    problems = check_trainer(config, loads_model=source.weights is None) + check_run_dir(config) + check_compiler()
+    problems = check_trainer(config, loads_model=source.weights is None)
+    problems += check_run_dir(config) + check_compiler(config)
     if source.weights is not None:
         problem = backend_problem(source.weights.parent, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [problem]

@@ -113,7 +113,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
     config = load_config(None, [*_named(model), *settings, *flags])
-    problems = check_trainer(config, loads_model=True) + check_run_dir(config) + check_compiler()
+    problems = check_trainer(config, loads_model=True) + check_run_dir(config) + check_compiler(config)
     if problems:
         raise ConfigError(problems)
     return config

@@ -121,3 +121,8 @@ class TrainerConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
+    cpu_kernels: Literal["auto", "off"] = Field(
+        "auto",
+        description="Operators of layers on a CPU. auto: numba kernels, if installed, for megatron's float32 layers "
+        "on at most two threads and for decoding by the engine transformers. off: torch's operators, as on a GPU.",
+    )

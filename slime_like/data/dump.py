@@ -16,7 +16,7 @@ from slime_like.trajectory import ScoredTrajectory
 _VERSION = 1
 _DAMAGE = (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError)
 """What torch, or the construction of trajectories, raises on a file that is something else."""
-_FIELDS = tuple(field.name for field in fields(ScoredTrajectory))
+_FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
 def dump_path(directory: Path, step: int) -> Path:

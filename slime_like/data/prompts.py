@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import DataConfig
-from slime_like.data.encoding import RowEncoder
+from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import read_rows
 from slime_like.data.tokenizer import load_tokenizer as load_tokenizer
 from slime_like.errors import DataError
@@ -22,7 +22,7 @@ _HASH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt on its way to the engines.
+    """One prompt, encoded.
 
     Attributes:
         tokens: prompt token ids, at least one.
@@ -51,7 +51,7 @@ class PromptSource:
     Args:
         files: ``.jsonl`` and ``.parquet`` files, read in this order.
         tokenizer: Hugging Face tokenizer.
-        config: keys, template, length limit, shuffling. ``config.train`` is not looked at: ``files`` is.
+        config: keys, template, length limit, shuffling; ``config.train`` is ignored, ``files`` is used instead.
         seed: seed of the order.
         need_responses: every row must have a demonstration (supervised mode).
 
@@ -65,24 +65,19 @@ class PromptSource:
     def __init__(
         self, files: Sequence[Path], tokenizer: Any, config: DataConfig, seed: int, need_responses: bool = False
     ) -> None:
-        self._config = config
-        self._seed = seed
         self._files = tuple(Path(file) for file in files)
+        self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
-        self._prompts, self._responses = _Ragged(), _Ragged()
-        self._answers: list[str] = []
-        self._has_response: list[bool] = []
-        self._environments: dict[int, dict[str, Any]] = {}
+        self._rows = _Rows()
         self._read(RowEncoder(tokenizer, config, need_responses))
+        self._order = _Order(self.num_rows, seed, config.shuffle)
         self._issued = 0
-        self._order_epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
         self._fingerprint = _fingerprint(self._files)
 
     @property
     def num_rows(self) -> int:
         """Rows of one epoch."""
-        return len(self._answers)
+        return len(self._rows)
 
     @property
     def epoch(self) -> int:
@@ -90,15 +85,20 @@ class PromptSource:
         return self._issued // self.num_rows
 
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; a batch may go on into the next epoch."""
+        """The next ``n`` prompts; a batch may continue in the next epoch."""
         return [self._issue() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in; expressible in JSON."""
-        return {"issued": self._issued, "seed": self._seed, "num_rows": self.num_rows, "fingerprint": self._fingerprint}
+        """The position, and the identity of the data that it belongs to; expressible in JSON."""
+        return {
+            "issued": self._issued,
+            "seed": self._order.seed,
+            "num_rows": self.num_rows,
+            "fingerprint": self._fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where ``state_dict`` was taken.
+        """Resume exactly where ``state_dict`` was taken.
 
         Raises:
             DataError: other files (by content), another seed or another selection of rows than then.
@@ -115,48 +115,77 @@ class PromptSource:
 
     def _issue(self) -> Prompt:
         epoch, position = divmod(self._issued, self.num_rows)
-        row = self._row_at(epoch, position)
-        prompt = Prompt(
-            tokens=self._prompts[row],
-            answer=self._answers[row],
-            group_id=self._issued,
-            epoch=epoch,
-            row=row,
-            response_tokens=self._responses[row] if self._has_response[row] else None,
-            environment=self._environments.get(row),
-        )
+        prompt = self._rows.prompt(self._order.row(epoch, position), group_id=self._issued, epoch=epoch)
         self._issued += 1
         return prompt
-
-    def _row_at(self, epoch: int, position: int) -> int:
-        if not self._config.shuffle:
-            return position
-        if epoch != self._order_epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
-            self._order_epoch = epoch
-        return int(self._order[position])
 
     def _read(self, encoder: RowEncoder) -> None:
         for file in self._files:
             for row in read_rows(file):
                 encoded = encoder.encode(row)
-                if len(encoded.tokens) > self._config.max_prompt_tokens:
+                if len(encoded.tokens) > self._max_tokens:
                     self.dropped_prompts += 1
-                    continue
-                if encoded.environment is not None:
-                    self._environments[len(self._answers)] = encoded.environment
-                self._prompts.append(encoded.tokens)
-                self._responses.append(encoded.response_tokens or ())
-                self._has_response.append(encoded.response_tokens is not None)
-                self._answers.append(encoded.answer)
-        if not self._answers:
+                else:
+                    self._rows.append(encoded)
+        if len(self._rows) == 0:
             names = ", ".join(str(file) for file in self._files) or "(no file)"
             if not self.dropped_prompts:
                 raise DataError(f"{names}: no rows; give a file with rows")
             raise DataError(
                 f"{names}: no row is left: every prompt, {self.dropped_prompts} in all, is over data.max_prompt_tokens="
-                f"{self._config.max_prompt_tokens}; raise the limit, or give a file with shorter ones"
+                f"{self._max_tokens}; raise the limit, or give a file with shorter ones"
             )
+
+
+class _Order:
+    """The row at every position of every epoch; shuffled by the seed and the epoch's number."""
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+        self.seed = seed
+        self._num_rows = num_rows
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._rows = np.empty(0, dtype=np.int64)
+
+    def row(self, epoch: int, position: int) -> int:
+        if not self._shuffle:
+            return position
+        if epoch != self._epoch:
+            self._rows = np.random.default_rng([self.seed, epoch]).permutation(self._num_rows)
+            self._epoch = epoch
+        return int(self._rows[position])
+
+
+class _Rows:
+    """The rows in use, encoded."""
+
+    def __init__(self) -> None:
+        self._prompts, self._responses = _Ragged(), _Ragged()
+        self._answers: list[str] = []
+        self._has_response: list[bool] = []
+        self._environments: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def append(self, encoded: EncodedRow) -> None:
+        if encoded.environment is not None:
+            self._environments[len(self._answers)] = encoded.environment
+        self._prompts.append(encoded.tokens)
+        self._responses.append(encoded.response_tokens or ())
+        self._has_response.append(encoded.response_tokens is not None)
+        self._answers.append(encoded.answer)
+
+    def prompt(self, row: int, group_id: int, epoch: int) -> Prompt:
+        return Prompt(
+            tokens=self._prompts[row],
+            answer=self._answers[row],
+            group_id=group_id,
+            epoch=epoch,
+            row=row,
+            response_tokens=self._responses[row] if self._has_response[row] else None,
+            environment=self._environments.get(row),
+        )
 
 
 class _Ragged:

@@ -1,4 +1,4 @@
-"""Exact arithmetic on text that nobody vouches for: a parser of its own, with bounds on everything that can grow."""
+"""Exact arithmetic on untrusted text: a parser with bounds on everything that can grow."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class Calculator:
     """A turn that holds an expression between ``opening`` and ``closing`` gets its value; any other turn is the answer.
 
     Of several expressions in one turn the last counts. One that has no value gets the reason, so that the model may try
-    again. The environment's own reward is 1 where the answer is a number equal to the row's, else 0.
+    again. The environment's reward is 1 where the answer is a number equal to the row's, else 0.
 
     Args:
         opening, closing: what marks an expression.

@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""One token opens every turn, ``<eos>`` ends the model's own: a prompt costs two tokens more than its text."""
+"""One token opens every turn, ``<eos>`` ends the model's: a prompt costs two tokens more than its text."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -149,7 +149,10 @@ class RolloutEngine(Protocol):
     async def health(self) -> EngineHealth: ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back (colocated mode); running requests end as aborted, weights are remembered."""
+        """Give the device's memory back (colocated mode); running requests end as aborted, weights are remembered.
+
+        Also called with "weights" alone awake, when a weight update has failed: parts that are asleep stay so.
+        """
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         """Take it again. With "weights" alone the engine can be updated; it samples when both are back."""

@@ -199,10 +199,7 @@ def _samples(
 
 
 def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
-    per_token: dict[str, np.ndarray | Tensor | None] = {
-        "pi_logprobs": pi, "response_tokens": sample.response_tokens, "loss_mask": sample.loss_mask,
-        "logprobs": sample.logprobs, "ref_logprobs": sample.ref_logprobs, "weight_versions": sample.weight_versions,
-    }  # fmt: skip
+    per_token: dict[str, np.ndarray | Tensor | None] = {"pi_logprobs": pi, **sample.response_tensors()}
     for name, values in per_token.items():
         if values is not None and tuple(values.shape) != (sample.response_len,):
             raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,8 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.engine_group import EngineAnswers
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
@@ -42,7 +42,6 @@ class SyncReport:
             trainers' part and of the hashing on both sides was not hidden behind other work
             (``slime_like.weights.verification_cost``).
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
-        restarted: engines that had died and were started anew for it, one sentence each.
     """
 
     version: int
@@ -55,7 +54,6 @@ class SyncReport:
     gather_s: float
     verify_s: float
     probe_gap: float | None
-    restarted: list[str]
 
     def record(self) -> SyncRecord:
         """For the log."""
@@ -110,7 +108,7 @@ class WeightSync:
         self,
         config: RunConfig,
         trainers: TrainerGroup,
-        engines: RolloutManager,
+        supervisor: EngineSupervisor,
         placement: Placement,
         turns: Turns,
         run_name: str,
@@ -118,45 +116,53 @@ class WeightSync:
         self._config = config
         self._turns = turns
         self._trainers = trainers
-        self._engines = engines
+        self._supervisor = supervisor
+        self._engines = supervisor.engines
+        supervisor.weights = self
         self._run_name = run_name
         self._probe = probe_sequences(config)
         self._transport = transport_of(config, placement)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
-        self._connected = False
+        self._version = 0
+        self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:
-        """Open the transport on both sides, anew if it was open. Engines that have been restarted join by this, too."""
+        """Open the transport on both sides, anew if it was open. Replaced engines join by this, too."""
         rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
         self._engines.connect(self._transport, join_rendezvous(rendezvous))
-        self._connected = True
+        self._connected = self._supervisor.generation
 
     def run(self, version: int) -> SyncReport:
-        """Send the current weights as ``version``; engines that have died are started anew before.
+        """Send the current weights as ``version``; engines that have died are replaced before.
 
         After a sync that failed, engines sample nothing until one succeeds, and that one sends everything.
 
         Raises:
             WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
         """
-        self._turns.begin_sync()
-        told: list[str] = []
+        self._version = version
         while True:
-            restarted = self._engines.restart_dead()
-            if restarted:
-                self._connected = False
-                told += restarted
+            if self._supervisor.has_dead:
+                self._turns.starting_engines()
+                self._supervisor.replace_dead()
             try:
-                report = self._send(version, told)
+                self._turns.begin_sync()
+                if self._supervisor.has_dead:
+                    continue
+                report = self._send(version)
             except (EngineError, WeightSyncError) as error:
                 # Over a network an engine's death shows at the sender and at other engines, too, perhaps first.
-                if not self._engines.lose_dead(EngineError(str(error))):
+                if not self._supervisor.find_dead(error):
                     raise
-                continue  # whoever has half of the weights gets all of them, from the first bucket
-            self._engines.admit()
+                continue  # an engine that has half of the weights gets all of them, from the first bucket
+            self._supervisor.admit()
             return report
 
-    def _send(self, version: int, restarted: list[str]) -> SyncReport:
+    def send_again(self) -> None:
+        """See ``WeightSource``."""
+        self.run(self._version)
+
+    def _send(self, version: int) -> SyncReport:
         started = time.perf_counter()
         sent, receipts = self._transfer_or_resend(version)
         self._turns.end_sync()  # trainers that leave the device score the probe before: they work in order
@@ -175,7 +181,6 @@ class WeightSync:
             gather_s=sent.gather_s,
             verify_s=hashing_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
-            restarted=restarted,
         )
 
     def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
@@ -188,14 +193,14 @@ class WeightSync:
         return self._transfer(version)
 
     def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        if not self._connected:
+        if self._connected != self._supervisor.generation:
             self.connect()
-        self._connected = False  # until this has gone well
+        generation, self._connected = self._connected, None  # until this has gone well
         first = self._trainers.start_export()
         self._engines.begin_update(version)
         sent = self._stream(first)
         receipts = self._engines.finish_update(version)
-        self._connected = True
+        self._connected = generation
         return sent, receipts
 
     def _stream(self, gathered_next: Callable[[], list[BucketMetadata | None]]) -> _Sent:
@@ -205,7 +210,7 @@ class WeightSync:
             gathered_next: waits for the first buckets.
         """
         sent = _Sent()
-        loading: list[Any] = []
+        loading: EngineAnswers | None = None
         loaded_nbytes = 0
         while True:
             started = time.perf_counter()
@@ -215,7 +220,8 @@ class WeightSync:
             if not buckets and self._config.sync.verify:
                 # Trainers are done, while engines still load the last buckets and make the version current.
                 sent.expected = self._trainers.start_probe(self._probe)
-            self._engines.wait_update(loading)
+            if loading is not None:
+                loading.result()
             sent.gather_s += gathered - started
             hash_s = max((bucket.figures.hash_s for bucket in buckets), default=0.0)
             sent.rounds.append(Round(hash_s, time.perf_counter() - gathered, loaded_nbytes))
@@ -224,7 +230,7 @@ class WeightSync:
             for bucket in buckets:
                 sent.add(bucket)
             loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
-            loading = self._engines.start_update(buckets)
+            loading = self._engines.update(buckets)
 
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Callable[[], np.ndarray]
@@ -236,13 +242,11 @@ class WeightSync:
     def _verify_probe(self, version: int, expected: Callable[[], np.ndarray]) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
-        answered = self._engines.ask_each(
-            [_probe_request(version, index, tokens) for index, tokens in enumerate(self._probe)]
-        )
-        wanted, answers = expected(), answered()
+        asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
+        wanted, answers = expected(), [answers.result() for answers in asked]
         worst = 0.0
-        for engine in range(self._engines.num_engines):
-            got = np.concatenate([_prompt_logprobs(answer[engine], engine) for answer in answers])
+        for engine in range(len(self._engines)):
+            got = np.concatenate([_prompt_logprobs(answer[engine][0], engine) for answer in answers])
             gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(

@@ -12,6 +12,7 @@ from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
+from slime_like.checks.user_code import custom_reward_problems
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend, load_backend
@@ -128,7 +129,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     backend = plannable_backend(config)
     dimensions = counted_dimensions(config, dimensions, backend)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
-    plan.problems += check_settings(config, dimensions)
+    plan.problems += [*check_settings(config, dimensions), *custom_reward_problems(config)]
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
     plan.problems += [text for text in _of_references(config, dimensions, backend) if text not in plan.problems]
     plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import symtable
 import warnings
-from importlib.machinery import ModuleSpec
 from importlib.util import decode_source
 from pathlib import Path
 
 from slime_like.plugins.traceback import find_module
 
+_LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
+"""What no call can be made of."""
+
+_SHOWN_CHARS = 40
+
 
 def import_path_problem(path: str) -> str | None:
-    """What is wrong with an import path, as half a sentence with its remedy; ``None`` where nothing is.
+    """What is wrong with the import path of something to be called, as half a sentence with its remedy; or ``None``.
 
     Modules are looked up as an import would, along ``sys.path``, but parents are not executed. Names are looked up in
     the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is believed.
@@ -23,32 +28,42 @@ def import_path_problem(path: str) -> str | None:
     spec, missing = find_module(module)
     if spec is None:
         return f"leads nowhere: there is no module {missing}; install it, or start with its directory in PYTHONPATH"
-    if broken := _syntax_problem(spec):
-        return broken
-    if _may_define(spec, name):
-        return None
-    return f"leads nowhere: {spec.origin} defines no {name}; correct the name"
-
-
-def _syntax_problem(spec: ModuleSpec) -> str | None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    content = Path(spec.origin).read_bytes()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told when it is imported
-            compile(Path(spec.origin).read_bytes(), spec.origin, "exec", dont_inherit=True)
+            warnings.simplefilter("ignore")  # shown when it is imported
+            compile(content, spec.origin, "exec", dont_inherit=True)
     except SyntaxError as error:
         return f"cannot be imported: {spec.origin}:{error.lineno}: {type(error).__name__}: {error.msg}; correct it"
     except ValueError as error:  # null bytes, in some versions
         return f"cannot be imported: {spec.origin}: {error}; correct it"
-    return None
+    return _name_problem(decode_source(content), spec.origin, name)
 
 
-def _may_define(spec: ModuleSpec, name: str) -> bool:
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return True
-    source = decode_source(Path(spec.origin).read_bytes())
-    table = symtable.symtable(source, spec.origin, "exec")
+def _name_problem(source: str, file: str, name: str) -> str | None:
+    table = symtable.symtable(source, file, "exec")
     bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     bound |= {child.get_name() for child in table.get_children()}
-    return name in bound or "__getattr__" in bound or "import *" in source
+    if not ({name, "__getattr__"} & bound or "import *" in source):
+        return f"leads nowhere: {file} defines no {name}; correct the name"
+    value = _only_value(ast.parse(source), name)
+    if not isinstance(value, _LITERALS):
+        return None
+    return f"is {ast.unparse(value)[:_SHOWN_CHARS]} ({file}:{value.lineno}), which cannot be called; correct the name"
+
+
+def _only_value(tree: ast.Module, name: str) -> ast.expr | None:
+    """What an assignment at the top of the module gives the name, where nothing else in the module binds it."""
+    names = [getattr(node, "asname", None) or getattr(node, "name", None) for node in ast.walk(tree)]
+    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+    if names.count(name) + sum(node.id == name for node in stores) != 1:
+        return None
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and any(
+            isinstance(target, ast.Name) and target.id == name for target in targets
+        ):
+            return statement.value
+    return None

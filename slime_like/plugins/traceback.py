@@ -1,4 +1,4 @@
-"""Where a user's own code stands, given as ``package.module:name``, and which line of it an error comes from.
+"""Location of custom code, given as ``package.module:name``, and the line of it that an error comes from.
 
 Imports neither torch nor the configuration: workers that must start quickly use it.
 """
@@ -32,7 +32,7 @@ def find_module(module: str) -> tuple[ModuleSpec | None, str]:
 
 
 def code_of(function: Any) -> CodeType | None:
-    """What a call of it executes, behind decorators that say what they wrap; none where it is not Python's."""
+    """Code that a call executes, behind decorators that name what they wrap; none where it is not Python's."""
     function = unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None
@@ -52,7 +52,7 @@ def raised_at(error: BaseException, files: Collection[str]) -> str | None:
 
 
 def place(error: BaseException, code: CodeType) -> str:
-    """File and line: where the code's own file raised, or, where what it returned is refused, of its definition."""
+    """File and line: where the code's file raised, or, where its result is rejected, of its definition."""
     return raised_at(error, [code.co_filename]) or _definition(code)
 
 
@@ -68,14 +68,14 @@ def named_place(error: BaseException, path: str, member: str) -> str:
     found = getattr(sys.modules.get(module), name, None)
     code = None if found is None else code_of(getattr(found, member, found))
     spec, _ = find_module(module)
-    own = None if spec is None else spec.origin
-    files = {own, None if code is None else code.co_filename, *_files_of_classes(found)} - {None}
+    origin = None if spec is None else spec.origin
+    files = {origin, None if code is None else code.co_filename, *_files_of_classes(found)} - {None}
     raised = raised_at(error, [file for file in files if file is not None])
-    return raised or (_definition(code) if code is not None else own or module)
+    return raised or (_definition(code) if code is not None else origin or module)
 
 
-def told(field: str, path: str, error: BaseException, member: str = "__call__") -> str:
-    """One clause about a failure of a user's own object: its field and name, what was raised, and where."""
+def format_error(field: str, path: str, error: BaseException, member: str = "__call__") -> str:
+    """One clause about a failure of a custom object: its field and name, what was raised, and where."""
     what = f"{type(error).__name__}: {error}".strip()
     first = what.splitlines()[0][:_LONGEST]
     return f"{field}={path} failed with {first} ({named_place(error, path, member)})"

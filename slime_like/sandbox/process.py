@@ -1,13 +1,14 @@
-"""The pool's side of one worker process: its pipes, its deadline, its end."""
+"""One worker process as its pool has it: its pipes, its deadlines, its end."""
 
 from __future__ import annotations
 
-import os
+import asyncio
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections import deque
+from os import getpid
 from typing import Any, Literal
 
 from slime_like.errors import SlimeLikeError
@@ -17,101 +18,81 @@ _READ_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
 
-STARTS = 3
-"""How often in succession a worker is started that somebody else kills before it is ready."""
+
+class WorkerEnded(Exception):
+    """A worker has ended, or gave no message in time.
+
+    Attributes:
+        reason: "timeout", "cpu" (it used up its CPU time) or "crash".
+    """
+
+    def __init__(self, reason: Literal["timeout", "cpu", "crash"]) -> None:
+        self.reason = reason
+        super().__init__(reason)
 
 
 class WorkerProcess:
-    """A started worker. Reading and writing never block; the pool waits for many workers at once.
+    """A started process whose pipes belong to the event loop that runs.
 
     Args:
-        module: what it runs as ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
-        setup: its first message.
-        start_timeout_s: until ``deadline`` at first.
-
-    Attributes:
-        ready: it has imported what it needs and waits for items.
-        pending: items sent and not answered yet, by index; the first is the one in progress.
-        deadline: monotonic time by which its next message must have come; ``inf`` while it has nothing to do.
+        module: run as ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
     """
 
-    def __init__(self, module: str, setup: dict[str, Any], start_timeout_s: float) -> None:
+    def __init__(self, module: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid())],
+            [sys.executable, "-m", module, str(getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             bufsize=0,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        for pipe in (self._stdin, self._stdout):
-            os.set_blocking(pipe.fileno(), False)
+        self._replies = asyncio.StreamReader()
         self._incoming = bytearray()
-        self._outgoing = bytearray()
-        self.ready = False
-        self.pending: list[int] = []
-        self.deadline = time.monotonic() + start_timeout_s
-        self.queue(setup)
+        self._messages: deque[dict[str, Any]] = deque()
+        self._reader: asyncio.BaseTransport | None = None
+        self._writer: asyncio.WriteTransport | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def read_fd(self) -> int:
-        return self._stdout.fileno()
-
-    @property
-    def write_fd(self) -> int:
-        return self._stdin.fileno()
-
-    @property
-    def has_output(self) -> bool:
-        """Bytes wait to be written to it."""
-        return bool(self._outgoing)
-
-    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def queue(self, message: dict[str, Any]) -> None:
-        self._outgoing += encode(message)
+    async def open(self, setup: dict[str, Any]) -> None:
+        """Connect the pipes and send the first message."""
+        loop = asyncio.get_running_loop()
+        self._reader, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._replies), self._process.stdout
+        )
+        self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, self._process.stdin)
+        self.send(setup)
 
-    def write(self) -> None:
-        """Write what the pipe takes. A broken pipe shows as the end of its output."""
-        try:
-            del self._outgoing[: os.write(self.write_fd, self._outgoing[:_READ_BYTES])]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._outgoing.clear()
+    def send(self, message: dict[str, Any]) -> None:
+        """A broken pipe shows as the end of the worker's output."""
+        assert self._writer is not None
+        self._writer.write(encode(message))
 
-    def read(self) -> list[dict[str, Any]] | None:
-        """Complete messages that have arrived, ``None`` when it has ended."""
-        try:
-            data = os.read(self.read_fd, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        self._incoming += data
-        return take_messages(self._incoming)
+    async def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next message.
 
-    def why_it_ended(self) -> Literal["cpu", "crash"]:
-        """After ``read`` has returned ``None``: whether the kernel ended it for the CPU time it took."""
-        try:
-            return "cpu" if self._process.wait(_DEATH_TIMEOUT_S) == -signal.SIGXCPU else "crash"
-        except subprocess.TimeoutExpired:  # it has closed its output and lives
-            return "crash"
+        Raises:
+            WorkerEnded: there is none, or none within ``timeout_s``.
+        """
+        if not self._messages:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not self._messages:
+                        await self._read()
+            except TimeoutError:
+                raise WorkerEnded("timeout") from None
+        return self._messages.popleft()
 
     def was_killed(self) -> bool:
-        """After ``read`` has returned ``None``: whether it was ended by SIGKILL, which no code of ours sends."""
-        try:
-            return self._process.wait(_DEATH_TIMEOUT_S) == -signal.SIGKILL
-        except subprocess.TimeoutExpired:
-            return False
+        """After ``WorkerEnded``: whether SIGKILL ended it, which no code of this package sends to a worker at work."""
+        return self._exit_code() == -signal.SIGKILL
 
     def last_words(self) -> str:
         """The end of what it wrote to standard error."""
@@ -121,13 +102,21 @@ class WorkerProcess:
             return "it was killed; is the machine short of memory?"
         return lines[-1][-500:] if lines else "it wrote nothing"
 
+    def disconnect(self) -> None:
+        """Close its pipes, in the loop's thread: a worker that is idle then exits."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.abort()
+
     def end(self, grace_s: float = 0.0) -> None:
-        """Close its input, give it ``grace_s`` to leave, then kill it by its process id.
+        """After ``disconnect``: give it ``grace_s`` to exit, then kill it by its process id.
 
         Raises:
             SlimeLikeError: it is still there; the kernel cannot end it.
         """
-        self._stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
         try:
             if grace_s > 0:
                 self._process.wait(grace_s)
@@ -142,5 +131,20 @@ class WorkerProcess:
                 f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL; end it by hand"
             ) from error
         finally:
-            self._stdout.close()
+            self._process.stdout.close()
             self._log.close()
+
+    async def _read(self) -> None:
+        """Take what has arrived: many messages at once, where items take little time."""
+        data = await self._replies.read(_READ_BYTES)
+        if not data:
+            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash")
+        self._incoming += data
+        self._messages.extend(take_messages(self._incoming))
+
+    def _exit_code(self) -> int | None:
+        """``None`` where it has closed its output and lives."""
+        try:
+            return self._process.wait(_DEATH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None

@@ -1,4 +1,4 @@
-"""A worker's own side: reads items from standard input, writes one answer per item to standard output.
+"""The worker's side: reads items from standard input, writes one answer per item to standard output.
 
 Imports neither torch nor the configuration, so that a replacement is quick. A worker ends when its input ends, and the
 kernel ends it when its parent dies.
@@ -18,11 +18,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
+from slime_like.errors import ConfigError
 from slime_like.plugins.traceback import full_traceback, place
 from slime_like.sandbox.protocol import encode, read_message
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
-"""One item to one answer. It catches what the item's own code raises."""
+"""One item to one answer. It catches what the item's code raises."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST = 300
@@ -33,12 +34,12 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     """Serve until standard input ends; the parent's process id is the first argument of the command line.
 
     Args:
-        prepare: makes the handler of the first message, and says what the parent is told besides "ready". That message
+        prepare: makes the handler from the first message, and what the parent receives besides "ready". That message
             has ``memory_mb``, the address space allowed beyond what is in use when ``prepare`` has returned, and
             ``timeout_s``, the CPU seconds that one item may take.
 
     Returns:
-        Exit code: 0, or 1 where ``prepare`` raised ``ValueError``, whose text the parent is told.
+        Exit code: 0, or 1 where ``prepare`` raised ``ConfigError``, whose problems the parent receives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
     _die_with_parent(int(sys.argv[1]))
@@ -48,8 +49,8 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
         return 0
     try:
         handle, about = prepare(setup)
-    except ValueError as error:
-        _send(replies, {"error": str(error)})
+    except ConfigError as error:
+        _send(replies, {"problems": error.problems})
         return 1
     _limit_memory(int(setup["memory_mb"]) * 2**20)
     _send(replies, {"ready": os.getpid(), **about})
@@ -61,11 +62,11 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
 
 
 def failure(error: BaseException, where: str, code: CodeType | None = None) -> dict[str, Any]:
-    """The answer that says why one item has none.
+    """The answer for an item without a result: the reason.
 
     Args:
         where: what the user calls it.
-        code: of a user's own function or method: the detail names the line of its file.
+        code: of a custom function or method: the detail names the line of its file.
     """
     if isinstance(error, MemoryError):
         return {"reason": "memory", "function": where}
@@ -117,7 +118,7 @@ def _limit_memory(extra_bytes: int) -> None:
 def _limit_cpu(seconds: float) -> None:
     """``seconds`` more of CPU time, over all threads, rounded up; then the kernel ends this process.
 
-    One thread meets the pool's own bound on time first. This one is for those that start more, and its children inherit
+    One thread meets the pool's bound on time first. This one is for those that start more, and its children inherit
     it.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

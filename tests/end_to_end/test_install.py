@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import Tiny
+from tests.unit.observability.report_run import write_run
+
 REPO = Path(__file__).resolve().parents[2]
 
 PROBE = """
@@ -20,6 +23,7 @@ print(json.dumps({
     "loaded": [load_backend(name).__name__ for name in ("megatron", "fsdp")]
     + [load_engine(name).__name__ for name in ("vllm", "sglang", "transformers")],
     "entry_points": sorted(found),
+    "requires": distribution("slime-like").requires,
 }))
 """
 
@@ -47,9 +51,29 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     assert found["loaded"] == ["MegatronTrainer", "FsdpTrainer", "VllmEngine", "SglangEngine", "TransformersEngine"]
     assert found["entry_points"] == ["fsdp", "megatron", "sglang", "slime-like", "transformers", "vllm"]
 
+    numba = [requirement for requirement in found["requires"] if requirement.startswith("numba")]
+    assert numba and all("extra ==" in requirement for requirement in numba)  # a light install has none
+
     script = target / "bin" / "slime-like"
     helped = subprocess.run(
         [sys.executable, str(script), "train", "--help"],
         cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "--trainer.parallel.tensor" in helped.stdout
+
+    run_dir = write_run(tmp_path / "run")
+    subprocess.run(
+        [sys.executable, str(script), "report", str(run_dir)],
+        cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    page = (run_dir / "report.html").read_text()
+    assert "--paper: #fff" in page and '"use strict";' in page  # style and script are files of the package
+
+
+def test_a_plan_needs_no_numba(tiny: Tiny) -> None:
+    hidden = "import sys; sys.modules['numba'] = None; from slime_like.commands.main import main; sys.exit(main())"
+    planned = subprocess.run(
+        [sys.executable, "-c", hidden, "plan", "configs/quickstart.yaml", "--model.path", str(tiny.model)],
+        cwd=REPO, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr

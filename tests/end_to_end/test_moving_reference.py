@@ -27,7 +27,7 @@ def test_resumed_equals_uninterrupted_wherever_the_reference_is(tiny: Tiny, tmp_
             "--rollout.engine", "transformers", "--evaluation.files", "[]", "--checkpoint.export_hf", "false",
             "--steps", str(STEPS), "--checkpoint.every", "3", "--algorithm.kl_coef", "0.1",
             "--algorithm.minibatches", "1", "--reference.update_interval", str(INTERVAL),
-            "--trainer.optimizer.lr", "1e-3", *more,
+            "--trainer.optimizer.lr", "1e-3", "--trainer.cpu_kernels", "off", *more,
         ]  # fmt: skip
         finished = run(tiny.rl_flags(tmp_path / name, *flags), tmp_path / f"{name}-log")
         assert finished.code == 0, finished.stderr

@@ -23,7 +23,7 @@ def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", "2",
         "--algorithm.minibatches", "2", "--algorithm.epochs", "2", "--algorithm.kl_coef", "0.01",
-        "--debug.save_rollouts", str(root / "rollouts"), *more,
+        "--trainer.cpu_kernels", "off", "--debug.save_rollouts", str(root / "rollouts"), *more,
     )  # fmt: skip
 
 

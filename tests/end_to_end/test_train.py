@@ -55,6 +55,7 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     finished = run(tiny.sft_flags(run_dir), tmp_path / "log")
     assert finished.code == 0, finished.stderr
+    assert "CPU operators: Numba kernels" in finished.stderr
     assert finished.left_behind == []
     losses = [row["train_actor_training/loss"] for row in steps_of(run_dir)]
     assert len(losses) == 20

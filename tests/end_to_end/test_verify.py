@@ -18,7 +18,11 @@ TIMEOUT_S = 270.0
 
 def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
     """The command makes a model of its own."""
-    finished = run(["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1"], tmp_path / "log", TIMEOUT_S)
+    finished = run(
+        ["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1", "--trainer.cpu_kernels", "off"],
+        tmp_path / "log",
+        TIMEOUT_S,
+    )
     assert finished.code == 0, finished.stdout + finished.stderr
     assert finished.left_behind == []
     rows = [line.split() for line in finished.stdout.splitlines() if "same" in line]
@@ -43,7 +47,8 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", f"{installed.parent}:{REPO}")
     finished = run(
         ["verify", "layouts", "--model", str(tiny.model), "--layouts", "tp2-sp", "--steps", "1",
-         "--trainer.backend", "faulty", "--batch", str(rollouts), "--trainer.target_tokens_per_batch", "192"],
+         "--trainer.backend", "faulty", "--batch", str(rollouts), "--trainer.target_tokens_per_batch", "192",
+         "--trainer.cpu_kernels", "off"],
         tmp_path / "log",
         TIMEOUT_S,
     )  # fmt: skip

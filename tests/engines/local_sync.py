@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -107,10 +108,18 @@ class LocalTrainers:
             sender.release(metadata)
 
 
-class LocalEngines:
-    """The generation pool of one engine."""
+@dataclass
+class Answers(Generic[T]):
+    """Of engines that have answered already."""
 
-    num_engines = 1
+    values: list[T]
+
+    def result(self) -> list[T]:
+        return self.values
+
+
+class LocalEngines:
+    """The group of one engine."""
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -119,14 +128,8 @@ class LocalEngines:
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(call, 60))
 
-    def restart_dead(self) -> list[str]:
-        return []
-
-    def lose_dead(self, error: Exception) -> bool:
-        """The engine lives in this process."""
-        return False
-
-    def admit(self) -> None: ...
+    def __len__(self) -> int:
+        return 1
 
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
@@ -134,25 +137,35 @@ class LocalEngines:
     def begin_update(self, version: int) -> None:
         self.run(self.engine.begin_update(version))
 
-    def start_update(self, buckets: list[BucketMetadata]) -> list[Any]:
+    def update(self, buckets: list[BucketMetadata]) -> Answers[None]:
         for bucket in buckets:
             self.run(self.engine.update(bucket))
-        return []
-
-    def wait_update(self, references: list[Any]) -> None:
-        assert references == []
+        return Answers([None])
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return [self.run(self.engine.finish_update(version))]
 
-    def ask_each(self, requests: list[GenerationRequest]) -> Callable[[], list[list[Generation]]]:
-        answers = [[self.run(self.engine.generate(request))[0]] for request in requests]
-        return lambda: answers
+    def probe(self, request: GenerationRequest) -> Answers[list[Generation]]:
+        return Answers([self.run(self.engine.generate(request))])
+
+
+class LocalSupervisor:
+    """Of an engine in this process: it never dies."""
+
+    generation, has_dead, weights = 0, False, None
+
+    def __init__(self, engines: LocalEngines) -> None:
+        self.engines = engines
+
+    def find_dead(self, error: Exception) -> bool:
+        return False
+
+    def admit(self) -> None: ...
 
 
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
     placement: Any = SimpleNamespace(device="CPU", num_nodes=1)
-    mixed: Any = (trainers, engines)
+    mixed: Any = (trainers, LocalSupervisor(engines))
     sync = WeightSync(config, mixed[0], mixed[1], placement, OwnDevices(), SESSION)
     sync.connect()
     return sync

@@ -328,10 +328,15 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
         with pytest.raises(EngineError, match="sleeps"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("weights",))
+        await engine.engine.begin_update(engine.version + 1)  # that fails, for another engine has died
+        await engine.engine.sleep()
+        await engine.engine.sleep()
+        await engine.engine.wake(("weights",))
         await engine.load(1 - engine.current)
         with pytest.raises(EngineError, match=r"sleeps \(kv_cache\)"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("kv_cache",))
+        await engine.engine.wake(("weights", "kv_cache"))
         after = (await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3)))[0]
         await engine.engine.sleep()
         await engine.engine.wake(("weights", "kv_cache"))

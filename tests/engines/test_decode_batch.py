@@ -55,7 +55,7 @@ def _teacher_forced(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
 
 def _run(model: PreTrainedModel, arrivals: dict[int, list[Sample]], forget_at: frozenset[int] = frozenset()) -> None:
     """Step a batch; ``arrivals`` join before the step of that number."""
-    batch, step = DecodeBatch(model), 0
+    batch, step = DecodeBatch(model, kernels=True), 0
     while batch.samples or step <= max(arrivals):
         batch.add(arrivals.get(step, []))
         if step in forget_at:
@@ -108,7 +108,7 @@ def test_a_row_that_ends_makes_room_for_a_longer_context() -> None:
     """Columns that only a row had used which has left are not kept, and a wider context than the batch's fits."""
     model = _model("grouped heads")
     arrivals = {0: [_sample([1] * 90, 2, 0), _sample([2], 200, 1)], 3: [_sample([3] * 120, 5, 2)]}
-    batch = DecodeBatch(model)
+    batch = DecodeBatch(model, kernels=True)
     for step in range(200):
         batch.add(arrivals.get(step, []))
         batch.step(version=0)

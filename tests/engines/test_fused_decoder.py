@@ -18,7 +18,7 @@ from rollout.transformers.decoding import DecodeBatch
 from rollout.transformers.fused_decoder import FusedDecoder
 from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.plain_decoder import not_plain
-from rollout.transformers.samples import Sample
+from rollout.transformers.samples import Sample, draw_tokens
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import SamplingParams
 
@@ -131,7 +131,7 @@ def test_a_prefill_is_that_of_every_context_alone(
 def test_rows_that_join_and_leave(kind: str, model_of: Callable[..., PreTrainedModel]) -> None:
     family, changes = _KINDS[kind]
     model = model_of(family, **changes)
-    batch, choose = DecodeBatch(model), random.Random(3)
+    batch, choose = DecodeBatch(model, kernels=True), random.Random(3)
     assert batch.is_fused
     samples = [
         Sample(
@@ -187,6 +187,22 @@ def test_a_nan_in_any_weight_is_a_nan_in_the_logits(model_of: Callable[..., PreT
         assert not decoder.logits(ids[:, 3], _prefilled(model, ids[:, :3])).isnan().any()
 
 
+def test_kernels_can_be_turned_off(model_of: Callable[..., PreTrainedModel]) -> None:
+    """Torch decodes and draws then, and samples the same."""
+    model, drawn = model_of("qwen3"), []
+    for kernels in (True, False):
+        batch = DecodeBatch(model, kernels)
+        assert batch.is_fused is kernels
+        assert (batch._draw is draw_tokens) is not kernels
+        sample = Sample([1, 2, 3], SamplingParams(max_new_tokens=20), frozenset(), random.Random(0))
+        batch.add([sample])
+        while batch.samples:
+            batch.step(version=0)
+        drawn.append(sample)
+    assert drawn[0].token_ids == drawn[1].token_ids
+    np.testing.assert_allclose(drawn[0].logprobs, drawn[1].logprobs, rtol=1e-5, atol=2e-5)
+
+
 class _OtherLinear(nn.Linear):
     pass
 
@@ -206,7 +222,7 @@ def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTraine
     }
     for reason, model in cases.items():
         assert reason in (not_plain(model) or "")
-        batch = DecodeBatch(model)
+        batch = DecodeBatch(model, kernels=True)
         assert not batch.is_fused
         batch.add([Sample([1, 2], SamplingParams(max_new_tokens=3), frozenset(), random.Random(0))])
         for _ in range(3):
@@ -221,6 +237,6 @@ def test_threads_are_not_left_idle_by_what_is_large(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert DecodeBatch(model_of("llama", hidden_size=hidden_size)).is_fused is is_fused
+        assert DecodeBatch(model_of("llama", hidden_size=hidden_size), kernels=True).is_fused is is_fused
     finally:
         torch.set_num_threads(before)

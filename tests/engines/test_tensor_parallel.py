@@ -49,7 +49,7 @@ def test_two_ranks_sample_update_and_find_damage(two_ranks: EngineUnderTest, pro
     with pytest.raises(WeightSyncError, match="arrived damaged"):
         two_ranks.run(damaged())
     if isinstance(two_ranks.engine, VllmEngine):  # so it is where the damage came to one worker only
-        two_ranks.run(two_ranks.engine._workers("start_weight_update"))
+        two_ranks.run(two_ranks.engine._core.workers("start_weight_update"))
     two_ranks.run(two_ranks.load(0))
     sample()
     process_ids = two_ranks.run(two_ranks.engine.health()).process_ids

@@ -17,7 +17,7 @@ from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transports import directory
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
-from tests.engines.local_sync import SESSION, LocalEngines, LocalTrainers, new_sync
+from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, new_sync
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
 
@@ -100,16 +100,16 @@ def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
     monkeypatch.setattr(trainers, "start_probe", start_probe)
     for owner, name in (
         (trainers, "next_buckets"),
-        (engines, "start_update"),
-        (engines, "wait_update"),
+        (engines, "update"),
+        (Answers, "result"),
         (engines, "finish_update"),
         (setting.sync._turns, "end_sync"),
-        (engines, "ask_each"),
+        (engines, "probe"),
     ):
         noted(owner, name)
     setting.sync.run(1)
-    end = ["start_update", "next_buckets", "start_probe", "wait_update", "finish_update", "end_sync", "ask_each"]
-    assert events[-8:] == [*end, "answer"] and events.count("start_probe") == 1
+    end = ["update", "next_buckets", "start_probe", "result", "finish_update", "end_sync", "probe", "probe", "answer"]
+    assert events[-11:] == [*end, "result", "result"] and events.count("start_probe") == 1
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)

@@ -72,8 +72,8 @@ def the_sender_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: Lo
 
 
 def the_engine_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
-    start = engines.start_update
-    patch.setattr(engines, "start_update", lambda buckets: start(buckets[1:]))
+    update = engines.update
+    patch.setattr(engines, "update", lambda buckets: update(buckets[1:]))
 
 
 def the_engine_hashes_a_bucket_and_does_not_load_it(

@@ -39,7 +39,11 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
     return gradients_of(placement, config, pack), moved
 
 
-@pytest.mark.parametrize("layout", [{}, {"recompute": "full"}, {"pipeline": 2}], ids=["plain", "recompute", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"recompute": "full"}, {"pipeline": 2}, {"cpu_kernels": "auto"}],
+    ids=["plain", "recompute", "pp2", "kernels"],
+)
 def test_offloaded_activations_give_the_same_gradients(layout: Settings, tmp_path: Path) -> None:
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     pack = pack_sequences(scored_sequences([(5, 9), (3, 1)]))

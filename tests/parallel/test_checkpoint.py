@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from backends.megatron.checkpoint import load_checkpoint, plan_checkpoint
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
@@ -70,7 +70,9 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     for _ in range(2):
         _step(trainer)
     with trainer.runtime:
-        save_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, EXTRA)
+        plan_checkpoint(
+            directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, EXTRA
+        ).write_all()
     return _record(trainer, EXTRA)
 
 
@@ -147,7 +149,8 @@ def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any], dtype: str 
     settings = dict(layout)
     optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
     optimizer["distributed"] = settings.pop("distributed", False)
-    trainer = {"parallel": settings, "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
+    trainer = {"parallel": settings, "optimizer": optimizer, "step_timeout_s": 60.0}
+    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
     return RunConfig(run_dir=run_dir, steps=20, model={"path": checkpoint, "dtype": dtype}, trainer=trainer, **more)
 
 

@@ -98,7 +98,7 @@ def _configs(root: Path, families: tuple[str, ...], layout: dict[str, Any], **si
         make_tiny_model(root / family, family, **{**SIZES, **sizes})
         dtype = sizes.get("dtype", "float32")
         model = {"path": root / family, "dtype": dtype}
-        trainer = {"parallel": layout, "step_timeout_s": 60.0}
+        trainer = {"parallel": layout, "step_timeout_s": 60.0, "cpu_kernels": "off"}
         configs.append(RunConfig(run_dir=root, model=model, trainer=trainer))
     return configs
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
-from backends.megatron.cpu_runtime import Patch, megatron_runtime
+from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.patch import Patch
 from slime_like.errors import TrainerError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptation is inactive where CUDA is available")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from backends.megatron import fused_layers
+from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
-from slime_like.cpu.kernels.operators import are_served
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
@@ -23,7 +24,7 @@ LENGTHS = [(5, 9), (3, 1), (17, 20), (2, 31)]
 
 
 def _step(
-    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, served: bool, longest: int
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, longest: int
 ) -> tuple[list[Tensor], int]:
     """Gradients of a step, and how often attention was fused in it."""
     fused = 0
@@ -36,7 +37,6 @@ def _step(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_layers.FusedAttention, "forward", staticmethod(counting))
-        patch.setattr(fused_layers, "are_served", are_served if served else lambda *tensors: False)
         patch.setattr(fused_layers, "LONGEST", longest)
         found = gradients_of(placement, config, pack)
     return found, fused
@@ -47,19 +47,50 @@ def _step(
 def test_gradients_are_those_of_torch(family: str, layout: Settings, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(family, tmp_path / "model")
     pack = pack_sequences(scored_sequences(LENGTHS))
-    config = parity_config(checkpoint, tmp_path, layout)
-    world = config.trainer.parallel.world_size
-    cases = {"fused": (True, 48), "long": (True, 30), "torch": (False, 48)}
-    found = {
-        name: run_ranks(_step, world, tmp_path / name, config, pack, served, longest)
-        for name, (served, longest) in cases.items()
-    }
+    cases = {"fused": ("auto", 48), "long": ("auto", 30), "torch": ("off", 48)}
+    found = {}
+    for name, (kernels, longest) in cases.items():
+        config = parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": kernels})
+        world = config.trainer.parallel.world_size
+        found[name] = run_ranks(_step, world, tmp_path / name, config, pack, longest)
     for (ours, times), (long, none), (wanted, never) in zip(*found.values(), strict=True):
         assert times > 0 and none == never == 0  # one sequence of the pack is longer than 30 tokens
         for one, other, reference in zip(ours, long, wanted, strict=True):
             bound = 2e-5 * float(reference.abs().max()) + 1e-7
             torch.testing.assert_close(one, reference, rtol=0, atol=bound)
             torch.testing.assert_close(other, reference, rtol=0, atol=bound)
+
+
+def _parts_by_kernels(placement: RankPlacement, config: RunConfig, numba: bool) -> set[str]:
+    """What computes by kernels in a trainer of ``config``: classes of modules, and that of the head's rows.
+
+    Args:
+        numba: it is installed.
+    """
+    trainer = MegatronTrainer(config, placement)
+    with pytest.MonkeyPatch.context() as patch:
+        if not numba:
+            patch.setitem(sys.modules, "numba", None)
+        trainer.setup_for_scoring()
+    found = {type(module) for chunk in trainer.chunks for module in chunk.modules()}
+    found |= {type(chunk.rows) for chunk in trainer.chunks}
+    trainer.shutdown()
+    return {kind.__name__ for kind in found if kind.__name__.startswith("Fused")}
+
+
+EVERY = {"FusedNorm", "FusedLayer", "FusedMLP", "FusedSelfAttention", "FusedLogitRows"}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "numba", "expected"), [("auto", True, EVERY), ("off", True, set()), ("auto", False, set())]
+)
+def test_the_setting_and_the_install_decide_what_computes(
+    kernels: str, numba: bool, expected: set[str], tmp_path: Path
+) -> None:
+    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
+    config = parity_config(checkpoint, tmp_path, {"cpu_kernels": kernels})
+    (found,) = run_ranks(_parts_by_kernels, 1, tmp_path / "ranks", config, numba)
+    assert found == expected
 
 
 def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[int]:
@@ -81,7 +112,7 @@ def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajector
 def test_nobody_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -> None:
     """In the last layer; of sequence-parallel tokens a rank has others than it scores."""
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
-    config = parity_config(checkpoint, tmp_path, {"tensor": 2, "sequence": sequence})
+    config = parity_config(checkpoint, tmp_path, {"tensor": 2, "sequence": sequence, "cpu_kernels": "auto"})
     pack = pack_sequences(scored_sequences(LENGTHS))
     responses, every = sum(response for _, response in LENGTHS), sum(map(sum, LENGTHS))
     found = run_ranks(_mlp_rows, 2, tmp_path / "ranks", config, pack)
@@ -96,9 +127,9 @@ def test_nobody_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -
 )
 def test_attention_is_not_fused_where_the_kernel_knows_no_way(layout: Settings, dtype: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
-    config = parity_config(checkpoint, tmp_path, layout, dtype)
+    config = parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": "auto"}, dtype)
     ranks = run_ranks(
         _step, config.trainer.parallel.world_size, tmp_path / "ranks", config,
-        pack_sequences(scored_sequences(LENGTHS)), True, 48,
+        pack_sequences(scored_sequences(LENGTHS)), 48,
     )  # fmt: skip
     assert [fused for _, fused in ranks] == [0] * len(ranks)

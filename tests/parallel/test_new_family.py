@@ -58,7 +58,8 @@ def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
-    trainer = {"parallel": {"tensor": 2, "sequence": True}, "step_timeout_s": 60.0, "cpu_threads": 1}
+    trainer = {"parallel": {"tensor": 2, "sequence": True}, "step_timeout_s": 60.0}
+    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path / "model", "dtype": "float32"}, trainer=trainer)
     (logprobs, exported), (_, others) = run_ranks(_score, 2, tmp_path / "ranks", config)
     assert not others and exported.keys() == model.state_dict().keys()

@@ -68,7 +68,8 @@ def _silent(done: int, total: int) -> None:
 
 
 def _config(model: Path, layout: dict[str, Any] | None = None) -> RunConfig:
-    return RunConfig(run_dir=model, model={"path": model}, trainer={"parallel": layout or {}, "step_timeout_s": 60.0})
+    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
+    return RunConfig(run_dir=model, model={"path": model}, trainer=trainer)
 
 
 def _to_megatron(model: Path, output: Path, layout: dict[str, Any] | None = None, **changes: Any) -> ConversionSummary:

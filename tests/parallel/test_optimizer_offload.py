@@ -35,7 +35,8 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
         make_tiny_model(model, "qwen3_moe" if layout == "ep2" else "qwen3", num_hidden_layers=2)
     optimizer = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     optimizer |= {"offload": offload, "distributed": distributed, "overlap": layout != "single"}
-    trainer = {"parallel": LAYOUTS[layout], "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
+    trainer = {"parallel": LAYOUTS[layout], "optimizer": optimizer, "step_timeout_s": 60.0}
+    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
     return RunConfig(run_dir=root, steps=20, model={"path": model, "dtype": dtype}, trainer=trainer)
 
 

@@ -29,7 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(checkpoint: Path, run_dir: Path, **sections: Any) -> RunConfig:
-    trainer = {"step_timeout_s": 30.0, "cpu_threads": 1, "optimizer": {"lr": 1e-3}} | sections.pop("trainer", {})
+    trainer = {"step_timeout_s": 30.0, "cpu_threads": 1, "cpu_kernels": "off", "optimizer": {"lr": 1e-3}}
+    trainer |= sections.pop("trainer", {})
     return RunConfig(run_dir=run_dir, model={"path": checkpoint, "dtype": "float32"}, trainer=trainer, **sections)
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.megatron import specs, trainer
+from backends.megatron import checkpoint, specs, trainer
 from backends.megatron.attention_choice import attention_of, context_layout_of, machine_problems
-from backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from backends.megatron.checkpoint import load_checkpoint, plan_checkpoint
 from backends.megatron.trainer import MegatronTrainer
 from backends.megatron.weight_state import sharded_weights
 from slime_like.algorithms.packing.pack import pack_sequences
@@ -121,7 +121,7 @@ def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[st
     own = _on_stand_ins(placement, config)
     own.setup()
     (chunk,) = own.chunks
-    state = sharded_weights(chunk, trainer.checkpoint._METADATA)
+    state = sharded_weights(chunk, checkpoint._METADATA)
     names = {name for name, _ in chunk.named_parameters()}
     own.shutdown()
     return {value.key for value in state.values()}, names
@@ -146,7 +146,7 @@ def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped:
     own.setup()
     _steps(own, 2)
     with own.runtime:
-        save_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler, {})
+        plan_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler, {}).write_all()
     return _finished(own)
 
 

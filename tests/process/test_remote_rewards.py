@@ -8,6 +8,7 @@ from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
+from tests.support.reward_service import url as url
 
 
 def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:

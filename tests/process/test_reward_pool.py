@@ -289,10 +289,11 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
         assert wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
 
 
-def test_workers_import_no_torch(math_pool: RewardPool) -> None:
+def test_workers_import_neither_torch_nor_the_configuration(math_pool: RewardPool) -> None:
     math_pool.start()
     maps = Path(f"/proc/{math_pool.process_ids[0]}/maps").read_text()
     assert "sympy" not in maps  # pure Python; the line below means something because libraries do show
+    assert "pydantic" not in maps
     assert "libc" in maps
     # torch itself, not the OpenMP library in its folder, which an engine in this test process may have had preloaded
     assert "libtorch" not in maps
@@ -338,7 +339,7 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
 
 UNUSABLE = [
     (RewardFunction(name="user_rewards:absent"), "cannot be imported"),
-    (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType; give a function"),
+    (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType, which cannot be called"),
     (RewardFunction(name="length"), "options of reward function 'length'"),
 ]
 

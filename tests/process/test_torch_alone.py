@@ -1,4 +1,4 @@
-"""The layer needs torch and nothing else: no configuration, no Ray, and only packing needs NumPy."""
+"""The layer needs torch and NumPy alone: no configuration, no Ray, no engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 
 import slime_like
 
-# Whatever is neither in the standard library nor a requirement of torch itself.
-BLOCKED = ("numpy", "pydantic", "pydantic_core", "yaml", "ray", "transformers", "megatron", "backends", "rollout")
+BLOCKED = ("pydantic", "pydantic_core", "yaml", "ray", "transformers", "megatron", "backends", "rollout")
 
 PROGRAM = f"""
-import sys, warnings
-warnings.simplefilter("ignore")  # torch says that it found no NumPy
+import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):

@@ -123,19 +123,8 @@ class CudaFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            q_segments.device,
-            k_segments.device,
-            q_segments.longest,
-            k_segments.longest,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
+        boundaries = _boundaries(q_segments, k_segments)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *boundaries, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(
@@ -153,24 +142,15 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the random state is never read; the operator still wants its two tensors.
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        boundaries = _boundaries(q_segments, k_segments)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            q_segments.device,
-            k_segments.device,
-            q_segments.longest,
-            k_segments.longest,
-            0.0,
-            causal,
-            unused,
-            unused[:0],
-            scale=scale,
+            *(grad, q, k, v, out, lse), *boundaries, 0.0, causal, unused, unused[:0], scale=scale
         )
         return dq, dk, dv
+
+
+def _boundaries(q_segments: Segments, k_segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+    return q_segments.device, k_segments.device, q_segments.longest, k_segments.longest
 
 
 class FlashAttention:

@@ -3,7 +3,7 @@
 torch stores a CRC-32 with every tensor and compares none when it loads, so that a flipped byte becomes a weight. Here
 the CRC-32 (ISO 3309, zlib's) of the bytes as they are written goes into one more file, and every piece that a rank is
 about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups; it
-protects from nobody who forges a checkpoint.
+does not protect against forged checkpoints.
 """
 
 from __future__ import annotations

@@ -6,22 +6,47 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from backends.common.checkpoint.data_file import refused_by_disk
+from backends.common.process.agreement import together
 from slime_like.errors import CheckpointError
 
 
 class RankWriting(ABC):
-    """One rank's files below ``directory``. What goes wrong is kept for ``is_written`` and ``_join``."""
+    """One rank's files below ``directory``. What goes wrong is kept for ``is_written`` and ``_join``.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: made here; shared by all ranks.
+        device: where this rank's small collectives run.
+    """
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory
+        self._device = device
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
+        together(self._make_directory, f"writing {directory}", device)
+
+    def _make_directory(self) -> None:
+        with refused_by_disk(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod
     def _write(self) -> None:
         """All of this rank's files, flushed to disk. Needs neither the device nor another rank."""
+
+    @abstractmethod
+    def finish(self, timeout_s: float = 0.0) -> None:
+        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
+
+        Args:
+            timeout_s: bound on the wait for files that are written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write, or not in time; on every rank.
+        """
 
     def write(self) -> None:
         """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
@@ -30,8 +55,17 @@ class RankWriting(ABC):
         except Exception as error:
             self._failure = error
 
+    def write_all(self) -> None:
+        """Write and finish. Collective.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        self.write()
+        self.finish()
+
     def write_in_background(self) -> None:
-        """The same in a thread of its own."""
+        """Write this rank's files in a thread."""
         # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
         self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
         self._thread.start()

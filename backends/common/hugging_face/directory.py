@@ -52,7 +52,7 @@ def write_hf_directory(
 
     Args:
         buckets: what this rank sends, each at most as large as a file may be; ranks that only take part yield empty
-            ones. Always exhausted, so that nobody waits in a gather.
+            ones. Always exhausted, so that no rank waits in a gather.
         expected: names of the whole model's tensors.
         stage: number of this rank among those that send.
         dtype: of the weights, for the configuration.
@@ -144,11 +144,11 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer. The configuration is told what the weights are: their type, and of no quantisation
-    and no layers that are not written.
+    """Copy configuration and tokenizer. The configuration names the weights' type, and neither a quantisation nor
+    layers that are not written.
 
-    Layers for multi-token prediction, which some models store behind their own, are not even read. Weights that
-    somebody brought back to 16 bits often lie beside a ``config.json`` that still speaks of 8.
+    Layers for multi-token prediction, which some models store behind their own, are not even read. Weights converted
+    back to 16 bits often lie beside a ``config.json`` that still names 8.
     """
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):

@@ -99,10 +99,10 @@ class RoutedTokens:
     def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> RoutedTokens:
         """Those of ``shard`` that stand in ``rows`` of its token axis."""
         source = shard.source[rows]
-        nobody = pack.num_sequences
+        padding = pack.num_sequences
         sequence = pack.sequence_mask[source.clamp_min(0)].long()
         is_real = (source >= 0) & (sequence >= 0) & (not pack.is_filler)
-        return cls(torch.where(is_real, sequence, nobody), pack.prompt_lens + pack.response_lens, loss)
+        return cls(torch.where(is_real, sequence, padding), pack.prompt_lens + pack.response_lens, loss)
 
 
 @torch.no_grad()

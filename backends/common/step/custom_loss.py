@@ -1,4 +1,4 @@
-"""A loss of one's own, ``algorithm.loss=package.module:name``, whose failures name it and the line that failed."""
+"""A custom loss, ``algorithm.loss=package.module:name``, whose failures name it and the line that failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_like.algorithms.losses.loss import check_terms, find_policy
 from slime_like.algorithms.losses.types import PolicyTerms
 from slime_like.config import AlgorithmConfig
 from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.plugins.traceback import full_traceback, told
+from slime_like.plugins.traceback import format_error, full_traceback
 
 
 def configured_loss(config: AlgorithmConfig) -> Loss:
@@ -44,6 +44,6 @@ class _UsersPolicy:
     def _tell(self, error: Exception, member: str) -> NoReturn:
         if isinstance(error, SlimeLikeError):
             raise error
-        failure = TrainerError(f"{told('algorithm.loss', self._path, error, member)}; correct it")
+        failure = TrainerError(f"{format_error('algorithm.loss', self._path, error, member)}; correct it")
         failure.users_traceback = full_traceback(error)
         raise failure from error

@@ -24,7 +24,7 @@ class Objective:
         """The weighted sum of the pack's per-token losses, to run backward from; ``step`` takes in its figures.
 
         Args:
-            given: the pack as the trainer was given it; it is told old logprobs that are those of this very pass.
+            given: the pack as the trainer was given it; old logprobs that are those of this pass are written into it.
             pack: the same on this rank's device.
             logprobs, entropy: (R,) of the whole pack.
         """

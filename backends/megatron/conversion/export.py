@@ -228,7 +228,7 @@ def _expert_numbers(placement: Placement) -> list[int | None]:
 
 
 def fresh(shape: Shape, *, dtype: torch.dtype) -> Tensor:
-    """A host tensor of its own."""
+    """A new host tensor."""
     return torch.empty(shape, dtype=dtype)
 
 

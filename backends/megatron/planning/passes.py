@@ -19,9 +19,9 @@ from backends.common.step.trace import META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
 from backends.megatron.attention_choice import Attention
-from backends.megatron.cpu_runtime import Patch, applied
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
 from backends.megatron.rotary import Rotary
 from slime_like.algorithms import head

@@ -120,38 +120,22 @@ class GRPOLoss:
             ValueError: what is no tensor, shapes that do not fit together, a mask that is not bool, a
                 temperature that is not positive, or something that the configuration needs and is not given.
         """
-        require_tensors(
-            targets=targets,
-            ref_logprobs=ref_logprobs,
-            advantages=advantages,
-            padding_masks=padding_masks,
-            old_logprobs=old_logprobs,
-            behaviour_logprobs=behaviour_logprobs,
-        )
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
-        _require_shape_of(
-            targets,
-            padding_masks=padding_masks,
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            behaviour_logprobs=behaviour_logprobs,
-        )
+        require_tensors(targets=targets, advantages=advantages)
+        given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
+        _require_shape_of(targets, padding_masks=padding_masks, **given)
         logprobs, entropy = _score(pi_logits, targets, temperature)
-        mask = targets >= 0
-        if padding_masks is not None:
-            require_bool_mask(padding_masks, "padding_masks")
-            mask = mask & padding_masks
+        mask = _loss_mask(targets, padding_masks).flatten()
         lengths = _sequence_lengths(targets, response_lens)
-        weights, denominator = self._reduce(mask.flatten(), lengths, group_ids)
+        weights, denominator = self._reduce(mask, lengths, group_ids)
+        given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
+        given["advantages"] = None if advantages is None else _broadcast(advantages, targets)
         output = self.compute_loss_from_logprobs(
             logprobs.flatten(),
-            advantages=None if advantages is None else _broadcast(advantages, targets).flatten(),
-            old_logprobs=(logprobs.detach() if old_logprobs is None else old_logprobs).flatten(),
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs.flatten(),
-            behaviour_logprobs=None if behaviour_logprobs is None else behaviour_logprobs.flatten(),
+            **{name: None if values is None else values.flatten() for name, values in given.items()},
             entropy=entropy.flatten(),
-            loss_mask=mask.flatten(),
+            loss_mask=mask,
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
@@ -177,6 +161,7 @@ class GRPOLoss:
 
 def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
     """Everything is flattened later on, when (T, B) could no longer be told from (B, T)."""
+    require_tensors(**per_target)
     if targets.ndim not in (1, 2):
         raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
     for name, given in per_target.items():
@@ -184,6 +169,13 @@ def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
             raise ValueError(
                 f"{name} {tuple(given.shape)} and targets {tuple(targets.shape)} differ; give one entry per target"
             )
+
+
+def _loss_mask(targets: Tensor, padding_masks: Tensor | None) -> Tensor:
+    if padding_masks is None:
+        return targets >= 0
+    require_bool_mask(padding_masks, "padding_masks")
+    return (targets >= 0) & padding_masks
 
 
 def _figures(output: LossOutput, denominator: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.registry import resolve_callable
 from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.plugins.resolve import resolve_callable
 
 
 def k1(difference: Tensor) -> Tensor:

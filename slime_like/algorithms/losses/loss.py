@@ -14,7 +14,7 @@ from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
-from slime_like.algorithms.registry import resolve_callable
+from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not

@@ -1,4 +1,4 @@
-"""What is wrong with sequences that cannot be packed, in words.
+"""Checks of sequences before packing, with messages that name the sequence.
 
 Packing checks whole arrays; only where such a check fails is every sequence looked at.
 """
@@ -6,42 +6,14 @@ Packing checks whole arrays; only where such a check fails is every sequence loo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
-from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
+from slime_like.trajectory import ScoredTrajectory, TensorField, Trajectory, UnscoredTrajectory, tensor_fields
 
-_Trajectory = UnscoredTrajectory | ScoredTrajectory
-
-
-def _integers(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _bools(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bool
-
-
-def _numbers(tensor: Tensor) -> bool:
-    return not tensor.is_complex()
-
-
-# Field: dimensions, what its entries must be, and in words.
-_FIELDS: dict[str, tuple[int, Callable[[Tensor], bool], str]] = {
-    "prompt_tokens": (1, _integers, "integer token ids"),
-    "response_tokens": (1, _integers, "integer token ids"),
-    "loss_mask": (1, _bools, "bools"),
-    "logprobs": (1, _numbers, "numbers"),
-    "old_logprobs": (1, _numbers, "numbers"),
-    "ref_logprobs": (1, _numbers, "numbers"),
-    "weight_versions": (1, _integers, "integers"),
-    "rewards": (1, _numbers, "numbers, one per reward function"),
-    "successes": (1, _numbers, "numbers, one per reward function"),
-    "advantages": (0, _numbers, "one number"),
-}
 _PLAIN = {
     "sequence_id": (str, "text"),
     "prompt_len": (Integral, "whole number"),
@@ -49,23 +21,23 @@ _PLAIN = {
     "temperature": (Real, "number"),
     "token_weight": (Real, "number"),
 }
-MAY_BE_ABSENT = ("logprobs", "old_logprobs", "ref_logprobs", "weight_versions")
+_TOKEN_IDS = ("prompt_tokens", "response_tokens")
 
 
 # ----------------------------------------------------------------------------------------------------- of the arguments
-def checked_list(sequences: Sequence[_Trajectory]) -> list[_Trajectory]:
-    """All trajectories, of one kind; whatever can be walked over is welcome.
+def checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories of any iterable as a list, all of one kind.
 
     Raises:
         ValueError: one alone, none, something else, or scored ones among unscored ones.
     """
-    if isinstance(sequences, _Trajectory):
+    if isinstance(sequences, UnscoredTrajectory):
         raise ValueError(f"sequence {sequences.sequence_id!r} was given alone; give a list of sequences")
     sequences = list(sequences)
     if not sequences:
         raise ValueError("cannot pack an empty list of sequences; give at least one")
     kinds = set(map(type, sequences))
-    if odd := [kind for kind in kinds if not issubclass(kind, _Trajectory)]:
+    if odd := [kind for kind in kinds if not issubclass(kind, UnscoredTrajectory)]:
         raise ValueError(f"a {odd[0].__name__} is no sequence; give UnscoredTrajectory or ScoredTrajectory objects")
     if len(kinds) > 1:
         raise ValueError("scored and unscored sequences cannot share a pack; pack each kind by itself")
@@ -101,7 +73,7 @@ def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) ->
 
 # ----------------------------------------------------------------------------------------------------- of the sequences
 def check_sizes(
-    sequences: Sequence[_Trajectory], prompts: list[int], responses: list[int], packed: int, pad_token_id: int
+    sequences: Sequence[Trajectory], prompts: list[int], responses: list[int], packed: int, pad_token_id: int
 ) -> None:
     """Nothing empty, nothing over the length of the pack, and padding that is a token.
 
@@ -119,7 +91,7 @@ def check_sizes(
         raise ValueError(f"pad_token_id={pad_token_id} is no token's id; give one of the vocabulary, e.g. 0")
 
 
-def _refuse_budget(sequences: Sequence[_Trajectory], actual: int, budget: int) -> None:
+def _refuse_budget(sequences: Sequence[Trajectory], actual: int, budget: int) -> None:
     for sequence in sequences:
         if sequence.total_len > budget:
             raise ValueError(
@@ -133,18 +105,18 @@ def _refuse_budget(sequences: Sequence[_Trajectory], actual: int, budget: int) -
 
 
 def repeated_id(sequence_ids: Sequence[str]) -> str:
-    """Which id stands there twice."""
+    """Message that names the id of several sequences."""
     (twice, count), *_ = Counter(sequence_ids).most_common(1)
     return (
-        f"{count} sequences of the pack have the id {twice!r}, so that what belongs to them could not be told apart; "
-        "give every sequence an id of its own, unique over the run"
+        f"{count} sequences of the pack have the id {twice!r}, so that their values could not be kept apart; "
+        "give every sequence an id that is unique over the run"
     )
 
 
-def negative_id(sequences: Sequence[_Trajectory]) -> str | None:
-    """The first sequence with a token below 0: an ``ignore_index`` would be scored as 0 without a word."""
+def negative_id(sequences: Sequence[Trajectory]) -> str | None:
+    """The first sequence with a token below 0: an ``ignore_index`` would silently be scored as 0."""
     for sequence in sequences:
-        for name in ("prompt_tokens", "response_tokens"):
+        for name in _TOKEN_IDS:
             if (lowest := int(getattr(sequence, name).amin())) < 0:
                 return (
                     f"sequence {sequence.sequence_id!r}: {name} has the entry {lowest}, which is no token's id; give "
@@ -153,44 +125,70 @@ def negative_id(sequences: Sequence[_Trajectory]) -> str | None:
     return None
 
 
-def first_fault(sequences: Sequence[_Trajectory]) -> str | None:
-    """The first field of the first sequence that is not what its trajectory's documentation says, or ``None``.
+def first_fault(sequences: Sequence[Trajectory]) -> str | None:
+    """The first field of the first sequence that does not match its description, or ``None``.
 
     Then the first that only some sequences have, or have with another number of reward functions.
     """
     faults = (fault for sequence in sequences if (fault := _fault(sequence)))
-    return next(faults, None) or _absent_in_some(sequences) or _other_functions(sequences)
+    return next(faults, None) or _differing(sequences) or _other_functions(sequences)
 
 
-def _fault(sequence: _Trajectory) -> str | None:
+def _fault(sequence: Trajectory) -> str | None:
     where = f"sequence {sequence.sequence_id!r}"
     for name, (kind, words) in _PLAIN.items():
         if hasattr(sequence, name) and not isinstance(value := getattr(sequence, name), kind):
             return f"{where}: {name} is {_named(value)}; give {'' if kind is str else 'a '}{words}"
-    for name, (ndim, fits, words) in _FIELDS.items():
-        value = getattr(sequence, name, None)
-        if value is None and (name in MAY_BE_ABSENT or not hasattr(sequence, name)):
+    for name, described in tensor_fields(type(sequence)).items():
+        value = getattr(sequence, name)
+        if value is None and described.optional:
             continue
-        shape = (
-            f"a {ndim}-dimensional tensor of {words}, on the CPU" if ndim else f"a scalar tensor of {words}, on the CPU"
-        )
+        form = f"{described.ndim}-dimensional" if described.ndim else "scalar"
+        expected = f"a {form} tensor of {_entries(name, described)}, on the CPU"
         if not isinstance(value, Tensor):
-            return f"{where}: {name} is {_named(value)}; give {shape}"
-        if value.ndim != ndim or not fits(value) or value.device.type != "cpu":
+            return f"{where}: {name} is {_named(value)}; give {expected}"
+        if value.ndim != described.ndim or not _fits(value.dtype, described.dtype) or value.device.type != "cpu":
             found = f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
-            return f"{where}: {name} is {found}; give {shape}"
+            return f"{where}: {name} is {found}; give {expected}"
     return None
 
 
-def _absent_in_some(sequences: Sequence[_Trajectory]) -> str | None:
-    for name in MAY_BE_ABSENT:
-        absent = [s.sequence_id for s in sequences if getattr(s, name, None) is None]
+def _entries(name: str, described: TensorField) -> str:
+    """What a field holds, in words."""
+    if described.over == "functions":
+        return "numbers, one per reward function"
+    if described.over == "sequence":
+        return "one number"
+    if described.dtype.is_floating_point:
+        return "numbers"
+    integers = "integer token ids" if name in _TOKEN_IDS else "integers"
+    return "bools" if described.dtype == torch.bool else integers
+
+
+def _fits(dtype: torch.dtype, described: torch.dtype) -> bool:
+    """Whether entries of a type become the described type: numbers any, integers integers, bools bools."""
+    if described == torch.bool or dtype == torch.bool:
+        return described.is_floating_point or dtype == described
+    return not dtype.is_complex if described.is_floating_point else not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _differing(sequences: Sequence[Trajectory]) -> str | None:
+    """The first field that only some sequences have, or whose entries have another shape than in the first sequence."""
+    for name, described in tensor_fields(type(sequences[0])).items():
+        values = [getattr(s, name) for s in sequences]
+        absent = [s.sequence_id for s, value in zip(sequences, values, strict=True) if value is None]
         if absent and len(absent) < len(sequences):
             return f"sequence {absent[0]!r} has no {name} while others of its pack do; all or none may have it"
+        shapes = [] if absent else [value.shape[1:] for value in values]
+        if described.entry_ndim and (odd := [i for i, shape in enumerate(shapes) if shape != shapes[0]]):
+            return (
+                f"sequence {sequences[odd[0]].sequence_id!r}: entries of {name} have shape {tuple(shapes[odd[0]])}, "
+                f"those of the first of its pack {tuple(shapes[0])}; give one shape"
+            )
     return None
 
 
-def _other_functions(sequences: Sequence[_Trajectory]) -> str | None:
+def _other_functions(sequences: Sequence[Trajectory]) -> str | None:
     scored = [s for s in sequences if isinstance(s, ScoredTrajectory)]
     for s in scored:
         rewards, successes, first = s.rewards.numel(), s.successes.numel(), scored[0].rewards.numel()

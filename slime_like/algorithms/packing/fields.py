@@ -1,14 +1,14 @@
 """The fields of many sequences as the tensors of a pack, checked as whole arrays.
 
 Torch joins what is a tensor for every sequence; it refuses pieces that differ in their number of dimensions, lie on
-different devices, or would lose something by conversion (numbers as bools, fractions as integers), and what it says of
-a thousand tensors at once names none: ``packing_faults`` finds the one.
+different devices, or would lose something by conversion (numbers as bools, fractions as integers). Its message about a
+thousand tensors at once names none: ``faults`` finds the one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.faults import MAY_BE_ABSENT, negative_id
+from slime_like.algorithms.packing.faults import negative_id
 from slime_like.algorithms.packing.layout import Array, PackLengths, layout, masked_targets, masked_weights
-from slime_like.trajectory import ScoredTrajectory, Trajectory
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
+
+RESPONSE_FIELDS = tensor_fields(PackedTrajectory)
+"""Tensors that a pack and its trajectories have with one entry per response token."""
 
 _dtype_of = attrgetter("dtype")
 
@@ -30,14 +33,15 @@ def pack_tensors(
 
     Raises:
         ValueError: an entry that no pack may hold; the message names the sequence.
-        TypeError, AttributeError, RuntimeError: a field of another kind than its trajectory says.
+        TypeError, AttributeError, RuntimeError: a field that does not match its description.
     """
     with torch.no_grad():
         tensors = layout(lengths)
         tensors["tokens"] = _tokens(sequences, lengths, pad_token_id)
         tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
-        for name in _present(sequences):
-            tensors[name] = _per_response(sequences, lengths, tensors["loss_mask"], name)
+        for name, described in _present(sequences).items():
+            tensors[name] = _per_response(sequences, lengths, name, described)
+            _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
         if isinstance(sequences[0], ScoredTrajectory):
             tensors |= _score_tensors(sequences, lengths)
     return tensors
@@ -60,8 +64,7 @@ def _tokens(sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id:
 def _loss_tensors(
     sequences: Sequence[Trajectory], lengths: PackLengths, tensors: dict[str, Tensor], ignore_index: int
 ) -> dict[str, Tensor]:
-    masks = _gathered(sequences, "loss_mask", lengths.response_list)
-    loss_mask = _joined(masks, torch.empty(lengths.num_responses, dtype=torch.bool))
+    loss_mask = _per_response(sequences, lengths, "loss_mask", RESPONSE_FIELDS["loss_mask"])
     mask = loss_mask.numpy()
     targets = masked_targets(tensors["tokens"].numpy(), tensors["response_mask"].numpy(), mask, ignore_index)
     remedy = "give a finite one, 0 or more"
@@ -76,31 +79,37 @@ def _loss_tensors(
     }
 
 
-def _present(sequences: Sequence[Trajectory]) -> list[str]:
-    """Names of the per-response fields that may be absent and are not: in none of the sequences, or in all of them."""
+def _present(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
+    """The per-response fields besides the loss mask, without those that are absent in all sequences."""
     first = sequences[0]
-    names = [name for name in MAY_BE_ABSENT if hasattr(first, name)]
-    absent = [name for name in names if getattr(first, name) is None]
+    found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
+    absent = [name for name in found if getattr(first, name) is None]
     if absent and len(set(map(attrgetter(*absent), sequences))) > 1:
         raise TypeError(f"not all sequences are without {', '.join(absent)}")
-    return [name for name in names if name not in absent]
+    return {name: each for name, each in found.items() if name not in absent or not each.optional}
 
 
-def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, loss_mask: Tensor, name: str) -> Tensor:
-    values = _gathered(sequences, name, lengths.response_list)
-    dtype = torch.int64 if name == "weight_versions" else torch.float32
-    joined = _joined(values, torch.empty(lengths.num_responses, dtype=dtype))
-    # One sum tells of all entries; finite ones too large to be added up are looked at one by one, as are masked ones.
+def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: str, described: TensorField) -> Tensor:
+    values = _gathered(sequences, name, lengths.response_list, len if described.entry_ndim else Tensor.numel)
+    entry = values[0].shape[1:] if described.entry_ndim else ()
+    return _joined(values, torch.empty(lengths.num_responses, *entry, dtype=described.dtype))
+
+
+def _require_finite(
+    sequences: Sequence[Trajectory], lengths: PackLengths, name: str, joined: Tensor, loss_mask: Tensor
+) -> None:
+    # The sum shows whether all entries are finite; where it overflows, and on masked tokens, each is looked at.
     if not joined.is_floating_point() or math.isfinite(joined.sum()):
-        return joined
-    odd = (~joined.isfinite() & loss_mask).nonzero()
-    if odd.numel():
-        sequence, token = lengths.owner(int(odd[0]))
+        return
+    odd = ~joined.isfinite()
+    carrying = (odd.flatten(1).any(1) if odd.ndim > 1 else odd) & loss_mask
+    if carrying.any():
+        row = int(carrying.nonzero()[0])
+        sequence, token = lengths.owner(row)
         raise ValueError(
-            f"sequence {sequences[sequence].sequence_id!r}: {name} has the entry {float(joined[odd[0]])} at response "
+            f"sequence {sequences[sequence].sequence_id!r}: {name} has the entry {joined[row].tolist()} at response "
             f"token {token}, which carries loss; drop the sequence, or say in loss_mask that the token carries none"
         )
-    return joined
 
 
 def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
@@ -129,10 +138,12 @@ def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
     return rows.to(torch.float32)
 
 
-def _gathered(sequences: Sequence[Trajectory], name: str, lengths: list[int]) -> list[Tensor]:
+def _gathered(
+    sequences: Sequence[Trajectory], name: str, lengths: list[int], count: Callable[[Tensor], int] = Tensor.numel
+) -> list[Tensor]:
     """One field of every sequence, of the stated length each."""
     tensors = list(map(attrgetter(name), sequences))
-    found = list(map(Tensor.numel, tensors))
+    found = list(map(count, tensors))
     if found != lengths:
         where = next(i for i, (own, stated) in enumerate(zip(found, lengths, strict=True)) if own != stated)
         raise ValueError(
@@ -143,17 +154,18 @@ def _gathered(sequences: Sequence[Trajectory], name: str, lengths: list[int]) ->
 
 
 def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
-    """The pieces end to end in ``out``; what torch would let pass is refused: rows, and bools as integers."""
-    if pieces[0].ndim != 1 or pieces[0].device.type != "cpu":
+    """The pieces end to end in ``out``; what torch would let pass is refused: other dimensions, bools as integers."""
+    if pieces[0].ndim != out.ndim or pieces[0].device.type != "cpu":
         raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
-    if out.dtype == torch.int64 and torch.bool in set(map(_dtype_of, pieces)):
+    is_integer = not out.is_floating_point() and out.dtype != torch.bool
+    if is_integer and torch.bool in set(map(_dtype_of, pieces)):
         raise TypeError("bools are no integers")
     return torch.cat(pieces, out=out)
 
 
 # ------------------------------------------------------------------------------------------------------- plain numbers
 def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
-    """What each sequence says, 1 if it is unscored and says nothing."""
+    """The weight of each sequence, 1 if it is unscored."""
     if isinstance(sequences[0], ScoredTrajectory):
         return [s.token_weight for s in sequences]  # type: ignore[union-attr]
     return [1.0] * len(sequences)

@@ -1,7 +1,6 @@
 """What follows from the lengths and masks of a pack's sequences: index arithmetic on the CPU.
 
-Computed by NumPy, which is faster at repeating (four times) and at masking integers (twice) than torch. Nothing else in
-this package needs it, so that only packing does.
+Computed by NumPy, which is faster at repeating (four times) and at masking integers (twice) than torch.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeGuard
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.packing.faults import (
-    MAY_BE_ABSENT,
     check_arguments,
     check_sizes,
     checked_device,
@@ -21,9 +21,21 @@ from slime_like.algorithms.packing.faults import (
     first_fault,
     repeated_id,
 )
+from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, pack_tensors, token_weights_of
+from slime_like.algorithms.packing.layout import PackLengths
 from slime_like.algorithms.packing.transfer import move_together
 from slime_like.algorithms.tensor_checks import require_tensors
-from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
+
+# Field of a sequence that is no tensor: the pack's list of its values.
+_PLAIN = {
+    "sequence_id": "sequence_ids",
+    "group_id": "group_ids",
+    "policy_version": "policy_versions",
+    "answer": "answers",
+    "finish_reason": "finish_reasons",
+    "temperature": "sequence_temperatures",
+}
 
 
 def pack_sequences(
@@ -37,8 +49,8 @@ def pack_sequences(
 
     Args:
         sequences: all scored or all unscored, on the CPU, in the order they will have in the pack. Token ids and
-            weight versions are integers, loss masks bool; whatever else is a tensor may have any number type, and
-            becomes what its trajectory says it is (float32).
+            weight versions are integers, loss masks bool; all other tensors may have any number type, and become the
+            type that their field describes (float32).
         device: where the pack's tensors go, in one transfer.
         pad_token_id: token id of trailing padding.
         target_tokens_per_batch: length the pack is padded to; none adds no padding.
@@ -49,7 +61,7 @@ def pack_sequences(
 
     Raises:
         ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields
-            that only some sequences have, a field of another type or shape than its trajectory says, an id that two
+            that only some sequences have, a field of another type or shape than described, an id that two
             sequences have, a negative token id, an advantage, a reward or a loss-carrying token's logprob that is not
             finite, a negative weight, a temperature that is not positive, or more tokens than the budget: the message
             names the sequence. A device that is not there, or a number that should be whole.
@@ -57,43 +69,43 @@ def pack_sequences(
     Example:
         >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
     """
-    # Need NumPy, as nothing else here does: importing the package takes torch alone.
-    from slime_like.algorithms.packing.fields import pack_tensors, token_weights_of
-    from slime_like.algorithms.packing.layout import PackLengths
-
     sequences = checked_list(sequences)
     check_arguments(target_tokens_per_batch, pad_token_id, ignore_index)
     target = checked_device(device)
-    sequence_ids = [s.sequence_id for s in sequences]
     try:
-        if len(set(sequence_ids)) < len(sequence_ids):
-            raise ValueError(repeated_id(sequence_ids))
-        prompts, responses = [s.prompt_len for s in sequences], [s.response_len for s in sequences]
-        lengths = PackLengths(prompts, responses, target_tokens_per_batch)
-        check_sizes(sequences, prompts, responses, lengths.packed, pad_token_id)
+        lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
         tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        # What torch says about a thousand tensors at once names none of them; looking at each costs as much as packing.
+        # Torch's message about a thousand tensors at once names none of them; looking at each costs as much as packing.
         if fault := first_fault(sequences):
             raise ValueError(fault) from error
         raise
+    values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, target)
     return PackedTrajectory(
-        **move_together(tensors, target),
+        **values | _plain_values(sequences),
         max_seqlen=int(lengths.total.max()),
         packed_seq_len=lengths.packed,
         actual_total_tokens=lengths.actual,
-        sequence_ids=sequence_ids,
-        group_ids=[s.group_id for s in sequences],
-        policy_versions=[s.policy_version for s in sequences],
-        answers=[s.answer for s in sequences],
-        finish_reasons=[s.finish_reason for s in sequences],
-        reward_metadata=[s.reward_metadata for s in sequences] if _are_scored(sequences) else None,
-        conversations=[s.conversation for s in sequences if isinstance(s, UnscoredTrajectory)] or None,
         ignore_index=ignore_index,
-        sequence_weights=token_weights_of(sequences),
-        sequence_temperatures=[s.temperature for s in sequences],
-        is_filler=False,
     )
+
+
+def _checked_lengths(sequences: list[Trajectory], budget: int | None, pad_token_id: int) -> PackLengths:
+    sequence_ids = [s.sequence_id for s in sequences]
+    if len(set(sequence_ids)) < len(sequence_ids):
+        raise ValueError(repeated_id(sequence_ids))
+    prompts, responses = [s.prompt_len for s in sequences], [s.response_len for s in sequences]
+    lengths = PackLengths(prompts, responses, budget)
+    check_sizes(sequences, prompts, responses, lengths.packed, pad_token_id)
+    return lengths
+
+
+def _plain_values(sequences: list[Trajectory]) -> dict[str, Any]:
+    """The pack's lists of what is no tensor, one entry per sequence."""
+    scored = isinstance(sequences[0], ScoredTrajectory)
+    names = _PLAIN | ({"reward_metadata": "reward_metadata"} if scored else {"conversation": "conversations"})
+    values: dict[str, Any] = {plural: list(map(attrgetter(name), sequences)) for name, plural in names.items()}
+    return values | {"sequence_weights": token_weights_of(sequences)}
 
 
 def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
@@ -112,20 +124,18 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     Example:
         >>> unpack_sequences(pack_sequences(trajectories))
     """
+    cls: type[Trajectory] = UnscoredTrajectory if packed.advantages is None else ScoredTrajectory
     response_lens = packed.response_lens.tolist()
     columns = _token_columns(packed, response_lens)
-    for name in MAY_BE_ABSENT:
-        columns[name] = _split_owned(getattr(packed, name), response_lens)
-    columns["loss_mask"] = _split_owned(packed.loss_mask, response_lens)
+    described = tensor_fields(cls)
+    for name in RESPONSE_FIELDS:
+        if name in described:
+            columns[name] = _split_owned(getattr(packed, name), response_lens)
+    columns |= {name: getattr(packed, plural) for name, plural in _PLAIN.items()}
     if packed.advantages is None:
-        for name in ("old_logprobs", "ref_logprobs"):
-            del columns[name]
         columns["conversation"] = packed.conversations or [None] * packed.num_sequences
-        cls: type[Trajectory] = UnscoredTrajectory
     else:
         columns |= _score_columns(packed)
-        cls = ScoredTrajectory
-    columns |= _plain_columns(packed, response_lens)
     names = list(columns)
     return [cls(**dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
@@ -188,11 +198,6 @@ def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
     return sum(pack.actual_total_tokens for pack in packs if not pack.is_filler)
 
 
-def _are_scored(sequences: Sequence[Trajectory]) -> TypeGuard[Sequence[ScoredTrajectory]]:
-    """Of one kind they are: ``checked_list`` has seen to it."""
-    return isinstance(sequences[0], ScoredTrajectory)
-
-
 # ----------------------------------------------------------------------------------------------------------- unpacking
 def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
     if flat is None:
@@ -204,18 +209,11 @@ def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[s
     prompt_lens = packed.prompt_lens.tolist()
     pieces = [n for pair in zip(prompt_lens, response_lens, strict=True) for n in pair]
     parts = _split_owned(packed.tokens[: packed.actual_total_tokens], pieces)
-    return {"prompt_tokens": parts[0::2], "response_tokens": parts[1::2], "prompt_len": prompt_lens}
-
-
-def _plain_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:
     return {
+        "prompt_tokens": parts[0::2],
+        "response_tokens": parts[1::2],
+        "prompt_len": prompt_lens,
         "response_len": response_lens,
-        "answer": packed.answers,
-        "sequence_id": packed.sequence_ids,
-        "group_id": packed.group_ids,
-        "policy_version": packed.policy_versions,
-        "temperature": packed.sequence_temperatures,
-        "finish_reason": packed.finish_reasons,
     }
 
 
@@ -234,20 +232,11 @@ def _score_columns(packed: PackedTrajectory) -> dict[str, Sequence]:
 def _first_sequence(packed: PackedTrajectory) -> Trajectory:
     """Sequence 0 of a pack, without cutting up the others."""
     tokens, responses = int(packed.cu_seqlens[1]), int(packed.response_lens[0])
-    changes: dict[str, object] = {
-        name: None if getattr(packed, name) is None else getattr(packed, name)[:responses]
-        for name in (*MAY_BE_ABSENT, "loss_mask", "advantages")
-    }
-    for name in ("rewards", "successes"):
-        changes[name] = None if getattr(packed, name) is None else getattr(packed, name)[:1]
-    for name in ("prompt_lens", "response_lens"):
-        changes[name] = getattr(packed, name)[:1]
-    for name in ("sequence_ids", "group_ids", "policy_versions", "answers", "finish_reasons"):
-        changes[name] = getattr(packed, name)[:1]
-    for name in ("sequence_weights", "sequence_temperatures"):
-        changes[name] = getattr(packed, name)[:1]
-    metadata, conversations = packed.reward_metadata, packed.conversations
-    changes |= {"tokens": packed.tokens[:tokens], "actual_total_tokens": tokens, "packed_seq_len": tokens}
-    changes["reward_metadata"] = None if metadata is None else metadata[:1]
-    changes["conversations"] = None if conversations is None else conversations[:1]
-    return unpack_sequences(replace(packed, **changes))[0]  # type: ignore[arg-type]
+    kept = dict.fromkeys((*RESPONSE_FIELDS, "advantages"), responses)
+    kept |= dict.fromkeys((*_PLAIN.values(), "sequence_weights", "reward_metadata", "conversations"), 1)
+    kept |= dict.fromkeys(("prompt_lens", "response_lens", "rewards", "successes"), 1)
+    changes: dict[str, Any] = {"tokens": packed.tokens[:tokens], "actual_total_tokens": tokens}
+    for name, count in kept.items():
+        value = getattr(packed, name)
+        changes[name] = None if value is None else value[:count]
+    return unpack_sequences(replace(packed, packed_seq_len=tokens, **changes))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +10,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from slime_like.algorithms.packing.balance import balance, share_out
+from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
+
 Partition = list[list[list[int]]]
-_Part = tuple[float, object]
 _Number = TypeVar("_Number", int, float)
-
-# Karmarkar-Karp merges n partial partitions of num_ranks parts each; beyond this many parts the greedy rule, which is
-# then indistinguishable, takes over.
-_DIFFERENCING_LIMIT = 400_000
-
-# Steps of the exhaustive search for fewer micro-batches, which only a batch of hardly more sequences than micro-batches
-# comes to: some tens of milliseconds.
-_SEARCH_STEPS = 50_000
 
 
 def partition_by_tokens(
@@ -122,63 +115,6 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
     return StreamedPartition([sent[rank::num_ranks] for rank in range(num_ranks)], spare)
 
 
-def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
-
-    Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts.
-
-    Args:
-        costs: at least ``num_parts`` of them.
-        num_parts: 1 or more.
-
-    Returns:
-        The indices of every part.
-    """
-    if num_parts == 1:
-        return [list(range(len(costs)))]
-    if len(costs) * num_parts > _DIFFERENCING_LIMIT:
-        parts = _greedy(costs, num_parts)
-    else:
-        empty: list[_Part] = [(0.0, None)] * (num_parts - 1)
-        parts = _differencing([[(float(cost), index), *empty] for index, cost in enumerate(costs)])
-    for part in parts:
-        if not part:
-            donor = max((p for p in parts if len(p) > 1), key=lambda p: sum(costs[i] for i in p))
-            lightest = min(donor, key=lambda i: costs[i])
-            donor.remove(lightest)
-            part.append(lightest)
-    return parts
-
-
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Lay items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
-
-    Bins are the leaves of a tree whose nodes know the largest room below them, so that an item finds its bin in
-    logarithmic time; a bin not opened yet has all of its room.
-
-    Args:
-        lengths: 1 to ``capacity`` each.
-        capacity: of every bin.
-
-    Returns:
-        Indices into ``lengths`` of every bin, in the order the bins were opened.
-    """
-    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
-    room = [capacity] * (2 * leaves)
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        node = 1
-        while node < leaves:
-            node = 2 * node + (room[2 * node] < lengths[index])
-        if node - leaves == len(bins):
-            bins.append([])
-        bins[node - leaves].append(index)
-        room[node] -= lengths[index]
-        while node := node // 2:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins
-
-
 def training_flops(
     lengths: Sequence[int] | Tensor, hidden_size: int, num_parameters: int, num_layers: int
 ) -> list[float]:
@@ -209,55 +145,6 @@ def training_flops(
         if not 0 <= length < math.inf:
             raise ValueError(f"sequence {index} has length {length}; give the number of its tokens, 0 or more")
     return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in lengths]
-
-
-# ------------------------------------------------------------------------------------------------------------ balancing
-def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Longest processing time: always give the largest cost left to the lightest part."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap: list[tuple[float, int]] = [(0.0, part) for part in range(num_parts)]
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, part = heap[0]
-        parts[part].append(index)
-        heapq.heapreplace(heap, (load + costs[index], part))
-    return parts
-
-
-def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
-    """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
-
-    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``; members are nested pairs,
-    flattened once at the end, so that a merge costs no copy.
-    """
-    heap = [(parts[-1][0] - parts[0][0], serial, parts) for serial, parts in enumerate(partials)]
-    heapq.heapify(heap)
-    serial = len(partials)
-    while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heap[0]
-        merged = [_joined(a, b) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], serial, merged))
-        serial += 1
-    return [_flatten(members) for _, members in heap[0][2]]
-
-
-def _joined(first: _Part, second: _Part) -> _Part:
-    if first[1] is None or second[1] is None:
-        return first if second[1] is None else second
-    return first[0] + second[0], (first[1], second[1])
-
-
-def _flatten(members: object) -> list[int]:
-    found: list[int] = []
-    stack = [members]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, tuple):
-            stack.extend(item)
-        elif isinstance(item, int):
-            found.append(item)
-    return found
 
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
@@ -318,54 +205,7 @@ def _even_partition(
             return None
         bins = fewer
     _split_up(bins, lengths, rounds * num_ranks)
-    return _shared_out(bins, num_ranks, costs)
-
-
-def _shared_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> Partition:
-    """Equally many bins for every rank: differencing that starts from one bin each (balanced largest-first
-    differencing: Michiels, Korst, Aarts and van Leeuwen 2003)."""
-    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
-    rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
-    return [[bins[k] for k in own] for own in _differencing(rounds)]
-
-
-def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Lay items into at most ``count`` bins by exhaustive search, longest first, or find that there is no way.
-
-    Worth it where first-fit-decreasing misses by a few bins. Bins with equal room are tried once. Packing is NP-hard:
-    after a bounded number of steps the search ends as if there were no way.
-
-    Args:
-        lengths: 1 to ``capacity`` each.
-        capacity: of every bin.
-        count: of bins that may be used.
-
-    Returns:
-        Indices into ``lengths`` of every bin, none empty; ``None`` if no way was found.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    room, bins = [capacity] * count, [list[int]() for _ in range(count)]
-    tried: list[set[int]] = [set()]
-    chosen: list[int] = []
-    for _ in range(_SEARCH_STEPS):
-        depth = len(chosen)
-        if depth == len(order):
-            return [members for members in bins if members]
-        length = lengths[order[depth]]
-        slot = next((k for k, free in enumerate(room) if free >= length and free not in tried[-1]), None)
-        if slot is None:
-            if not chosen:
-                return None
-            tried.pop()
-            last = chosen.pop()
-            room[last] += lengths[bins[last].pop()]
-            continue
-        tried[-1].add(room[slot])
-        tried.append(set())
-        chosen.append(slot)
-        bins[slot].append(order[depth])
-        room[slot] -= length
-    return None
+    return share_out(bins, num_ranks, costs)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

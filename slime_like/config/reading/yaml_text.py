@@ -1,4 +1,4 @@
-"""YAML as this project reads and writes it: safe, without YAML 1.1's surprises, and knowing where every key stands.
+"""YAML as this project reads and writes it: safe, without YAML 1.1's surprises, and with the line of every key.
 
 Plain scalars follow the core schema of YAML 1.2: ``off``, ``yes`` and ``2024-01-01`` are text and ``5e-4`` is a number.
 """

@@ -42,7 +42,7 @@ def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callab
     Numba and processor.
 
     Raises:
-        SlimeLikeError: Numba was told to compile nothing. Started on this machine, a run has found it before.
+        SlimeLikeError: compiling is disabled in Numba. The check before a run finds it on the machine that starts it.
     """
     if numba.config.DISABLE_JIT:
         raise SlimeLikeError(

@@ -221,8 +221,8 @@ def _given(
 def _reused(saved: Tensor) -> Tensor:
     """What backward needs for the last time, as the place of its gradient, which is as large.
 
-    It lies in the processor's cache then, where new memory would have to be fetched only to be overwritten. Whoever
-    reads it afterwards through autograd, a second backward for one, is told of that by torch.
+    It lies in the processor's cache then, where new memory would have to be fetched only to be overwritten. torch
+    rejects later reads through autograd, such as a second backward.
     """
     torch.autograd.graph.increment_version(saved)
     return saved.detach()

@@ -14,20 +14,22 @@ import numpy as np
 from numba import float32, int64
 
 from slime_like.cpu.kernels.compiling import kernel, part
-from slime_like.cpu.kernels.elementary import exp
 from slime_like.cpu.kernels.heads import copy, norm_back, product, turn, turn_back
 from slime_like.cpu.kernels.prefetch import LINE, prefetch
-from slime_like.cpu.kernels.tile import LANES, ROWS, add_product, exponentials
+from slime_like.cpu.kernels.score_rows import (
+    add_outer,
+    padded_length,
+    row_products,
+    softmax,
+    softmax_back,
+    transpose,
+    weighted_sums,
+)
+from slime_like.cpu.kernels.tile import LANES
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MATRIX, _VECTOR, _HEADS = float32[:, ::1], float32[::1], float32[:, :, ::1]
 _QKV = (_HEADS, int64[::1], _VECTOR, _VECTOR, float32, _MATRIX, _MATRIX, float32)
-
-
-@part()
-def _padded(count: int) -> int:
-    """The next multiple of ``LANES``."""
-    return (count + LANES - 1) // LANES * LANES
 
 
 @part()
@@ -36,7 +38,7 @@ def _pitch(boundaries: np.ndarray) -> int:
     longest = 0
     for s in range(boundaries.shape[0] - 1):
         longest = max(longest, boundaries[s + 1] - boundaries[s])
-    return _padded(longest) | LANES
+    return padded_length(longest) | LANES
 
 
 @part()
@@ -111,76 +113,6 @@ def _turned_back(
 
 
 @part()
-def _softmax(scores: np.ndarray, row: int, count: int, end: int) -> np.float32:
-    """Of a row's first ``count`` scores, in place; zeros up to ``end``.
-
-    Returns the logarithm of the exponentials' sum.
-    """
-    shift, total = exponentials(scores, row * scores.shape[1], end, count)
-    inverse = _ONE / total
-    for j in range(end):
-        scores[row, j] *= inverse
-    return shift + np.log(total)
-
-
-@part()
-def _softmax_back(
-    weights: np.ndarray, slopes: np.ndarray, row: int, count: int, end: int, lse: np.float32, delta: np.float32
-) -> None:
-    """A row's weights from its scores, and its scores' gradients from its weights', in place; zeros up to ``end``.
-
-    Args:
-        delta: product of the row's context and its gradient.
-    """
-    for j in range(end):
-        weights[row, j] = exp(weights[row, j] - lse)
-    for j in range(count, end):
-        weights[row, j] = _ZERO
-    for j in range(end):
-        slopes[row, j] = weights[row, j] * (slopes[row, j] - delta)
-    for j in range(count, end):
-        slopes[row, j] = _ZERO  # where 0 was multiplied by what may not be a number
-
-
-@part()
-def _transpose(rows: np.ndarray, length: int, columns: np.ndarray) -> None:
-    """(L, D) to (D, L), zeros behind them."""
-    for t in range(length):
-        for d in range(rows.shape[1]):
-            columns[d, t] = rows[t, d]
-    for d in range(rows.shape[1]):
-        for t in range(length, _padded(length)):
-            columns[d, t] = _ZERO
-
-
-@part()
-def _scores(rows: np.ndarray, count: int, columns: np.ndarray, seen: int, out: np.ndarray) -> None:
-    """``out = rows @ columns``: (count, D) by (D, seen)."""
-    width, pitch = columns.shape
-    for r in range(0, count, ROWS):
-        for j in range(0, seen, LANES):
-            add_product(rows, r * width, width, 1, columns, j, pitch, width, out, r * pitch + j, pitch, False)
-
-
-@part()
-def _weighted(weights: np.ndarray, count: int, values: np.ndarray, seen: int, out: np.ndarray) -> None:
-    """``out = weights @ values``: (count, seen) by (seen, D)."""
-    pitch, width = weights.shape[1], values.shape[1]
-    for r in range(0, count, ROWS):
-        for d in range(0, width, LANES):
-            add_product(weights, r * pitch, pitch, 1, values, d, width, seen, out, r * width + d, width, False)
-
-
-@part()
-def _add_outer(weights: np.ndarray, seen: int, rows: np.ndarray, count: int, out: np.ndarray) -> None:
-    """``out += weights.T @ rows``: of (count, seen) and (count, D) into (seen, D)."""
-    pitch, width = weights.shape[1], rows.shape[1]
-    for j in range(0, seen, ROWS):
-        for d in range(0, width, LANES):
-            add_product(weights, j, 1, pitch, rows, d, width, count, out, j * width + d, width, True)
-
-
-@part()
 def _bring(heads: np.ndarray, t: int, g: int, place: int, count: int) -> None:
     """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees."""
     at = np.uint64(_at(heads, t, g, place))
@@ -252,23 +184,79 @@ def forward(
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         for g in range(groups):
             _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
-            _transpose(keys, length, columns)
+            transpose(keys, length, columns)
             for h in range(heads):
                 for start in range(0, length, LANES):
                     count = min(LANES, length - start)
-                    seen, padded = start + count, _padded(start + count)
+                    seen, padded = start + count, padded_length(start + count)
                     for r in range(count):
                         _bring(mixed, first + length + start + r, g, h * width, width)
                         t = first + start + r
                         at = _at(mixed, t, g, h * width)
                         _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
-                    _scores(rows, count, columns, padded, scores)
+                    row_products(rows, count, columns, padded, scores)
                     for r in range(count):
-                        lse[g * heads + h, first + start + r] = _softmax(scores, r, start + r + 1, padded)
-                    _weighted(scores, count, values, seen, context)
+                        lse[g * heads + h, first + start + r] = softmax(scores, r, start + r + 1, padded)
+                    weighted_sums(scores, count, values, seen, context)
                     for r in range(count):
                         _bring(out, first + length + start + r, g, h * width, width)
                         copy(context, r * width, out, _at(out, first + start + r, g, h * width), width)
+
+
+@part()
+def _head_back(
+    grad: np.ndarray,
+    mixed: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    first: int,
+    length: int,
+    g: int,
+    h: int,
+    weight: np.ndarray,
+    normed: bool,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    scale: np.float32,
+    weight_grad: np.ndarray,
+    sequence: tuple[np.ndarray, ...],
+    block: tuple[np.ndarray, ...],
+) -> None:
+    """Gradients of one query head over a sequence, in their place in ``mixed``; those of keys and values are added.
+
+    Args:
+        sequence: keys (L, D), keys and values (D, L), and the gradients of keys and values (L, D).
+        block: memory of ``LANES`` rows: weights and slopes (L wide), queries and two gradients (D wide).
+    """
+    keys, columns, value_columns, key_grads, value_grads = sequence
+    weights, slopes, rows, grads, row_grads = block
+    width = rows.shape[1]
+    lse_row = g * (mixed.shape[2] // width - 2) + h
+    for start in range(0, length, LANES):
+        count = min(LANES, length - start)
+        seen, padded = start + count, padded_length(start + count)
+        for r in range(count):
+            t = first + start + r
+            at = _at(mixed, t, g, h * width)
+            _turned(mixed, at, weight, normed, eps, cos, sin, t, scale, rows, r)
+            _bring(mixed, t + length, g, h * width, width)
+            _bring(grad, t + length, g, h * width, width)
+            copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
+        row_products(rows, count, columns, padded, weights)
+        row_products(grads, count, value_columns, padded, slopes)
+        for r in range(count):
+            t = first + start + r
+            _bring(out, t + length, g, h * width, width)
+            delta = product(grads, r * width, out, _at(out, t, g, h * width), width)
+            softmax_back(weights, slopes, r, start + r + 1, padded, lse[lse_row, t], delta)
+        add_outer(weights, seen, grads, count, value_grads)
+        add_outer(slopes, seen, rows, count, key_grads)
+        weighted_sums(slopes, count, keys, seen, row_grads)
+        for r in range(count):
+            t = first + start + r
+            at = _at(mixed, t, g, h * width)
+            _turned_back(row_grads, r, mixed, at, weight, normed, eps, cos, sin, t, scale, weight_grad)
 
 
 @kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
@@ -314,37 +302,15 @@ def backward(
         key_sum[:] = _ZERO
         for g in range(groups):
             _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
-            _transpose(keys, length, columns)
-            _transpose(values, length, value_columns)
-            key_grads[: _padded(length)] = _ZERO
-            value_grads[: _padded(length)] = _ZERO
+            transpose(keys, length, columns)
+            transpose(values, length, value_columns)
+            key_grads[: padded_length(length)] = _ZERO
+            value_grads[: padded_length(length)] = _ZERO
             for h in range(heads):
-                for start in range(0, length, LANES):
-                    count = min(LANES, length - start)
-                    seen, padded = start + count, _padded(start + count)
-                    for r in range(count):
-                        t = first + start + r
-                        at = _at(mixed, t, g, h * width)
-                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
-                        _bring(mixed, first + length + start + r, g, h * width, width)
-                        _bring(grad, first + length + start + r, g, h * width, width)
-                        copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
-                    _scores(rows, count, columns, padded, weights)
-                    _scores(grads, count, value_columns, padded, slopes)
-                    for r in range(count):
-                        t = first + start + r
-                        _bring(out, t + length, g, h * width, width)
-                        delta = product(grads, r * width, out, _at(out, t, g, h * width), width)
-                        _softmax_back(weights, slopes, r, start + r + 1, padded, lse[g * heads + h, t], delta)
-                    _add_outer(weights, seen, grads, count, value_grads)
-                    _add_outer(slopes, seen, rows, count, key_grads)
-                    _weighted(slopes, count, keys, seen, row_grads)
-                    for r in range(count):
-                        t = first + start + r
-                        _turned_back(
-                            row_grads, r, mixed, _at(mixed, t, g, h * width), query_scale, normed, eps,
-                            cos, sin, t, scale, query_sum,
-                        )  # fmt: skip
+                _head_back(
+                    grad, mixed, out, lse, first, length, g, h, query_scale, normed, eps, cos, sin, scale, query_sum,
+                    (keys, columns, value_columns, key_grads, value_grads), (weights, slopes, rows, grads, row_grads),
+                )  # fmt: skip
             for t in range(length):
                 at = _at(mixed, first + t, g, heads * width)
                 _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)

@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 220
 BARS_WIDTH = 1180
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
-# More points than this on a line cannot be told apart at this width, and make the page slow.
+# More points than this on a line cannot be distinguished at this width, and make the page slow.
 MAX_POINTS = 1_000
 MAX_BARS = 250
 # The first steps compile and warm up; bars above this many medians are cut, or they would flatten all others.
@@ -80,7 +80,7 @@ def line_chart(lines: Sequence[Line], non_finite_steps: Sequence[int] = (), labe
     Args:
         lines: at least one, together with at least one value, or one non-finite step.
         non_finite_steps: where to put marks.
-        label: what a screen reader says.
+        label: text for screen readers.
     """
     steps = [step for line in lines for step in line.steps] + list(non_finite_steps)
     x = step_scale(steps)

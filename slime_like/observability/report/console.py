@@ -20,7 +20,7 @@ _BORDERS = 3
 
 
 def show(run: RunData, console: Console) -> None:
-    """Print everything there is to say."""
+    """Print the whole report."""
     console.print(_summary(run))
     console.print(_figures(run, console.width))
     phases = _phases(run)

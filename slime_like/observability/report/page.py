@@ -1,7 +1,7 @@
 """The report as one HTML page that needs nothing else.
 
-What a model said is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
-content security policy admits its own style and script by hash, and neither the network nor any other script.
+A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
+content security policy admits the page's style and script by hash, and neither the network nor any other script.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any
 
-from slime_like.observability.report.assets import SCRIPT, STYLE
 from slime_like.observability.report.charts import LEFT, RIGHT, WIDTH, line_chart, stacked_bars, step_scale, thinned
 from slime_like.observability.report.data import Row, RunData, StoredTable, summary
 from slime_like.observability.report.panels import Panel, panels, phase_picture
@@ -49,14 +50,15 @@ def render_page(run: RunData) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- sections
 def _document(title: str, body: str) -> str:
-    policy = f"default-src 'none'; style-src '{_hash(STYLE)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'"
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
-    )
+    style, script = f"\n{_asset('page.css')}", f"\n{_asset('page.js')}"
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    page = Template(_asset("page.html"))
+    return page.substitute(title=escape(title), body=body, style=style, script=script, policy=policy)
+
+
+def _asset(name: str) -> str:
+    """A file of this package. Nothing that a run holds is ever put into style or script."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _head(run: RunData) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide what a text says.
+# Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide a text's meaning.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _LAYOUT = str.maketrans({"\t": r"\t", "\n": r"\n"})
 

@@ -1,4 +1,4 @@
-"""Whether actors that nobody waits for still live."""
+"""Liveness checks of actors while other work is waited for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ANSWER_S = 10.0
 
 
 class Liveness:
-    """Asks actors again and again whether they live, without ever waiting for them: one at work answers later.
+    """Asks actors repeatedly whether they live, and never waits for an answer: a busy actor answers later.
 
     Args:
         actors: Ray actors that run one call after the other.
         names: theirs, for messages.
-        phase: what they are doing meanwhile, for messages.
+        phase: their phase, for messages.
         error: class of the error to raise.
     """
 
@@ -36,7 +36,7 @@ class Liveness:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Look at what the last check's questions came to, and ask anew; at most every other second. From any thread.
+        """Read the answers to the last check, and ask again; at most every other second. From any thread.
 
         Raises:
             error: an actor has died.

@@ -86,14 +86,14 @@ class MovingReference:
         shutil.rmtree(place, ignore_errors=True)  # the same step of an earlier start
         written.rename(place)
         if self._pool is not None:
-            self._pool.use(place)
+            self._pool.weights.use(place)
         else:
             self._trainers.load_weights(place, "reference")
         self.step = step
         self._remove_others(place)
 
     def _remove_others(self, place: Path) -> None:
-        kept = {place} | (self._pool.weights_in_use() if self._pool is not None else set())
+        kept = {place} | (self._pool.weights.in_use() if self._pool is not None else set())
         for other in self._root.glob("step-*"):
             if other not in kept:
                 shutil.rmtree(other)

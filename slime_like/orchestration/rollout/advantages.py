@@ -1,4 +1,4 @@
-"""From reward functions to advantages: weights, the overlong penalty, the KL penalty, the estimator."""
+"""Advantages from rewards: weights, the overlong penalty, the KL penalty, the estimator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.plugins.traceback import full_traceback, told
+from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
 
 
 def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
-    """(N,) what the estimator is given: the weighted sum of (N, num_funcs) rewards, less the overlong penalty."""
+    """(N,) input of the estimator: the weighted sum of (N, num_funcs) rewards, less the overlong penalty."""
     weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
     totals = rewards @ weights
     buffer = config.algorithm.overlong_buffer
@@ -28,16 +28,16 @@ def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[in
 
 
 def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
-    """(N,) advantages of all samples of a step, which every estimator may look at, whatever its scope.
+    """(N,) advantages of all samples of a step; the estimator gets the whole step, whatever its scope.
 
     Raises:
-        RewardError: the estimator, which may be a user's, failed or gave something else than one finite number each.
+        RewardError: the estimator, which may be a user's, failed, or did not return one finite number per sample.
     """
     name = config.algorithm.advantage
     try:
         advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
     except Exception as error:
-        failure = RewardError(f"step {step}: {_told(name, error)}; correct it")
+        failure = RewardError(f"step {step}: {_format_error(name, error)}; correct it")
         failure.users_traceback = full_traceback(error)
         raise failure from error
     if config.debug.shuffle_advantages:
@@ -47,16 +47,16 @@ def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int],
 
 
 def require_group_scope(config: RunConfig) -> None:
-    """Streaming needs advantages before the batch is complete; of a user's estimator only its object can tell.
+    """Require an estimator that compares within groups: streaming needs advantages before the batch is complete.
 
     Raises:
-        ConfigError: it cannot be had, or looks at the whole batch.
+        ConfigError: the estimator cannot be loaded, or has another scope.
     """
     name = config.algorithm.advantage
     try:
         scope = find_estimator(name).scope
     except Exception as error:
-        raise ConfigError([f"{_told(name, error)}; correct it"]) from error
+        raise ConfigError([f"{_format_error(name, error)}; correct it"]) from error
     if scope != "group":
         raise ConfigError(
             [
@@ -66,28 +66,28 @@ def require_group_scope(config: RunConfig) -> None:
         )
 
 
-def _told(name: str, error: Exception) -> str:
-    return told("algorithm.advantage", name, error, "compute")
+def _format_error(name: str, error: Exception) -> str:
+    return format_error("algorithm.advantage", name, error, "compute")
 
 
 def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
-    """Take each sample's KL to the reference off its reward, and replace its advantage, here and on the trainers.
+    """Subtract each sample's KL to the reference from its reward, and replace its advantage, here and on the trainers.
 
-    The batch is loaded and scored: only then is the reference's opinion known. Logprobs are those frozen at the start
-    of the step, so that the penalty is about the policy that sampled.
+    The batch must be loaded and scored, so that reference logprobs exist. Logprobs are those frozen at the start of the
+    step: the penalty applies to the policy that sampled.
     """
     algorithm = config.algorithm
     frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
     penalties = [
         kl_penalty(
-            own.policy,
-            own.required_reference,
+            scored.policy,
+            scored.required_reference,
             trajectory.loss_mask,
             torch.tensor([trajectory.response_len]),
             algorithm.kl_reward_coef,
             algorithm.kl_reward_estimator,
         )[1]
-        for trajectory, own in ((t, frozen[t.sequence_id]) for t in trajectories)
+        for trajectory, scored in ((t, frozen[t.sequence_id]) for t in trajectories)
     ]
     lengths = [trajectory.response_len for trajectory in trajectories]
     totals = total_rewards(config, torch.stack([t.rewards for t in trajectories]), lengths) + torch.cat(penalties)

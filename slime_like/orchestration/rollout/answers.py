@@ -1,4 +1,4 @@
-"""Answers of an engine that wait for whoever asked, several of them to one call."""
+"""Answers of an engine that wait to be taken, several of them by one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOGETHER_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request: its responses, or the error that there are none for."""
+    """The result of one request: its responses, or the error."""
 
     request_id: str
     generations: list[Generation] = field(default_factory=list)
@@ -22,10 +22,10 @@ class Answer:
 
 
 class Mailbox:
-    """Those of one asker. Belongs to one event loop.
+    """Answers for one asker. Belongs to one event loop.
 
     Attributes:
-        expected: how many have not been taken, those included that are not there yet.
+        expected: answers that have not been taken, those included that are not ready.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Mailbox:
         self._filled.set()
 
     async def take(self) -> list[Answer]:
-        """All that are there, as soon as there is one."""
+        """All answers that are ready, as soon as one is."""
         await self._filled.wait()
         await asyncio.sleep(_TOGETHER_S)
         answers, self._answers = self._answers, []

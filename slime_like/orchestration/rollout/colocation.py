@@ -1,15 +1,18 @@
-"""Whose turn it is on devices that trainers and engines share (``cluster.placement: colocated``)."""
+"""Turns of trainers and engines on the devices that they share (``cluster.placement: colocated``)."""
 
 from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 
 
 class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
+
+    def starting_engines(self) -> None:
+        """Before a dead engine is started again."""
 
     def training(self) -> None:
         """Before scoring, training and saving."""
@@ -25,7 +28,9 @@ class Turns(Protocol):
 
 
 class OwnDevices:
-    """Trainers and engines have devices of their own: nothing moves."""
+    """Trainers and engines have separate devices: nothing moves."""
+
+    def starting_engines(self) -> None: ...
 
     def training(self) -> None: ...
 
@@ -41,12 +46,20 @@ class SharedDevices:
 
     A sync is the hand-over: gradients and optimizer state leave, engine weights come, buckets travel, trainer weights
     leave, the KV cache comes.
+
+    Engines that have died leave the pool when they are found dead; the others go on.
     """
 
-    def __init__(self, trainers: TrainerGroup, engines: RolloutManager) -> None:
+    def __init__(self, trainers: TrainerGroup, engines: EngineSupervisor) -> None:
         self._trainers = trainers
         self._engines = engines
-        self._turn: Literal["trainers", "engines"] = "trainers"
+        self._turn: Literal["trainers", "engines", "sync"] = "trainers"
+
+    def starting_engines(self) -> None:
+        """Trainers leave: an engine that starts takes all the memory that it is allowed."""
+        if self._turn != "engines":
+            self._trainers.offload()
+            self._turn = "engines"
 
     def training(self) -> None:
         if self._turn == "trainers":
@@ -64,6 +77,7 @@ class SharedDevices:
 
     def begin_sync(self) -> None:
         self.training()
+        self._turn = "sync"
         self._trainers.offload(keep_weights=True)
         self._engines.wake(("weights",))
 

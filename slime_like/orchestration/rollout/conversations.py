@@ -1,4 +1,4 @@
-"""Responses of several turns: the engine samples one, the environment answers it, and so on. Runs beside the engine."""
+"""Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Conversations:
     """Turns of the model through one engine and turns of the environment through its workers.
 
     A turn's prompt is the token ids of everything before it, exactly as they were sampled: nothing is encoded again.
-    Every sample goes its own way, at its own pace. What runs is frozen by a weight update and goes on under the new
-    weights, as any request; a turn that begins after it is sampled by them alone.
+    The samples of a request run independently. A weight update freezes running turns, which continue under the new
+    weights, as any request; later turns are sampled by the new weights alone.
 
     Args:
         tokenizer: Hugging Face tokenizer of the model.
-        generate, abort: the engine's own; ``generate`` waits while weights are updated.
+        generate, abort: methods of the engine; ``generate`` waits while weights are updated.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any, generate: Generate, abort: Abort) -> None:
@@ -46,7 +46,7 @@ class Conversations:
         return self._pool.process_ids
 
     async def start(self) -> None:
-        """Raises ``EnvironmentFailure`` where the environment cannot be used."""
+        """Raises ``EnvironmentFailure`` if the environment cannot be used."""
         await self._pool.start()
 
     async def close(self) -> None:
@@ -59,7 +59,7 @@ class Conversations:
 
         Raises:
             EngineError: as the engine's ``generate``.
-            EnvironmentFailure: the environment cannot go on.
+            EnvironmentFailure: the environment has failed.
         """
         if request.request_id in self._running:
             raise EngineError(f"request {request.request_id} is already running; ids must be unique")
@@ -70,7 +70,7 @@ class Conversations:
             del self._running[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End the conversations of one request: ``run`` returns what they have come to, finish reason "abort"."""
+        """End the conversations of one request: ``run`` returns them as they are, finish reason "abort"."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -110,7 +110,7 @@ class Conversations:
         self, request: GenerationRequest, index: int, turn: int, response: _Response, room: int, running: _Running
     ) -> Generation:
         limit = min(room, self._limits.max_turn_tokens or room)
-        own = replace(
+        turn_request = replace(
             request,
             request_id=f"{request.request_id}/{index}/{turn}",
             prompt_tokens=[*request.prompt_tokens, *response.tokens],
@@ -120,24 +120,24 @@ class Conversations:
             prompt_logprobs=False,
             task=None,
         )
-        running.turns.add(own.request_id)
+        running.turns.add(turn_request.request_id)
         try:
-            (generation,) = await self._generate(own)
+            (generation,) = await self._generate(turn_request)
         finally:
-            running.turns.discard(own.request_id)
+            running.turns.discard(turn_request.request_id)
         return generation
 
 
 @dataclass(slots=True)
 class _Running:
-    """The conversations of one request: the turns that the engine has, and whether they are unwanted."""
+    """The conversations of one request: the turns at the engine, and whether they were aborted."""
 
     turns: set[str] = field(default_factory=set)
     aborted: bool = False
 
 
 class _Response:
-    """What a conversation has come to: the prompt's continuation, token by token.
+    """The prompt's continuation so far, token by token.
 
     Attributes:
         tokens: sampled and observed ids.
@@ -158,7 +158,7 @@ class _Response:
         return len(self.tokens)
 
     def sampled(self, generation: Generation) -> None:
-        """A turn of the model; one that was aborted before its first token is none."""
+        """Append a turn of the model; a turn that was aborted before its first token is ignored."""
         if len(generation.token_ids) == 0:
             return
         self._turns.append((self.length, self.length + len(generation.token_ids)))
@@ -167,7 +167,7 @@ class _Response:
         self._versions.append(generation.weight_versions)
 
     def observe(self, observation: Sequence[int]) -> None:
-        """Tokens that nobody sampled: no logprob, and the version of what they answer."""
+        """Append tokens that were not sampled: no logprob, and the version of the turn before."""
         self.tokens += observation
         self._logprobs.append(np.zeros(len(observation), np.float32))
         self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
@@ -184,7 +184,7 @@ class _Response:
         return self.finished("stop")
 
     def finished(self, reason: Any) -> Generation:
-        """It ends with a token that the model sampled: an observation that nobody answered teaches nothing."""
+        """Build the response up to the last sampled token: an observation without an answer cannot be trained on."""
         length = self._turns[-1][1] if self._turns else 0
         return Generation(
             token_ids=np.asarray(self.tokens[:length], np.int64),
@@ -198,12 +198,12 @@ class _Response:
 
 
 def _turn_seed(seed: int, sample: int, turn: int) -> int:
-    """A seed for every turn of every sample, so that a conversation that is begun again goes the same way."""
+    """A seed for every turn of every sample, so that a repeated conversation is the same."""
     return int(np.random.SeedSequence([seed, sample, turn]).generate_state(1)[0])
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
-    """All results, in order; where one fails, or the caller is cancelled, none of the others goes on."""
+    """All results, in order; if one fails, or the caller is cancelled, all others are cancelled."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The Ray actor around one rollout engine: a thin, asynchronous doorway."""
+"""The Ray actor of one rollout engine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from slime_like.orchestration.rollout.engine_class import engine_class
 
 
 class EngineActor:
-    """One engine, and the conversations that lead through it. Plain Python with coroutines: Ray makes an asynchronous
-    actor of it.
+    """One engine, and the conversations that it samples. Its methods are coroutines: Ray makes an asynchronous actor.
 
-    Requests that come while weights are updated wait until the update is finished, or has failed: a conversation goes
-    from turn to turn and knows nothing of the driver's syncs.
+    Requests that come while weights are updated wait until the update is finished, or has failed. The next turn of a
+    conversation may come at any time.
     """
 
     def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
-        if shared_devices:  # Ray gave a colocated engine no device of its own; CUDA is not initialised yet
+        if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         use_cluster_interface(gloo=False)  # weights come from other hosts
         use_session_directory()
@@ -64,7 +63,7 @@ class EngineActor:
         await self._conversations.start()
 
     async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
-        """Begin with ``requests``; ``answers`` has what becomes of them."""
+        """Start ``requests``; ``answers`` returns their results."""
         mailbox = self._mailboxes.setdefault(asker, Mailbox())
         mailbox.expected += len(requests)
         for request in requests:
@@ -73,7 +72,7 @@ class EngineActor:
             task.add_done_callback(self._tasks.discard)
 
     async def answers(self, asker: str) -> list[Answer]:
-        """Those to ``asker``'s requests that are there, as soon as there is one."""
+        """The answers to ``asker``'s requests that are ready, as soon as one is."""
         mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may come later than this
         answers = await mailbox.take()
         if mailbox.expected == 0:
@@ -86,8 +85,8 @@ class EngineActor:
         except SlimeLikeError as error:
             mailbox.put(Answer(request.request_id, error=error))
         except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
-            told = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
-            mailbox.put(Answer(request.request_id, error=told))
+            failure = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
+            mailbox.put(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """A request with a task becomes conversations where the run has an environment."""
@@ -132,7 +131,7 @@ class EngineActor:
 
     @asynccontextmanager
     async def _opened_by_failure(self) -> AsyncIterator[None]:
-        """After a failed update the engine itself refuses to sample, and says why."""
+        """After a failed update requests go to the engine, which rejects them with the reason."""
         try:
             yield
         except BaseException:

@@ -16,9 +16,9 @@ def engine_class(config: RunConfig) -> type[RolloutEngine]:
 
 
 def require_servable(config: RunConfig, on_cuda: bool) -> None:
-    """Refuse, before any engine is started, what its class says it cannot do on these devices.
+    """Reject a model that the engine's class does not support on these devices, before any engine is started.
 
-    A class says so by a static method ``refusal(dimensions, on_cuda)``, which it may do without.
+    The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
 
     Raises:
         EngineError: with the engine's reason.

@@ -1,4 +1,4 @@
-"""Held-out accuracy by the same engines and reward workers that training uses."""
+"""Held-out accuracy, with the engines and reward workers of training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates on fixed lists of held-out prompts, one per file: what ``held_out`` read."""
+    """Evaluates on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
         self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
@@ -40,7 +40,7 @@ class Evaluator:
 
     def run(self, step: int) -> EvaluationResult:
         """Sample and score every prompt under the weights that the engines serve."""
-        prompts = [prompt for own in self._datasets.values() for prompt in own]
+        prompts = [prompt for dataset in self._datasets.values() for prompt in dataset]
         samples = self._config.evaluation.samples_per_prompt
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
         temperature = self._sampling.temperature or 1.0
@@ -51,7 +51,7 @@ class Evaluator:
         outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
         samples_of = [[_Sample.of(trajectory, next(outcomes)) for trajectory in group] for group in groups]
         remaining = iter(samples_of)
-        results = {name: _figures([next(remaining) for _ in own]) for name, own in self._datasets.items()}
+        results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
 
 
@@ -93,8 +93,8 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
 
 
 def _figures(prompts: Sequence[Sequence[_Sample]]) -> EvaluationRecord:
-    samples = [sample for own in prompts for sample in own]
-    successes = [[sample.success for sample in own] for own in prompts]
+    samples = [sample for prompt in prompts for sample in prompt]
+    successes = [[sample.success for sample in prompt] for prompt in prompts]
     return EvaluationRecord(
         accuracy=sum(sample.success for sample in samples) / len(samples),
         pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},

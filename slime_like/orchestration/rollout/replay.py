@@ -1,4 +1,4 @@
-"""ReplayBuffer: scored groups waiting to be trained on."""
+"""ReplayBuffer: scored groups that are ready for training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Held(Generic[T]):
-    """A group in the buffer.
+    """A group of the buffer.
 
     Attributes:
         group_id: unique over the run.
-        version: weight version that its first token may have been sampled by, at the earliest.
+        version: oldest weights that may have sampled its first token.
         content: the group itself.
     """
 
@@ -25,7 +25,7 @@ class Held(Generic[T]):
 
 
 class ReplayBuffer(Generic[T]):
-    """Hands every group out once, those of the oldest weights first, and none that is too old.
+    """Returns every group once, oldest weights first, and none that is too old.
 
     A group is stale when the policy has moved on by more than ``max_staleness`` versions since its first token.
 
@@ -46,17 +46,17 @@ class ReplayBuffer(Generic[T]):
         return iter(list(self._held.values()))
 
     def add(self, group_id: int, version: int, content: T) -> None:
-        """Put a group in.
+        """Add a group.
 
         Raises:
-            ValueError: it is in the buffer already.
+            ValueError: the buffer has it already.
         """
         if group_id in self._held:
             raise ValueError(f"group {group_id} is in the replay buffer already; group ids must be unique")
         self._held[group_id] = Held(group_id, version, content)
 
     def drop_stale(self, current_version: int) -> list[int]:
-        """Drop what is too old to train version ``current_version``; the ids of what was dropped."""
+        """Drop groups that are too old to train version ``current_version``; returns their ids."""
         oldest_allowed = current_version - self._max_staleness
         stale = [group.group_id for group in self._held.values() if group.version < oldest_allowed]
         for group_id in stale:
@@ -64,10 +64,10 @@ class ReplayBuffer(Generic[T]):
         return stale
 
     def take(self, n: int) -> list[Held[T]]:
-        """``n`` groups: the oldest versions first, then those that came first; in the order of their ids.
+        """Remove ``n`` groups: oldest versions first, then those added first; returned in the order of their ids.
 
         Raises:
-            ValueError: there are fewer; nothing is handed out then.
+            ValueError: there are fewer; none is removed.
         """
         if n > len(self._held):
             raise ValueError(f"{n} groups wanted, {len(self._held)} are in the replay buffer; wait for more")

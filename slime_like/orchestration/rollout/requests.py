@@ -1,4 +1,4 @@
-"""From prompts to trajectories: requests with seeds of their own, groups with ids of their own."""
+"""Requests from prompts, and trajectories from the answers."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def _to_trajectory(
             f"sequence {sequence_id}: the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
             f"{len(generation.weight_versions)} versions; a response has at least one token and one of each per token"
         )
-    versions = _own(generation.weight_versions, np.int64)
+    versions = _copy(generation.weight_versions, np.int64)
     return UnscoredTrajectory(
         prompt_tokens=prompt_tokens,
-        response_tokens=_own(generation.token_ids, np.int64),
+        response_tokens=_copy(generation.token_ids, np.int64),
         prompt_len=len(prompt_tokens),
         response_len=length,
-        logprobs=_own(generation.logprobs, np.float32),
+        logprobs=_copy(generation.logprobs, np.float32),
         answer=prompt.answer,
         sequence_id=sequence_id,
         policy_version=int(versions[0]),
@@ -107,7 +107,7 @@ def _to_trajectory(
     )
 
 
-def _own(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
     """A copy: Ray's arrays are read-only."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 

@@ -20,7 +20,7 @@ from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory,
 
 @dataclass(frozen=True, slots=True)
 class RewardedGroup:
-    """A group whose rewards are known; advantages may depend on the batch it will be part of.
+    """A group with its rewards; its advantages may depend on the rest of the batch.
 
     Attributes:
         group: its N samples.
@@ -39,21 +39,21 @@ class RewardedGroup:
 
 
 class Scorer:
-    """Reward functions in worker processes, then advantages. Threads take turns with the workers."""
+    """Computes rewards in worker processes, then advantages. Thread-safe."""
 
     def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
         self._names = [function.name for function in config.reward.functions]
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def function_names(self) -> list[str]:
         return self._names
 
     def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
-        """What every reward function says of every response, in order; of a conversation they see the last turn."""
+        """Results of all reward functions for every response, in order; of a conversation they get the last turn."""
         decode = self._tokenizer.batch_decode
         responses = decode([_judged_tokens(t) for t in trajectories], skip_special_tokens=True)
         prompts = {t.group_id: t.prompt_tokens for t in trajectories}
@@ -62,7 +62,7 @@ class Scorer:
             RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
             for trajectory, response in zip(trajectories, responses, strict=True)
         ]
-        with self._turn:
+        with self._lock:
             outcomes = self._pool.score(items, [trajectory.group_id for trajectory in trajectories])
         return [
             self._with_environment(outcome, trajectory.conversation)
@@ -85,7 +85,14 @@ class Scorer:
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
         references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
         return [
-            _scored(trajectory, rewards[i], successes[i], advantages[i], metadata[i], references[i])
+            ScoredTrajectory.of(
+                trajectory,
+                rewards=rewards[i],
+                successes=successes[i],
+                advantages=advantages[i],
+                reward_metadata=metadata[i],
+                ref_logprobs=references[i],
+            )
             for i, trajectory in enumerate(trajectories)
         ]
 
@@ -100,7 +107,7 @@ class Scorer:
         return RewardedGroup(group, rewards, successes, totals, metadata)
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
-        """The environment's rewards among the computed ones; nothing at all where the conversation broke."""
+        """Insert the environment's reward among the computed ones; all are zero if the conversation failed."""
         if conversation is None:
             return outcome
         if conversation.failure is not None:
@@ -109,10 +116,11 @@ class Scorer:
         if ENVIRONMENT not in self._names:
             return outcome
         at = self._names.index(ENVIRONMENT)
-        own = (conversation.reward, float(conversation.success)) if "reason" not in outcome.metadata else (0.0, 0.0)
+        failed = "reason" in outcome.metadata
+        pair = (0.0, 0.0) if failed else (conversation.reward, float(conversation.success))
         rewards, successes = (
             (*values[:at], value, *values[at:])
-            for values, value in zip((outcome.rewards, outcome.successes), own, strict=True)
+            for values, value in zip((outcome.rewards, outcome.successes), pair, strict=True)
         )
         return RewardOutcome(rewards, successes, outcome.metadata)
 
@@ -125,7 +133,7 @@ class Scorer:
 
 
 def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
-    """What reward functions see: not the words of the environment, which may hold the answer."""
+    """The tokens that reward functions get: without observations, which may contain the answer."""
     if trajectory.conversation is None:
         return trajectory.response_tokens
     start, end = trajectory.conversation.turns[-1]
@@ -134,33 +142,3 @@ def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
 
 def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
     return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)
-
-
-def _scored(
-    trajectory: UnscoredTrajectory,
-    rewards: Tensor,
-    successes: Tensor,
-    advantage: Tensor,
-    metadata: dict[str, Any],
-    reference: Tensor | None,
-) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=trajectory.prompt_tokens,
-        response_tokens=trajectory.response_tokens,
-        prompt_len=trajectory.prompt_len,
-        response_len=trajectory.response_len,
-        logprobs=trajectory.logprobs,
-        ref_logprobs=reference,
-        rewards=rewards,
-        advantages=advantage,
-        successes=successes,
-        answer=trajectory.answer,
-        sequence_id=trajectory.sequence_id,
-        group_id=trajectory.group_id,
-        reward_metadata=metadata,
-        policy_version=trajectory.policy_version,
-        loss_mask=trajectory.loss_mask,
-        weight_versions=trajectory.weight_versions,
-        temperature=trajectory.temperature,
-        finish_reason=trajectory.finish_reason,
-    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
+from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource, load_tokenizer
@@ -25,11 +26,13 @@ from slime_like.orchestration.reference.workers import launch_references, refere
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_class import require_servable
+from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.run.directory import find_checkpoint, latest_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource, ExperienceSource
@@ -55,20 +58,22 @@ def launch_engines(
     config: RunConfig,
     stack: ExitStack,
     placement: Placement,
+    note: Callable[[str], None],
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = nobody,
 ) -> tuple[RolloutManager, RewardPool]:
     """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
 
     Args:
-        watch: see ``RolloutManager``.
+        note: see ``EngineSupervisor``.
+        watch: see ``EngineGroup``.
     """
-    engines = RolloutManager(config, placement, watch)
-    stack.callback(engines.shutdown)
-    engines.launch(shared_devices)
+    group = EngineGroup(config, placement, watch)
+    stack.callback(group.shutdown)
+    group.launch(shared_devices)
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    return engines, pool
+    return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
 
 
 class Session:
@@ -158,6 +163,8 @@ class Session:
             )
         )
         placement = stack.enter_context(Placement(config))
+        if placement.device == "CPU":
+            self.progress.note(operators_note(config.trainer.cpu_kernels))
         if samples:
             transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
             require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
@@ -208,33 +215,28 @@ class Session:
         if warning := version_warning(config.rollout.python, config.rollout.engine):
             self.progress.note(warning)
         devices = self.trainers.devices() if colocated else ()
-        engines, pool = launch_engines(config, stack, placement, devices, self.trainers.liveness().check)
+        watch, note = self.trainers.liveness().check, self.progress.note
+        engines, pool = launch_engines(config, stack, placement, note, devices, watch)
+        supervisor = engines.supervisor
         scorer = Scorer(config, pool, self.tokenizer)
         workers = launch_references(config, stack, placement)
         self.trainers.setup()
         pool.start()
         if colocated:
             self.trainers.offload()
-        engines.start()
+        supervisor.start()
         references = reference_pool(config, workers)
         if references is not None:
             stack.callback(references.close)
         if colocated:
-            engines.sleep()
+            supervisor.sleep()
             self.trainers.onload()
-            self.turns = SharedDevices(self.trainers, engines)
-        sync = WeightSync(config, self.trainers, engines, placement, self.turns, run_name)
+            self.turns = SharedDevices(self.trainers, supervisor)
+        sync = WeightSync(config, self.trainers, supervisor, placement, self.turns, run_name)
         sync.connect()
         evaluator = Evaluator(config, engines, scorer, self._held_out) if self._held_out else None
         ledger = Ledger.begin(config.run_dir)
         stack.callback(ledger.close)
-        source = RolloutSource(
-            config, prompts, engines.flight(), scorer, self.turns, ledger, self._revive_engines, references
-        )
+        source = RolloutSource(config, prompts, engines.client(), scorer, self.turns, ledger, supervisor, references)
         stack.callback(source.close)
         return RolloutSide(sync, source, evaluator, ledger, references)
-
-    def _revive_engines(self, version: int) -> None:
-        assert self.rollout is not None
-        for sentence in self.rollout.sync.run(version).restarted:
-            self.progress.note(sentence)

@@ -1,4 +1,4 @@
-"""Where a step's trajectories come from where no engine runs: demonstrations, or rollouts that were kept."""
+"""Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from slime_like.trajectory import ScoredTrajectory
 
 
 class ExperienceSource(Protocol):
-    """Yields the trajectories of one training step, accounting its time to the clock's phases."""
+    """Yields the trajectories of each training step; adds its time to the clock's phases."""
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """The same, in whole groups as they become ready; the clock runs in no phase while the caller has them."""
+        """As ``next_batch``, in whole groups as they become ready; no phase is open while the caller has them."""
 
 
 class DemonstrationSource:
-    """Rows with a response of their own: supervised mode."""
+    """Rows with a demonstration: supervised mode."""
 
     def __init__(self, config: RunConfig, prompts: PromptSource) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class DemonstrationSource:
 
 
 class DumpedSource:
-    """Rollouts that an earlier run kept: the training side alone, without engines or rewards.
+    """Rollouts that an earlier run saved, trained without engines and reward workers.
 
     Args:
         directory: one file per step.
@@ -55,7 +55,7 @@ class DumpedSource:
         self._vocab_size = vocab_size
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
-        """Raises ``DataError`` where a file is missing, damaged, or of a model with other tokens."""
+        """Raises ``DataError`` if a file is missing, damaged, or of a model with other tokens."""
         with clock.phase("wait"):
             path = dump_path(self._directory, step)
             trajectories = load_trajectories(path)
@@ -63,7 +63,7 @@ class DumpedSource:
             return trajectories
 
     def _require_known_tokens(self, path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """Split over ranks, an embedding would take an unknown id for a token of zeros."""
+        """Reject unknown ids: an embedding split over ranks would return zeros for them."""
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
         if largest >= self._vocab_size:
             raise DataError(

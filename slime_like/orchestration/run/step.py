@@ -165,8 +165,6 @@ class StepRecorder:
             self._session.progress.note(str(sync))
         self._session.metrics.log(step, metrics)
         self._session.progress.update(step, metrics)
-        for sentence in sync.restarted if sync else ():
-            self._session.progress.note(sentence)
         self._log_tables(step, trajectories, trained.updates[-1])
         if not self._config.supervised:
             self._note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))

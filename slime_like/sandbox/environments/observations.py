@@ -1,4 +1,4 @@
-"""From what an environment says to the token ids that the model reads."""
+"""An environment's observation as the token ids that the model reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ObservationEncoder:
     Args:
         tokenizer: Hugging Face tokenizer.
         template: text with ``{observation}`` once; ``None`` takes it from the chat template.
-        max_tokens: an observation is cut to so many of its own tokens.
+        max_tokens: an observation is cut to so many tokens, without the template's.
 
     Raises:
         ConfigError: there is no chat template, or it has no room for a message of role ``tool``.
@@ -34,7 +34,7 @@ class ObservationEncoder:
         self._closing: list[int] = tokenizer.encode(closing, add_special_tokens=False)
 
     def encode(self, observation: str) -> tuple[list[int], int]:
-        """Token ids, and how many of the observation's own were cut off."""
+        """Token ids, and how many of the observation's tokens were cut off."""
         said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]

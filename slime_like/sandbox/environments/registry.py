@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from slime_like.interfaces.environment import Environment
+from slime_like.plugins.resolve import resolve_callable
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
-"""Those that come with this distribution. Paths, as a user's own are: workers import them, this package never does."""
+"""Environments of this distribution, as import paths: workers import them, this package never does."""
 
 
 def resolve_environment(name: str) -> Callable[..., Environment]:
@@ -19,23 +19,14 @@ def resolve_environment(name: str) -> Callable[..., Environment]:
     Raises:
         ValueError: unknown name, an import path that leads nowhere, or something that cannot be called.
     """
-    if name not in REGISTERED and ":" not in name:
-        raise ValueError(f"unknown environment {name!r}; use {', '.join(REGISTERED)} or `package.module:name`")
-    module_name, _, attribute = REGISTERED.get(name, name).partition(":")
-    try:
-        found = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"environment {name!r} cannot be imported ({error}); give `package.module:name`") from error
-    if not callable(found):
-        raise ValueError(f"environment {name!r} is a {type(found).__name__}; give a class")
-    return found
+    return resolve_callable("environment", name, REGISTERED)
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """The environment itself.
 
     Raises:
-        ValueError: as ``resolve_environment``, or the options are not its own.
+        ValueError: as ``resolve_environment``, or it does not take the options.
     """
     found = resolve_environment(name)
     try:

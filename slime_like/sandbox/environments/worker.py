@@ -6,6 +6,7 @@ import math
 import sys
 from typing import Any
 
+from slime_like.errors import ConfigError
 from slime_like.interfaces.environment import Step, Task
 from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.environments.registry import REGISTERED, build_environment
@@ -14,7 +15,10 @@ from slime_like.sandbox.serving import Handler, failure, serve
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     name = setup["name"]
-    environment = build_environment(name, setup["options"])
+    try:
+        environment = build_environment(name, setup["options"])
+    except ValueError as error:
+        raise ConfigError([f"rollout.environment: {error}"]) from error
     code = None if name in REGISTERED else code_of(environment.step)
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def majority(
 
     ``r_i = 1[a_i = argmax_a n(a)]`` with ``n(a)`` the number of responses whose final answer is ``a``: test-time
     reinforcement learning (TTRL, arXiv:2504.16084, equation 2). Where several answers are the most frequent there is no
-    majority, and nobody is rewarded: the order of the samples decides nothing.
+    majority, and no response is rewarded: the order of the samples decides nothing.
 
     The final answer is what stands in the last ``\\boxed{}``, or else the last number; numbers are compared by value.
 
@@ -40,9 +40,9 @@ def majority(
     winner = counts[0][0] if enough and not tied else None
     share = counts[0][1] / len(responses) if counts else 0.0
     return [
-        RewardResult(float(wins), wins, {"answer": own, "share": share})
-        for own in answers
-        for wins in [winner is not None and own == winner]
+        RewardResult(float(wins), wins, {"answer": answer, "share": share})
+        for answer in answers
+        for wins in [winner is not None and answer == winner]
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
 
-# Both functions warn that their own alarm is off; here the pool bounds the time.
+# Both functions warn that their alarm is off; here the pool bounds the time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_DEPTH = 24

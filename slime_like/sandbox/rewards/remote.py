@@ -31,7 +31,7 @@ def remote(
         prompt, response, answer: as for every reward function.
         url: http or https.
         timeout_s: bound on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it a
-            service that is not there is asked again and again, so that one which is restarted costs no reward.
+            request is repeated while the service is unreachable, so that a restart of it costs no reward.
         headers: sent with the request, e.g. an authorization.
 
     Returns:
@@ -45,18 +45,18 @@ def remote(
     check_service(url, timeout_s, headers)
     body = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {})})
-    return _result(url, _asked(request, timeout_s))
+    return _result(url, _post(request, timeout_s))
 
 
-def _asked(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """What the service answers. Where nobody listens or the connection breaks it is asked again: it may be starting."""
+def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The service's answer. A refused or broken connection is retried: the service may be starting."""
     url, deadline = request.full_url, time.monotonic() + timeout_s
     while True:
         try:
             with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
                 return reply.read(_MAX_BYTES + 1)
         except OSError as error:
-            reason = error.reason if isinstance(error, URLError) else error  # a connection's own error is inside
+            reason = error.reason if isinstance(error, URLError) else error  # the connection's error is inside
             if not isinstance(reason, TimeoutError | ConnectionError):
                 raise OSError(f"{url}: {error}") from error
             if isinstance(reason, TimeoutError) or time.monotonic() + _PAUSE_S >= deadline:

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime_like.errors import ConfigError
 from slime_like.interfaces.reward import RewardResult
-from slime_like.plugins.traceback import code_of
+from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.protocol import encode
-from slime_like.sandbox.rewards.registry import LOCAL, REGISTERED, check_options, is_group_reward, resolve_reward
+from slime_like.sandbox.rewards.registry import LOCAL, REGISTERED, resolve_reward
+from slime_like.sandbox.rewards.signature import is_group_reward, signature_problems
 from slime_like.sandbox.serving import Handler, failure, serve
 
 _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
@@ -19,13 +21,18 @@ _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
 class _Function:
     """A reward function with its options, and what it returned checked."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, field: str, name: str, options: dict[str, Any]) -> None:
         self.name = name
         self._options = options
-        self._call: Callable[..., Any] = resolve_reward(name)
+        try:
+            self._call: Callable[..., Any] = resolve_reward(name)
+        except ValueError as error:
+            place = named_place(error, name, "__call__")
+            raise ConfigError([f"{field}.name={name} ({place}) cannot be used: {error}"]) from error
         self.of_groups = is_group_reward(self._call)
         self._code = None if name in REGISTERED else code_of(self._call)
-        check_options(name, self._call, options)
+        if problems := list(signature_problems(field, name, self._call, options)):
+            raise ConfigError(problems)
 
     def of_sample(self, item: dict[str, Any]) -> RewardResult:
         return _checked(self._call(item["prompt"], item["response"], item["answer"], **self._options))
@@ -38,7 +45,7 @@ class _Function:
         return [_checked(result) for result in results]
 
     def failure(self, error: BaseException) -> dict[str, Any]:
-        """The answer that says why an item has no reward; of a user's function, with file and line."""
+        """The answer for an item without a reward: the reason; for a custom function, with file and line."""
         return failure(error, self.name, self._code)
 
     def warm_up(self) -> None:
@@ -79,7 +86,7 @@ def _group_outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict
             results.append(function.of_group(item))
         except (Exception, SystemExit) as error:
             return function.failure(error)
-    return {"samples": [_as_message(functions, own) for own in zip(*results, strict=True)]}
+    return {"samples": [_as_message(functions, sample) for sample in zip(*results, strict=True)]}
 
 
 def _as_message(functions: Sequence[_Function], results: Sequence[RewardResult]) -> dict[str, Any]:

@@ -239,7 +239,7 @@ SEQUENCES: list[tuple[Callable[[], Any], str]] = [
     (lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0), r"'s1': prompt_tokens is torch.bool .*integer token"),
     (lambda: replace(scored(1), response_tokens=torch.ones(4) > 0), r"'s1': response_tokens is torch.bool"),
     (lambda: replace(scored(1), weight_versions=torch.ones(4) > 0), r"'s1': weight_versions is torch.bool"),
-    (lambda: replace(scored(1), sequence_id="s0"), "2 sequences of the pack have the id 's0'.* an id of its own"),
+    (lambda: replace(scored(1), sequence_id="s0"), "2 sequences of the pack have the id 's0'.* unique over the run"),
     (lambda: replace(scored(1), sequence_id=["s1"]), r"sequence \['s1'\]: sequence_id is a list; give text"),
 ]  # fmt: skip
 

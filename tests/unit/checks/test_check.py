@@ -433,101 +433,6 @@ def test_kept_rollouts_cannot_be_evaluated(tmp_path: Path, flags: list[str]) -> 
     assert "starts no engine, so that evaluation.files cannot be sampled from; set evaluation.files: none" in problem
 
 
-# a user's module with a function `f`, its options, and how the only problem begins and ends (none: the workers judge)
-GIVEN = "but is called with prompt, response and answer before its options; give it these three parameters first"
-GROUP = "but is called with prompt, responses and answer before its options; give it these three parameters first"
-OWN_REWARDS: list[tuple[str, dict[str, Any], str | None, str]] = [
-    (
-        "def f(response: str, answer='a'): ...",
-        {},
-        "NAME (PLACE:2) does not fit: reward function 'own_rewards:f' takes (response: str, answer='a'), ",
-        GIVEN,
-    ),
-    ("def f(prompt, response, answer, extra, /): ...", {"extra": 1}, "OPTIONS={'extra': 1} do not fit: ", "(PLACE:2)"),
-    ("def f(*, prompt, response, answer): ...", {}, "NAME (PLACE:2) does not fit: reward function", GIVEN),
-    ("@group_reward\ndef f(prompt, responses): ...", {}, "NAME (PLACE:3) does not fit: reward function", GROUP),
-    ("@rewards.group_reward\ndef f(): ...", {}, "NAME (PLACE:3) does not fit: reward function", GROUP),
-    ("async def f(prompt, response, answer): ...", {}, "NAME (PLACE:2) is an `async def`, which ", "a plain `def`"),
-    (
-        "def f(prompt, response, answer, *, scale: float = 2.0): ...",
-        {"scales": 1},
-        "OPTIONS={'scales': 1} do not fit: options of reward function 'own_rewards:f': got an unexpected keyword "
-        "argument 'scales'; it takes scale: float = 2.0",
-        "(PLACE:2)",
-    ),
-    ("def f(prompt, response, answer, *, scale): ...", {}, "OPTIONS={} do not fit: options of reward", "(PLACE:2)"),
-    ("def f(prompt, response, answer) -> float: ...", {}, "NAME (PLACE:2) says that it returns float", "RewardResult"),
-    ("def f(prompt, response, answer) -> 'int': ...", {}, "NAME (PLACE:2) says that it returns 'int'", "RewardResult"),
-    ("def f(prompt, response, answer) -> None: ...", {}, "NAME (PLACE:2) says that it returns None", "a RewardResult"),
-    ("def f(prompt, response, answer) -> tuple[float, bool]: ...", {}, "NAME (PLACE:2) says that", "a RewardResult"),
-    (
-        "@group_reward\ndef f(prompt, responses, answer) -> list[float]: ...",
-        {},
-        "NAME (PLACE:3) says that it returns list[float]; return a list of RewardResults, ",
-        "one for each response",
-    ),
-    (
-        "def f(response, prompt, answer): ...",
-        {},
-        "NAME (PLACE:2) does not fit: reward function 'own_rewards:f' takes (response, prompt, answer), but is given "
-        "prompt, response and answer by position; ",
-        "put its parameters in this order",
-    ),
-    (
-        "@group_reward\ndef f(answer, responses, prompt, *, scale=1): ...",
-        {},
-        "NAME (PLACE:3) does not fit: reward function 'own_rewards:f' takes (answer, responses, prompt), ",
-        "but is given prompt, responses and answer by position; put its parameters in this order",
-    ),
-    ("f = 3", {}, "NAME is 3 (PLACE:2), which cannot be called; correct the name", ""),
-    ("f: object = ['a']", {}, "NAME is ['a'] (PLACE:2), which cannot be called; correct the name", ""),
-    (
-        "def f(prompt, response, answer)\n    pass",
-        {},
-        "NAME cannot be imported: PLACE:2: SyntaxError: ",
-        "; correct it",
-    ),
-    ("return f", {}, "NAME cannot be imported: PLACE:2: SyntaxError: 'return' outside function", "; correct it"),
-    ("f = 3\nf = filled(f)", {}, None, ""),
-    ("f = partial(g, 3)", {}, None, ""),
-    ("def f(answer, completion, gold): ...", {}, None, ""),
-    ("def f(*arguments, response, prompt, answer): ...", {}, "OPTIONS={} do not fit: ", "(PLACE:2)"),
-    ("def f(prompt, response, answer, *, scale=1) -> RewardResult: ...", {"scale": 2}, None, ""),
-    ("def f(prompt, response, answer, **options) -> 'RewardResult': ...", {"scale": 2}, None, ""),
-    ("def f(*arguments): ...", {}, None, ""),
-    ("@group_reward\ndef f(prompt, responses, answer) -> list[RewardResult]: ...", {}, None, ""),
-    ("@filled\ndef f(response): ...", {}, None, ""),
-    ("def f(response): ...\nf = filled(f)", {}, None, ""),
-    ("if here:\n    def f(prompt, response, answer): ...\nelse:\n    def f(response): ...", {}, None, ""),
-    ("class f: ...", {}, None, ""),
-]
-
-
-@pytest.mark.parametrize(("source", "options", "start", "end"), OWN_REWARDS, ids=[case[0] for case in OWN_REWARDS])
-def test_what_the_source_tells_of_an_own_reward_is_told_before_it_is_imported(
-    tmp_path: Path,
-    flags: list[str],
-    source: str,
-    options: dict[str, Any],
-    start: str | None,
-    end: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    file = tmp_path / "own_rewards.py"
-    file.write_text(f"raise RuntimeError('imported')\n{source}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    functions = json.dumps([{"name": "own_rewards:f", "options": options}])
-    problems = check(load_config(None, [*flags, "--reward.functions", functions]))
-    if start is None:
-        assert problems == []
-        return
-    [problem] = problems
-    start = start.replace("NAME", "reward.functions.0.name=own_rewards:f")
-    start = start.replace("OPTIONS", "reward.functions.0.options")
-    assert problem.startswith(start.replace("PLACE", str(file))), problem
-    assert problem.endswith(end.replace("PLACE", str(file))), problem
-
-
 @pytest.mark.parametrize("field", ["algorithm.loss", "algorithm.advantage", "rollout.environment.name"])
 @pytest.mark.parametrize(
     ("source", "sentence"),
@@ -821,6 +726,7 @@ def test_numba_must_be_allowed_to_compile(
     found = check(load_config(None, flags))
     assert len(found) == problems
     assert all(problem.startswith("NUMBA_DISABLE_JIT=1 in the environment") for problem in found)
+    assert check(load_config(None, [*flags, "--trainer.cpu_kernels", "off"])) == []
 
 
 def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:

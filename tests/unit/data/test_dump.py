@@ -62,6 +62,31 @@ def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> No
         load_trajectories(path)
 
 
+def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
+    """The file was written before per-token fields were described in one place; what is saved has the same entries."""
+    path = Path(__file__).parent / "dumps" / "version-1.pt"
+    full, bare = load_trajectories(path)
+    assert full.prompt_tokens.tolist() == [5, 0, 7] and full.response_tokens.tolist() == [3, 9]
+    assert (full.prompt_len, full.response_len, full.answer, full.sequence_id) == (3, 2, "12", "3-0")
+    assert full.logprobs is not None and full.logprobs.tolist() == [-0.25, -1.5]
+    assert full.ref_logprobs is not None and full.ref_logprobs.tolist() == [-0.5, -1.25]
+    assert full.old_logprobs is not None and full.old_logprobs.tolist() == [-0.125, -2.0]
+    assert full.weight_versions is not None and full.weight_versions.tolist() == [4, 5]
+    assert full.loss_mask.tolist() == [True, False] and full.advantages.tolist() == 0.75
+    assert full.rewards.tolist() == [1.0, 0.5] and full.successes.tolist() == [1.0, 0.0]
+    assert (full.group_id, full.policy_version, full.token_weight) == (10**12, 4, 1 / 3)
+    assert (full.temperature, full.finish_reason) == (0.7, "length")
+    conversation = {"turns": [[0, 1], [1, 2]], "steps": [{"k": 1}]}
+    assert full.reward_metadata == {"func_names": ["a", "b"], "conversation": conversation}
+    absent = (bare.logprobs, bare.ref_logprobs, bare.old_logprobs, bare.weight_versions)
+    assert absent == (None, None, None, None) and (bare.group_id, bare.answer) == (8, "é")
+
+    saved = dump_path(tmp_path, 1)
+    save_trajectories(saved, [full, bare])
+    before, after = (torch.load(each, weights_only=True)["trajectories"] for each in (path, saved))
+    assert [row.keys() for row in after] == [row.keys() for row in before]
+
+
 def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> None:
     batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
     save_trajectories(dump_path(tmp_path, 1), batch)

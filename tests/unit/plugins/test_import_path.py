@@ -19,7 +19,7 @@ from math import sqrt as root
 if True:
     def function(): inner = 1
 class Class: member = 1
-constant: int = 3
+constant: object = print
 """
 
 

@@ -95,12 +95,12 @@ def test_workers_are_given_the_files_and_those_they_may_be_reading_stay(tmp_path
     run = Run(tmp_path, interval=1, placement="workers")
     assert run.pool is not None
     run.step(1)
-    with run.pool._newest() as reading:
+    with run.pool.weights.reading() as reading:
         assert reading == tmp_path / REFERENCE / "step-000001"
         run.step(2)
         assert reading.is_dir()
     run.step(3)
-    with run.pool._newest() as reading:
+    with run.pool.weights.reading() as reading:
         assert reading == tmp_path / REFERENCE / "step-000003"
     assert sorted(path.name for path in (tmp_path / REFERENCE).iterdir()) == ["step-000003"]
     assert run.trainers.reference == 0

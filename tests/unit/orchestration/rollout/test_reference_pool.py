@@ -183,15 +183,15 @@ def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
         if weights is not None:
-            pool.use(weights)
+            pool.weights.use(weights)
         worker.fails = number == 2
         pool.submit(group(number))
         check(list(drain(pool)), range(number, number + 1))
     assert worker.scored_with == [None, Path("step-2"), Path("step-4"), Path("step-4")]
-    assert pool.weights_in_use() == set()
-    with pool._newest() as weights:
-        pool.use(Path("step-6"))
-        assert weights == Path("step-4") and pool.weights_in_use() == {Path("step-4")}
+    assert pool.weights.in_use() == set()
+    with pool.weights.reading() as weights:
+        pool.weights.use(Path("step-6"))
+        assert weights == Path("step-4") and pool.weights.in_use() == {Path("step-4")}
     pool.close()
 
 

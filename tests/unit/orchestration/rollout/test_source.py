@@ -7,7 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import OwnDevices
-from slime_like.orchestration.rollout.in_flight import NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import NoEngineLeft
+from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource
@@ -48,12 +52,12 @@ class Prompts:
         self.issued = state["issued"]
 
 
-class ShuffledFlight:
+class ShuffledClient:
     """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
         self.held: list[GenerationRequest] = []
-        self.moved: list[str] = []
+        self.resent: list[str] = []
         self.polls = 0
         self.version = 0
         self.dead = False
@@ -71,7 +75,7 @@ class ShuffledFlight:
         self.polls += 1
         if self.polls in self._dies_at:
             self.dead = True
-            self.moved += [request.request_id for request in self.held]
+            self.resent += [request.request_id for request in self.held]
         if self.dead:
             raise NoEngineLeft("the only engine died")
         self._random.shuffle(self.held)
@@ -106,32 +110,44 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(
-    run_dir: Path, flight: ShuffledFlight, references: ReferencePool | None = None, **rollout: Any
-) -> tuple[RolloutSource, list[int]]:
+def settings(run_dir: Path, **rollout: Any) -> RunConfig:
     sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
-    config = RunConfig(
+    return RunConfig(
         run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
         algorithm={"importance_correction": "truncate"},
     )  # fmt: skip
+
+
+def source(
+    run_dir: Path,
+    client: ShuffledClient,
+    references: ReferencePool | None = None,
+    scorer: CoinScorer | None = None,
+    **rollout: Any,
+) -> tuple[RolloutSource, list[int]]:
     revived: list[int] = []
 
-    def revive(version: int) -> None:
-        revived.append(version)
-        flight.dead = False
+    def revive() -> None:
+        revived.append(client.version)
+        client.dead = False
 
     made = RolloutSource(
-        config, Prompts(), flight, CoinScorer(), OwnDevices(), Ledger.begin(run_dir), revive,  # type: ignore[arg-type]
-        references,
+        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
+        Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
 
 
 def batches(
-    made: RolloutSource, flight: ShuffledFlight, first: int = 1, last: int = STEPS, stream: bool = False
+    made: RolloutSource,
+    client: ShuffledClient,
+    first: int = 1,
+    last: int = STEPS,
+    stream: bool = False,
+    max_staleness: int = 0,
 ) -> Iterator[list[int]]:
     clock = PhaseClock()
-    flight.version = first - 1
+    client.version = first - 1
     made.synced(first - 1)
     for step in range(first, last + 1):
         if stream:
@@ -141,9 +157,9 @@ def batches(
         groups = list(dict.fromkeys(t.group_id for t in trajectories))
         oldest = min(t.policy_version for t in trajectories)
         assert len(trajectories) == PROMPTS * SAMPLES
-        assert step - 1 - oldest <= made._config.rollout.max_staleness
+        assert step - 1 - oldest <= max_staleness
         made.trained(trajectories, step)
-        flight.version = step
+        client.version = step
         made.synced(step)
         yield groups
 
@@ -155,9 +171,9 @@ def batches(
 def test_every_group_is_trained_once_and_none_is_too_old(
     run_dir: Path, ahead: int, drop: bool, stream: bool, seed: int
 ) -> None:
-    flight = ShuffledFlight(seed, dies_at=(3, 17))
-    made, revived = source(run_dir, flight, max_staleness=ahead, drop_zero_spread=drop)
-    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
+    client = ShuffledClient(seed, dies_at=(3, 17))
+    made, revived = source(run_dir, client, max_staleness=ahead, drop_zero_spread=drop)
+    trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
     made.close()
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
     audit = audit_run(run_dir)
@@ -199,10 +215,9 @@ class Opinions:
 def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
-    flight, pool = ShuffledFlight(0, dies_at=(5,)), ReferencePool(request_tokens=10)
+    client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
     pool.join(Opinions("first", fails_at=7))
     pool.join(Opinions("second"))
-    made, _ = source(run_dir, flight, pool, drop_zero_spread=True, **rollout)
     opinions: list[tuple[int, float]] = []
 
     class Scorer(CoinScorer):
@@ -211,8 +226,9 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
                 opinions.extend((own.group.group_id, float(logprobs)) for logprobs in own.reference or [])
             return super().scored(groups, step)
 
-    made._scorer = Scorer()  # type: ignore[assignment]
-    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
+    made, _ = source(run_dir, client, pool, Scorer(), drop_zero_spread=True, **rollout)
+    steps = batches(made, client, stream=stream, max_staleness=rollout.get("max_staleness", 0))
+    trained = [group for batch in steps for group in batch]
     made.close()
     pool.close()
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
@@ -224,16 +240,16 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_late_is_aborted(run_dir: Path, stream: bool) -> None:
-    flight = ShuffledFlight(0)
-    made, _ = source(run_dir, flight, oversample=2.0)
-    trained = [group for batch in batches(made, flight, stream=stream) for group in batch]
-    assert len(trained) == STEPS * PROMPTS and not flight.held
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, oversample=2.0)
+    trained = [group for batch in batches(made, client, stream=stream) for group in batch]
+    assert len(trained) == STEPS * PROMPTS and not client.held
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
 
 
-class ListedFlight(ShuffledFlight):
+class ListedClient(ShuffledClient):
     """Answers those groups that a test lets it answer."""
 
     def __init__(self) -> None:
@@ -250,80 +266,103 @@ class ListedFlight(ShuffledFlight):
 
 def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
     """In turn: of the four groups of a step, the first come out while the last is still being sampled."""
-    flight = ListedFlight()
-    made, _ = source(run_dir, flight)
+    client = ListedClient()
+    made, _ = source(run_dir, client)
     made.synced(0)
     parts = made.stream(1, PhaseClock())
     for ready, left in (([2], 3), ([0, 3], 1), ([1], 0)):
-        flight.done = list(ready)
+        client.done = list(ready)
         assert {t.group_id for t in next(parts)} == set(ready)
-        assert len(flight.held) == left
+        assert len(client.held) == left
     assert list(parts) == [] and made.queue_sizes() == (0, 0)
 
 
 def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
     """Ahead by one: what version 0 began must be trained in steps 1 and 2. In step 2 eight groups are on their way,
     four of version 0 and four of version 1: the latter stream only as far as places are left for the former."""
-    flight = ListedFlight()
-    made, _ = source(run_dir, flight, max_staleness=1)
-    made._issue()
-    assert len(flight.held) == 2 * PROMPTS
-    _answer(made, flight, [0, 1, 2, 5])
-    assert made._available(1) == 4
-    assert [held.group_id for held in made._take(1, 4)] == [0, 1, 2, 5]
-    made._version = 1
-    made._issue()
-    assert len(flight.held) == 2 * PROMPTS
-    _answer(made, flight, [8, 9])
-    assert made._available(2) == 0  # 3, 4, 6 and 7 need all four places of step 2
-    _answer(made, flight, [6])
-    assert made._available(2) == 1
-    assert [held.group_id for held in made._take(2, 1)] == [6]
-    _answer(made, flight, [3, 4, 7, 10])
-    assert made._available(2) == 3
-    assert [held.group_id for held in made._take(2, 3)] == [3, 4, 7]
-    made._version = 2
-    assert made._available(3) == 3
+    client, config = ListedClient(), settings(run_dir, max_staleness=1)
+    store = GroupStore(config, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    pipeline = GroupPipeline(config, store, client, CoinScorer(), None)  # type: ignore[arg-type]
 
+    def answer(*groups: int) -> None:
+        client.version, client.done = store.version, list(groups)
+        pipeline.accept(pipeline.reward(pipeline.collect(0.0)), 0.0)
 
-def _answer(made: RolloutSource, flight: ListedFlight, groups: list[int]) -> None:
-    flight.version, flight.done = made._version, groups
-    made._score(made._collect(0.0))
+    def take() -> list[int]:
+        return [rewarded.group.group_id for rewarded in store.take()]
+
+    pipeline.issue()
+    assert len(client.held) == 2 * PROMPTS
+    answer(0, 1, 2, 5)
+    assert store.may_take() == 4
+    assert take() == [0, 1, 2, 5]
+    store.serve(1)
+    pipeline.issue()
+    assert len(client.held) == 2 * PROMPTS
+    answer(8, 9)
+    assert store.may_take() == 0  # 3, 4, 6 and 7 need all four places of step 2
+    answer(6)
+    assert store.may_take() == 1
+    assert take() == [6]
+    answer(3, 4, 7, 10)
+    assert store.may_take() == 3
+    assert take() == [3, 4, 7]
+    store.serve(2)
+    assert store.may_take() == 3
 
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
     """Interrupted with groups under way and groups ready: state and ledger go on in another source."""
-    flight = ShuffledFlight(1)
-    made, _ = source(run_dir, flight, max_staleness=2)
-    before = [group for batch in batches(made, flight, last=5) for group in batch]
+    client = ShuffledClient(1)
+    made, _ = source(run_dir, client, max_staleness=2)
+    before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
     made.close()
     state = json.loads(json.dumps(made.state_dict()))
     made._ledger.snapshot(run_dir / "copy")
-    flight = ShuffledFlight(2)
-    again, _ = source(run_dir, flight, max_staleness=2)
+    client = ShuffledClient(2)
+    again, _ = source(run_dir, client, max_staleness=2)
     again.load_state_dict(state)
     again._ledger.restore(run_dir / "copy")
-    after = [group for batch in batches(again, flight, first=6) for group in batch]
+    after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
     again.close()
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
     assert audit_run(run_dir).holds
 
 
+def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
+    """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
+    prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
+    state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
+    store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store.load_state_dict(state)
+    assert json.loads(json.dumps(store.state_dict())) == state
+    issued = store.issue()
+    assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
+    assert issued[0] == Prompt((1, 2), "4", 3, 0, 7, environment={"a": 1})
+    assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
+
+
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path) -> None:
-    class Broken(ShuffledFlight):
+    class Broken(ShuffledClient):
         def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
             raise EngineError("engine 0 refused")
 
-    flight = Broken(0)
-    made, _ = source(run_dir, flight, max_staleness=1)
+    client = Broken(0)
+    made, _ = source(run_dir, client, max_staleness=1)
     with pytest.raises(EngineError, match="engine 0 refused"):
-        next(batches(made, flight))
+        next(batches(made, client))
     made.close()
 
 
-def test_a_task_without_spread_ends(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flight = ShuffledFlight(0)
-    made, _ = source(run_dir, flight, drop_zero_spread=True, max_drops_per_step=20)
-    monkeypatch.setattr(made, "_teaches", lambda rewarded: False)
+class FlatScorer(CoinScorer):
+    """Rewards that are all alike."""
+
+    def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
+        return replace(super()._rewarded(group), totals=torch.zeros(SAMPLES))
+
+
+def test_a_task_without_spread_ends(run_dir: Path) -> None:
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, scorer=FlatScorer(), drop_zero_spread=True, max_drops_per_step=20)
     with pytest.raises(RewardError, match=r"21 groups for one step .* rollout.max_drops_per_step=20"):
-        next(batches(made, flight))
+        next(batches(made, client))

@@ -97,10 +97,10 @@ def test_names_and_import_paths_lead_to_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("maths", "unknown reward function 'maths'; use math_verify, "),
+        ("maths", "unknown reward function 'maths'; known: format, http, "),
         ("no.such.module:f", "cannot be imported"),
         ("slime_like.interfaces.reward:nothing", "cannot be imported"),
-        ("slime_like:__version__", "is a str; give a function"),
+        ("slime_like:__version__", "is a str, which cannot be called; correct the name"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, reason: str) -> None:
@@ -111,7 +111,7 @@ def test_a_name_that_leads_nowhere_is_refused(name: str, reason: str) -> None:
 def test_options_a_function_does_not_take_are_refused() -> None:
     check_options("length", response_length, {"limit": 3})
     for options in ({}, {"limit": 3, "most": 4}, {"response": "x", "limit": 3}):
-        with pytest.raises(ValueError, match="it takes limit: 'int', buffer: 'int' = 0"):
+        with pytest.raises(ValueError, match="it takes limit: int, buffer: int = 0"):
             check_options("length", response_length, options)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -16,42 +13,8 @@ import pytest
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.registry import try_options
 from slime_like.sandbox.rewards.remote import remote
-
-
-class Service(BaseHTTPRequestHandler):
-    """What it answers depends on the response it is asked about."""
-
-    def do_POST(self) -> None:
-        item = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        asked = item["response"]
-        if asked == "slow":
-            time.sleep(1)
-        status = 503 if asked == "busy" else 200
-        body = {
-            "plain": b'{"reward": 0.5}',
-            "zero": b'{"reward": 0}',
-            "failed": b'{"reward": 2, "success": false, "why": "too long"}',
-            "text": b"fine",
-            "list": b"[1]",
-            "none": b'{"success": true}',
-            "word": b'{"reward": 1, "success": "false"}',
-        }.get(asked, json.dumps({"reward": 1.0, "seen": item, "key": self.headers.get("X-Key")}).encode())
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for a slow answer any more
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/score"
-        server.shutdown()
-        thread.join(10)
+from tests.support.reward_service import Service
+from tests.support.reward_service import url as url
 
 
 def test_the_answer_becomes_the_result(url: str) -> None:

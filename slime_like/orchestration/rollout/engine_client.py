@@ -1,4 +1,4 @@
-"""Requests of one caller on their way through a pool of engines."""
+"""EngineClient: sends the requests of one caller to a pool of engines, and collects the answers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from slime_like.orchestration.rollout.answers import Answer
 
 
 class NoEngineLeft(EngineError):
-    """Every engine of the pool has died. Requests stay where they are until one has come back."""
+    """Every engine of the pool has died. Requests wait until an engine joins."""
 
 
 class EnginePool(Protocol):
-    """What a flight needs of a pool; its members are numbers that are never used twice."""
+    """The pool as a client sees it; members are numbers that are never used twice."""
 
     def acquire(self, tokens: int) -> int | None:
         """A member with room, charged with ``tokens``. Raises ``NoEngineLeft`` where there is no member at all."""
 
     def release(self, member: int, tokens: int) -> None: ...
 
-    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
-        """Returns at once; ``flight`` is who asks."""
+    def send(self, member: int, client: str, requests: Sequence[GenerationRequest]) -> None:
+        """Returns at once."""
 
-    def ask(self, member: int, flight: str) -> Any:
-        """A reference to the flight's answers that are there as soon as there is one."""
+    def ask(self, member: int, client: str) -> Any:
+        """A reference that is ready as soon as the member has an answer for ``client``."""
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those that are there when the first is; none after ``timeout_s``."""
+        """The references that are ready when the first one is; none after ``timeout_s``."""
 
     def answers(self, member: int, reference: Any) -> list[Answer]:
-        """Raises ``EngineError`` where there are none: the engine has failed."""
+        """Read a ready reference. Raises ``EngineError`` if the engine has failed."""
 
     def lose(self, member: int, error: EngineError) -> bool:
-        """After a failed request: ask whether the engine lives; if not, take it out of the pool. True if it is out."""
+        """After a failed request: remove the engine from the pool if it is dead. True if it is out."""
 
     def abort(self, member: int, request_id: str) -> None: ...
 
@@ -53,19 +53,18 @@ class _Running:
     tokens: int
 
 
-class Flight:
+class EngineClient:
     """Sends requests to the least loaded engine and hands out answers as they come. Use from one thread.
 
-    An engine is sent its requests together, and asked for answers, not for each of them: Ray's calls would otherwise be
-    a part of a short step. Requests of an engine that dies are sent to another one from their beginning;
-    ``poll`` says so by ``moved``.
+    One call sends an engine all of its requests, and one call waits for any of its answers: a Ray call per request
+    would take a large part of a short step. Requests of an engine that dies are sent again, from their beginning.
 
     Args:
-        pool: may be shared with other flights.
+        pool: may be shared with other clients.
         silence_s: longest time without any answer while requests run.
 
     Attributes:
-        moved: ids of requests that were sent again because their engine had died.
+        resent: ids of requests that were queued again because their engine had died; the caller clears it.
     """
 
     def __init__(self, pool: EnginePool, silence_s: float) -> None:
@@ -74,17 +73,17 @@ class Flight:
         self._name = uuid.uuid4().hex
         self._queue: deque[GenerationRequest] = deque()
         self._running: dict[str, _Running] = {}
-        self._asked: dict[Any, int] = {}  # which member each reference is of
-        self._unwanted: set[str] = set()
+        self._awaited: dict[Any, int] = {}  # reference -> member
+        self._aborted: set[str] = set()
         self._last_answer = time.monotonic()
-        self.moved: list[str] = []
+        self.resent: list[str] = []
 
     def __len__(self) -> int:
         """Requests that have not been answered."""
         return len(self._queue) + len(self._running)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request, of an id that no other one on its way has; it is sent by the next ``poll``."""
+        """Queue a request whose id is unique among those not answered; it is sent by the next ``poll``."""
         if not self._running:
             self._last_answer = time.monotonic()
         self._queue.append(request)
@@ -93,15 +92,15 @@ class Flight:
         """Send what can be sent, then wait at most ``timeout_s`` for the first answers.
 
         Raises:
-            NoEngineLeft: nothing can be sent; a later ``poll`` goes on where this one stopped.
+            NoEngineLeft: nothing can be sent; a later ``poll`` continues where this one stopped.
             EngineError: an engine refused a request, or none has answered for too long.
         """
         self._send()
         if not self._running:
             return []
-        ready = self._pool.wait(list(self._asked), timeout_s)
+        ready = self._pool.wait(list(self._awaited), timeout_s)
         answers = [answer for reference in ready for answer in self._settle(reference)]
-        self._bound_silence(bool(ready))
+        self._require_progress(bool(ready))
         return answers
 
     def abort(self, request_ids: Collection[str]) -> None:
@@ -109,7 +108,7 @@ class Flight:
         self._queue = deque(request for request in self._queue if request.request_id not in request_ids)
         for request_id, running in self._running.items():
             if request_id in request_ids:
-                self._unwanted.add(request_id)
+                self._aborted.add(request_id)
                 self._pool.abort(running.member, request_id)
 
     def _send(self) -> None:
@@ -120,8 +119,8 @@ class Flight:
         finally:  # also where there is no engine for the next one
             for member, requests in sent.items():
                 self._pool.send(member, self._name, requests)
-        for member in {running.member for running in self._running.values()} - set(self._asked.values()):
-            self._asked[self._pool.ask(member, self._name)] = member
+        for member in {running.member for running in self._running.values()} - set(self._awaited.values()):
+            self._awaited[self._pool.ask(member, self._name)] = member
 
     def _acquire(self, request: GenerationRequest) -> int | None:
         tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
@@ -131,8 +130,8 @@ class Flight:
         return member
 
     def _settle(self, reference: Any) -> list[tuple[GenerationRequest, list[Generation]]]:
-        """What a member has answered; where that is an error, and the member is lost, all that it had is moved."""
-        member = self._asked.pop(reference)
+        """A member's answers. If one is an error and the member is dead, all of its requests are queued again."""
+        member = self._awaited.pop(reference)
         try:
             answers = self._pool.answers(member, reference)
         except EngineError as death:
@@ -148,19 +147,19 @@ class Flight:
         return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
 
     def _end(self, request_id: str) -> _Running | None:
-        """A request that has been answered; none if nobody wants the answer."""
+        """Remove a request that has been answered; none if it was aborted."""
         running = self._running.pop(request_id)
         self._pool.release(running.member, running.tokens)
-        if request_id in self._unwanted:
-            self._unwanted.discard(request_id)
+        if request_id in self._aborted:
+            self._aborted.discard(request_id)
             return None
         return running
 
     def _lose(self, member: int, failed: Sequence[_Running], error: EngineError) -> None:
-        """Back to the head of the queue with what ``failed``, and everything else that the member had.
+        """Put all requests of a dead member at the head of the queue, those that ``failed`` first.
 
         Raises:
-            EngineError: ``error``, if the member is not lost.
+            EngineError: ``error``, if the member is alive.
         """
         if not self._pool.lose(member, error):
             raise error
@@ -168,12 +167,12 @@ class Flight:
         for running in others:
             del self._running[running.request.request_id]
         lost = [*failed, *others]
-        wanted = [running.request for running in lost if running.request.request_id not in self._unwanted]
-        self._unwanted -= {running.request.request_id for running in lost}
+        wanted = [running.request for running in lost if running.request.request_id not in self._aborted]
+        self._aborted -= {running.request.request_id for running in lost}
         self._queue.extendleft(reversed(wanted))
-        self.moved += [request.request_id for request in wanted]
+        self.resent += [request.request_id for request in wanted]
 
-    def _bound_silence(self, answered: bool) -> None:
+    def _require_progress(self, answered: bool) -> None:
         if answered or not self._running:
             self._last_answer = time.monotonic()
         elif time.monotonic() - self._last_answer > self._silence_s:

@@ -1,8 +1,7 @@
-"""Finding an algorithm by its registered name or by import path."""
+"""The object that a setting names: registered, or at ``package.module:name``."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     Args:
         kind: what is looked for, for the message ("loss", "advantage estimator").
         name: registered name or import path.
-        known: the registry.
+        known: the registry: objects, or their import paths.
 
     Returns:
         Whatever is there; that it is of the right kind is for the caller to see.
@@ -22,11 +21,12 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: unknown name (the known ones are listed), or an import path that leads nowhere.
     """
-    if name in known:
-        return known[name]
-    if ":" not in name:
+    found = known.get(name, name)
+    if not isinstance(found, str):
+        return found
+    module_name, colon, attribute = found.partition(":")
+    if not colon:
         raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}, or give `package.module:name`")
-    module_name, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -43,15 +43,7 @@ def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable
     Raises:
         ValueError: it cannot; or as in ``resolve``.
     """
-    found = resolve(kind, name, known)
+    found: Callable[..., Any] = resolve(kind, name, known)
     if not callable(found):
-        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; name a function")
+        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; correct the name")
     return found
-
-
-def option_names(function: Callable[..., Any], positional: int = 2) -> list[str] | None:
-    """Names of what ``function`` takes besides its first ``positional`` arguments; ``None`` where it takes anything."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters[positional:]]

@@ -13,7 +13,7 @@ import pytest
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout.answers import Answer, Mailbox
-from slime_like.orchestration.rollout.in_flight import Flight, NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import EngineClient, NoEngineLeft
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(2,))
 
@@ -69,11 +69,11 @@ class Pool:
     def release(self, member: int, tokens: int) -> None:
         self.members[member].room += 1
 
-    def send(self, member: int, flight: str, requests: Sequence[GenerationRequest]) -> None:
+    def send(self, member: int, client: str, requests: Sequence[GenerationRequest]) -> None:
         self.calls.append(("send", member))
         self.members[member].has += [request.request_id for request in requests]
 
-    def ask(self, member: int, flight: str) -> int:
+    def ask(self, member: int, client: str) -> int:
         assert self.members[member].open is None, "asked twice"
         self.calls.append(("ask", member))
         self.members[member].open = next(self._references)
@@ -109,109 +109,109 @@ class Pool:
             own.answers.append(Answer(name, [] if error else [generation()], error))
 
 
-def flight_of(pool: Pool, names: str) -> Flight:
-    flight = Flight(pool, silence_s=60)
+def client_of(pool: Pool, names: str) -> EngineClient:
+    client = EngineClient(pool, silence_s=60)
     for name in names:
-        flight.submit(request(name))
-    return flight
+        client.submit(request(name))
+    return client
 
 
-def answered(flight: Flight) -> list[str]:
-    return [own.request_id for own, generations in flight.poll(0.0) if generations]
+def answered(client: EngineClient) -> list[str]:
+    return [own.request_id for own, generations in client.poll(0.0) if generations]
 
 
 def test_an_engine_is_called_once_for_all_that_it_is_sent() -> None:
     pool = Pool(2, 3)
-    flight = flight_of(pool, "abcdefg")
-    assert answered(flight) == [] and len(flight) == 7
+    client = client_of(pool, "abcdefg")
+    assert answered(client) == [] and len(client) == 7
     assert [sorted(member.has) for member in pool.members] == [["b", "d"], ["a", "c", "e"]]
     assert sorted(pool.calls) == [("ask", 0), ("ask", 1), ("send", 0), ("send", 1)]
     pool.ends(1, "a", "e")
-    assert answered(flight) == ["a", "e"] and len(flight) == 5
-    assert answered(flight) == [] and pool.members[1].has == ["c", "f", "g"]
+    assert answered(client) == ["a", "e"] and len(client) == 5
+    assert answered(client) == [] and pool.members[1].has == ["c", "f", "g"]
     for number in (0, 1):
         pool.ends(number, *pool.members[number].has)
-    assert sorted(answered(flight)) == ["b", "c", "d", "f", "g"] and len(flight) == 0
+    assert sorted(answered(client)) == ["b", "c", "d", "f", "g"] and len(client) == 0
     assert [member.room for member in pool.members] == [2, 3]
     pool.calls.clear()
-    assert answered(flight) == [] and pool.calls == []
+    assert answered(client) == [] and pool.calls == []
 
 
 def test_what_a_dead_engine_had_goes_to_another_one() -> None:
     pool = Pool(2, 2)
-    flight = flight_of(pool, "abcd")
-    flight.poll(0.0)
+    client = client_of(pool, "abcd")
+    client.poll(0.0)
     pool.members[0].alive = False
-    assert answered(flight) == []
-    assert flight.moved == ["a", "c"]
+    assert answered(client) == []
+    assert client.resent == ["a", "c"]
     pool.ends(1, "b", "d")
-    assert answered(flight) == ["b", "d"]
-    flight.poll(0.0)
+    assert answered(client) == ["b", "d"]
+    client.poll(0.0)
     pool.ends(1, "a", "c")
-    assert answered(flight) == ["a", "c"] and len(flight) == 0
+    assert answered(client) == ["a", "c"] and len(client) == 0
 
 
 def test_a_request_that_failed_with_its_engine_moves_and_its_answered_neighbour_counts() -> None:
     pool = Pool(3, 1)
-    flight = flight_of(pool, "abcd")
-    flight.poll(0.0)
+    client = client_of(pool, "abcd")
+    client.poll(0.0)
     assert pool.members[0].has == ["a", "b", "c"]
     pool.ends(0, "a")
     pool.ends(0, "b", error=EngineError("its process died"))
     pool.members[0].alive = False
-    assert answered(flight) == ["a"]
-    assert flight.moved == ["b", "c"] and len(flight) == 3
+    assert answered(client) == ["a"]
+    assert client.resent == ["b", "c"] and len(client) == 3
 
 
-def test_a_refusal_of_an_engine_that_lives_ends_the_flight() -> None:
+def test_a_refusal_of_an_engine_that_lives_is_raised() -> None:
     pool = Pool(1)
-    flight = flight_of(pool, "a")
-    flight.poll(0.0)
+    client = client_of(pool, "a")
+    client.poll(0.0)
     pool.ends(0, "a", error=EngineError("too long a prompt"))
     with pytest.raises(EngineError, match="too long a prompt"):
-        flight.poll(0.0)
+        client.poll(0.0)
 
 
 def test_what_is_not_the_engines_fault_is_raised_as_it_is() -> None:
     pool = Pool(1)
-    flight = flight_of(pool, "a")
-    flight.poll(0.0)
+    client = client_of(pool, "a")
+    client.poll(0.0)
     pool.members[0].alive = False
     pool.ends(0, "a", error=RewardError("the environment is broken"))
     with pytest.raises(RewardError, match="environment is broken"):
-        flight.poll(0.0)
+        client.poll(0.0)
 
 
 def test_without_an_engine_requests_stay_until_there_is_one() -> None:
     pool = Pool(1)
-    flight = flight_of(pool, "ab")
-    flight.poll(0.0)
+    client = client_of(pool, "ab")
+    client.poll(0.0)
     pool.members[0].alive = False
-    assert answered(flight) == [] and flight.moved == ["a"]
+    assert answered(client) == [] and client.resent == ["a"]
     for _ in range(2):
         with pytest.raises(NoEngineLeft, match="all have died"):
-            flight.poll(0.0)
+            client.poll(0.0)
     pool.members[0] = Member(room=2)
-    flight.poll(0.0)
+    client.poll(0.0)
     assert pool.members[0].has == ["a", "b"]
 
 
 def test_the_aborted_are_never_answered() -> None:
     pool = Pool(2)
-    flight = flight_of(pool, "abc")
-    flight.poll(0.0)
-    flight.abort({"a", "c"})
-    assert pool.aborted == ["a"] and len(flight) == 2
+    client = client_of(pool, "abc")
+    client.poll(0.0)
+    client.abort({"a", "c"})
+    assert pool.aborted == ["a"] and len(client) == 2
     pool.ends(0, "a", error=EngineError("aborted"))
     pool.ends(0, "b")
-    assert answered(flight) == ["b"] and len(flight) == 0
+    assert answered(client) == ["b"] and len(client) == 0
 
 
 def test_silence_is_bounded() -> None:
-    flight = Flight(Pool(1), silence_s=0.0)
-    flight.submit(request("a"))
+    client = EngineClient(Pool(1), silence_s=0.0)
+    client.submit(request("a"))
     with pytest.raises(EngineError, match="engine 0 answered nothing for 0 s while generating"):
-        flight.poll(0.0)
+        client.poll(0.0)
 
 
 def test_answers_that_come_together_are_taken_together() -> None:

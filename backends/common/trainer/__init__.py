@@ -1,0 +1,1 @@
+"""A trainer rank, whatever computes its model."""

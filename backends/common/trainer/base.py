@@ -1,0 +1,209 @@
+"""A trainer rank's start, step and scoring, whatever computes its model."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from backends.common.process.rendezvous import prepare_processor
+from backends.common.step.balance import BalanceLoss
+from backends.common.step.objective import Objective
+from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.trainer.reference import ReferenceWeights, configured_reference, preserved_weights
+from backends.common.trainer.storage import StoringTrainer
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.trajectory import GRPOStats, PackedTrajectory
+
+
+class StepOptimizer(Protocol):
+    """The optimizer as a step uses it."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last update."""
+
+    def gradient_norm(self) -> float:
+        """Global norm of the finished gradients, before clipping. Collective."""
+
+    def update(self, gradient_norm: float) -> None:
+        """Clip by the measured norm and take one step at the schedule's next rate."""
+
+
+class TrainerBase(StoringTrainer):
+    """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
+
+    Attributes:
+        dimensions: the model's sizes, from its checkpoint.
+        coordinates: this rank's place on every axis.
+        optimizer: AdamW and its schedule (in a trainer that trains).
+        device: where this rank computes.
+        replicas: the data-parallel group, without context ranks.
+    """
+
+    dimensions: ModelDimensions
+    coordinates: RankCoordinates
+    optimizer: StepOptimizer
+    device: torch.device
+    replicas: dist.ProcessGroup
+
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: RankPlacement,
+        runtime: contextlib.AbstractContextManager[object],
+    ) -> None:
+        super().__init__(config, placement, runtime)
+        self._objective = Objective(config)
+        self._reference: ReferenceWeights | None = None
+        self._step = StepSums()
+
+    # ----------------------------------------------------------------------------------------- what a backend computes
+    @staticmethod
+    @abstractmethod
+    def check(config: RunConfig) -> list[str]:
+        """Problems with this configuration that need neither device nor process group, each with a remedy."""
+
+    @abstractmethod
+    def _machine_problems(self) -> list[str]:
+        """What this rank's machine lacks, each with a remedy."""
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Join the other ranks and make ``state``, weights still unset, ``coordinates``, ``device``, ``replicas``."""
+
+    @abstractmethod
+    def _prepare_training(self) -> StepOptimizer:
+        """Make what training needs beside loaded weights."""
+
+    @abstractmethod
+    def _prepare_scoring(self) -> None:
+        """Make what scoring alone needs beside loaded weights."""
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Forget whatever an earlier step has left."""
+
+    @abstractmethod
+    def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
+        """Forward and backward of one window."""
+
+    @abstractmethod
+    def finalize_gradients(self, denominator: float) -> None:
+        """Make this rank's gradients those of the step: summed over ranks, divided by ``denominator``."""
+
+    @abstractmethod
+    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
+        """``score`` with the weights that are in place."""
+
+    # ------------------------------------------------------------------------------------------------------------ start
+    def setup(self) -> RankCoordinates:
+        """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
+        with self._phase("setup"):
+            self._open()
+            self._load_start()
+            self._reference = configured_reference(self.config, self.state)
+            self.optimizer = self._prepare_training()
+        return self.coordinates
+
+    def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
+        """Weights alone: neither gradients nor an optimizer nor a reference take memory."""
+        with self._phase("setup"):
+            self._open()
+            if checkpoint is None:
+                self._load_start()
+            else:
+                self.state.load_weights(checkpoint)
+            self._prepare_scoring()
+        return self.coordinates
+
+    def _open(self) -> None:
+        problems = self.check(self.config) + self._machine_problems()
+        if torch.cuda.is_available() and self.config.model.dtype == "float32":
+            problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
+        if problems:
+            raise ConfigError(problems)
+        prepare_processor(self.config, self.placement)
+        self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
+        self._build()
+
+    def _load_start(self) -> None:
+        weights = self.config.model.weights
+        if weights is None:
+            self.state.load_hugging_face(self.config.model.path)
+        else:
+            self.state.load_weights(weights / "trainer")
+
+    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
+        """Read weights into the policy of a trainer that only scores, or into the reference."""
+        if weights == "policy":
+            with self._phase("load"):
+                self.state.load_weights(directory)
+            return
+        self.settle_weights()
+        with self._phase("load"), preserved_weights(self.state):
+            self.state.load_weights(directory)
+            self._reference = ReferenceWeights(self.state)
+
+    # --------------------------------------------------------------------------------------------------------- training
+    def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
+        """Zero the gradients and the step's sums."""
+        with self._phase("begin_step"):
+            self._zero_gradients()
+            coefficient = self.config.algorithm.moe_aux_loss_coef
+            balance = BalanceLoss.configured(coefficient, denominator, tokens, self.replicas, self.device)
+            self._step = StepSums(denominator, balance)
+
+    def finish_step(self, denominator: float) -> GRPOStats | None:
+        """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
+        self._step.require_denominator(denominator)
+        with self._phase("finish_step"):
+            require_finite_losses(self._step, self.device)
+            self.finalize_gradients(denominator)
+            norm = self.optimizer.gradient_norm()
+            require_finite_norm(norm)
+            self.optimizer.update(norm)
+            return self._statistics(denominator, norm)
+
+    def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
+        balance = self._step.balance
+        balanced = None if balance is None else balance.mean(len(self.dimensions.expert_layers), self.device)
+        if self._step.sums is None:
+            return None
+        sums = reduced_over_data(self._step.sums, self.replicas)
+        stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
+        return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
+
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        """The step's finished gradients under Hugging Face's names; nothing is updated."""
+        self._step.require_denominator(denominator)
+        with self._phase("finalize_gradients"):
+            self.finalize_gradients(denominator)
+        with self._phase("gathering gradients"):
+            return self.state.export_gradients(self._bucket_bytes)
+
+    # ---------------------------------------------------------------------------------------------------------- scoring
+    def score(
+        self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
+    ) -> list[ScoredLogprobs] | None:
+        """Response logprobs and entropy of every pack, by the very code that training runs, without gradient."""
+        if weights == "policy":
+            return self._score(micro_batches)
+        if self._reference is None:
+            raise TrainerError(
+                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0, and "
+                "algorithm.kl_reward_coef too, or because reference.placement is workers; set one above 0, or "
+                "placement: trainer"
+            )
+        self.settle_weights()
+        with self._reference.in_place():
+            return self._score(micro_batches)

@@ -1,0 +1,72 @@
+"""Interface of a rank's weights and optimizer state to a trainer: where they come from and where they go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from backends.common.checkpoint.rank_writing import RankWriting
+from slime_like.interfaces import WeightBucket
+
+
+class TrainerState(ABC):
+    """One rank's shard of the weights and of the optimizer's state. All methods but ``weights`` are collective.
+
+    The optimizer's part exists in a trainer that trains; ``load``, ``plan_save``, ``export_gradients``, ``offload`` and
+    ``onload`` need it.
+    """
+
+    @abstractmethod
+    def weights(self) -> list[Tensor]:
+        """This rank's part of every weight that a checkpoint holds, as the model's own memory."""
+
+    @abstractmethod
+    def is_same_model(self, path: Path) -> bool:
+        """True where the Hugging Face model of ``path`` computes as this one, with other weights."""
+
+    @abstractmethod
+    def load_hugging_face(self, path: Path) -> None:
+        """Read the weights of a Hugging Face checkpoint."""
+
+    @abstractmethod
+    def load_weights(self, directory: Path) -> None:
+        """Read the weights that ``plan_save`` or ``save_weights`` wrote, under any layout."""
+
+    @abstractmethod
+    def save_weights(self, directory: Path) -> None:
+        """Write the weights alone."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Read what a writer of ``plan_save`` wrote, under any layout."""
+
+    @abstractmethod
+    def plan_save(self, directory: Path, snapshot: bool) -> RankWriting:
+        """A writer of weights, optimizer, schedule and random state.
+
+        Args:
+            snapshot: of the state as it is now, in host memory: it may change before it is written.
+        """
+
+    @abstractmethod
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Hugging-Face-named buckets of at most ``bucket_bytes``."""
+
+    @abstractmethod
+    def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Finished gradients, as ``export_weights`` gives weights."""
+
+    @abstractmethod
+    def export_hugging_face(self, directory: Path) -> None:
+        """Write a complete Hugging Face checkpoint."""
+
+    @abstractmethod
+    def offload(self, keep_weights: bool) -> None:
+        """Move everything, or everything but the weights, to host memory."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Move everything back to the device."""

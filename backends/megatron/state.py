@@ -1,0 +1,75 @@
+"""One rank's shard of Megatron's model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from backends.common.trainer.state import TrainerState
+from backends.megatron import checkpoint, conversion, offload
+from backends.megatron.checkpoint_writer import CheckpointWriter
+from backends.megatron.head import LogprobModel
+from backends.megatron.optimizer import Optimizer
+from backends.megatron.overlap import Communication
+from backends.megatron.weight_state import named_weights
+from slime_like.config import RunConfig
+from slime_like.interfaces import WeightBucket
+from slime_like.models.dimensions import ModelDimensions
+
+
+class MegatronState(TrainerState):
+    """See ``TrainerState``.
+
+    Attributes:
+        chunks: this rank's model chunks, without their data-parallel wrapping.
+        wrapped, optimizer: the same chunks inside Megatron's DDP, and what updates them, in a trainer that trains.
+    """
+
+    wrapped: list[DistributedDataParallel]
+    optimizer: Optimizer
+
+    def __init__(self, config: RunConfig, chunks: Sequence[LogprobModel], dimensions: ModelDimensions) -> None:
+        self._config = config
+        self._dimensions = dimensions
+        self.chunks = chunks
+
+    def weights(self) -> list[Tensor]:
+        return [weight for chunk in self.chunks for _, weight in named_weights(chunk)]
+
+    def is_same_model(self, path: Path) -> bool:
+        return ModelDimensions.from_checkpoint(path) == self._dimensions
+
+    def load_hugging_face(self, path: Path) -> None:
+        conversion.load_hf_weights(self.chunks, path, self._dimensions)
+
+    def load_weights(self, directory: Path) -> None:
+        checkpoint.load_weights(directory, self.chunks)
+
+    def save_weights(self, directory: Path) -> None:
+        checkpoint.save_weights(directory, self.chunks)
+
+    def load(self, directory: Path) -> None:
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+
+    def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
+        optimizer = self.optimizer
+        return checkpoint.plan_checkpoint(directory, self.chunks, optimizer.megatron, optimizer.scheduler, {}, snapshot)
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)
+
+    def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        Communication(self.wrapped).gather_gradients()
+        return conversion.export_gradients(self.chunks, self._dimensions, bucket_bytes)
+
+    def export_hugging_face(self, directory: Path) -> None:
+        conversion.save_hf(self.chunks, self._dimensions, self._config.model.path, directory)
+
+    def offload(self, keep_weights: bool) -> None:
+        offload.to_host(self.wrapped, self.optimizer.megatron, keep_weights)
+
+    def onload(self) -> None:
+        offload.to_device(self.wrapped, self.optimizer.megatron)

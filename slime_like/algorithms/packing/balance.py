@@ -1,0 +1,98 @@
+"""Sharing costs out over parts of nearly equal sums."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+_Part = tuple[float, object]
+
+# Karmarkar-Karp merges n partial partitions of num_ranks parts each; beyond this many parts the greedy rule, which is
+# then indistinguishable, takes over.
+_DIFFERENCING_LIMIT = 400_000
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
+
+    Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts.
+
+    Args:
+        costs: at least ``num_parts`` of them.
+        num_parts: 1 or more.
+
+    Returns:
+        The indices of every part.
+    """
+    if num_parts == 1:
+        return [list(range(len(costs)))]
+    if len(costs) * num_parts > _DIFFERENCING_LIMIT:
+        parts = _greedy(costs, num_parts)
+    else:
+        empty: list[_Part] = [(0.0, None)] * (num_parts - 1)
+        parts = _differencing([[(float(cost), index), *empty] for index, cost in enumerate(costs)])
+    for part in parts:
+        if not part:
+            donor = max((p for p in parts if len(p) > 1), key=lambda p: sum(costs[i] for i in p))
+            lightest = min(donor, key=lambda i: costs[i])
+            donor.remove(lightest)
+            part.append(lightest)
+    return parts
+
+
+def share_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> list[list[list[int]]]:
+    """Equally many bins for every rank: differencing that starts from one bin each.
+
+    Source: balanced largest-first differencing, Michiels, Korst, Aarts and van Leeuwen 2003.
+    """
+    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
+    rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
+    return [[bins[k] for k in own] for own in _differencing(rounds)]
+
+
+def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Longest processing time: always give the largest cost left to the lightest part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap: list[tuple[float, int]] = [(0.0, part) for part in range(num_parts)]
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, part = heap[0]
+        parts[part].append(index)
+        heapq.heapreplace(heap, (load + costs[index], part))
+    return parts
+
+
+def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
+    """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
+
+    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``; members are nested pairs,
+    flattened once at the end, so that a merge costs no copy.
+    """
+    heap = [(parts[-1][0] - parts[0][0], serial, parts) for serial, parts in enumerate(partials)]
+    heapq.heapify(heap)
+    serial = len(partials)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heap[0]
+        merged = [_joined(a, b) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        serial += 1
+    return [_flatten(members) for _, members in heap[0][2]]
+
+
+def _joined(first: _Part, second: _Part) -> _Part:
+    if first[1] is None or second[1] is None:
+        return first if second[1] is None else second
+    return first[0] + second[0], (first[1], second[1])
+
+
+def _flatten(members: object) -> list[int]:
+    found: list[int] = []
+    stack = [members]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, tuple):
+            stack.extend(item)
+        elif isinstance(item, int):
+            found.append(item)
+    return found

@@ -1,0 +1,87 @@
+"""Scores of attention in blocks of rows: products with a sequence's keys and values, softmax, and their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_like.cpu.kernels.compiling import part
+from slime_like.cpu.kernels.elementary import exp
+from slime_like.cpu.kernels.tile import LANES, ROWS, add_product, exponentials
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+@part()
+def padded_length(count: int) -> int:
+    """The next multiple of ``LANES``."""
+    return (count + LANES - 1) // LANES * LANES
+
+
+@part()
+def softmax(scores: np.ndarray, row: int, count: int, end: int) -> np.float32:
+    """Of a row's first ``count`` scores, in place; zeros up to ``end``.
+
+    Returns the logarithm of the exponentials' sum.
+    """
+    shift, total = exponentials(scores, row * scores.shape[1], end, count)
+    inverse = _ONE / total
+    for j in range(end):
+        scores[row, j] *= inverse
+    return shift + np.log(total)
+
+
+@part()
+def softmax_back(
+    weights: np.ndarray, slopes: np.ndarray, row: int, count: int, end: int, lse: np.float32, delta: np.float32
+) -> None:
+    """A row's weights from its scores, and its scores' gradients from its weights', in place; zeros up to ``end``.
+
+    Args:
+        delta: product of the row's context and its gradient.
+    """
+    for j in range(end):
+        weights[row, j] = exp(weights[row, j] - lse)
+    for j in range(count, end):
+        weights[row, j] = _ZERO
+    for j in range(end):
+        slopes[row, j] = weights[row, j] * (slopes[row, j] - delta)
+    for j in range(count, end):
+        slopes[row, j] = _ZERO  # where 0 was multiplied by what may not be a number
+
+
+@part()
+def transpose(rows: np.ndarray, length: int, columns: np.ndarray) -> None:
+    """(L, D) to (D, L), zeros behind them."""
+    for t in range(length):
+        for d in range(rows.shape[1]):
+            columns[d, t] = rows[t, d]
+    for d in range(rows.shape[1]):
+        for t in range(length, padded_length(length)):
+            columns[d, t] = _ZERO
+
+
+@part()
+def row_products(rows: np.ndarray, count: int, columns: np.ndarray, seen: int, out: np.ndarray) -> None:
+    """``out = rows @ columns``: (count, D) by (D, seen)."""
+    width, pitch = columns.shape
+    for r in range(0, count, ROWS):
+        for j in range(0, seen, LANES):
+            add_product(rows, r * width, width, 1, columns, j, pitch, width, out, r * pitch + j, pitch, False)
+
+
+@part()
+def weighted_sums(weights: np.ndarray, count: int, values: np.ndarray, seen: int, out: np.ndarray) -> None:
+    """``out = weights @ values``: (count, seen) by (seen, D)."""
+    pitch, width = weights.shape[1], values.shape[1]
+    for r in range(0, count, ROWS):
+        for d in range(0, width, LANES):
+            add_product(weights, r * pitch, pitch, 1, values, d, width, seen, out, r * width + d, width, False)
+
+
+@part()
+def add_outer(weights: np.ndarray, seen: int, rows: np.ndarray, count: int, out: np.ndarray) -> None:
+    """``out += weights.T @ rows``: of (count, seen) and (count, D) into (seen, D)."""
+    pitch, width = weights.shape[1], rows.shape[1]
+    for j in range(0, seen, ROWS):
+        for d in range(0, width, LANES):
+            add_product(weights, j, 1, pitch, rows, d, width, count, out, j * width + d, width, True)

@@ -1,0 +1,181 @@
+"""The actors of all engines: created, called together, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.cluster.ray_calls import gather, nobody
+from slime_like.orchestration.rollout.engine_actor import EngineActor
+
+_HEALTH_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 10.0
+
+
+class EngineGroup:
+    """One actor per engine, numbered from 0. A call that fails on one engine raises its first failure.
+
+    Args:
+        watch: called whenever engines are waited for; raises where an actor that they depend on has died.
+    """
+
+    def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = nobody) -> None:
+        self._config = config
+        self._placement = placement
+        self._watch = watch
+        self._shared_devices: Sequence[str] = ()
+        self._actors: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def actor(self, index: int) -> Any:
+        return self._actors[index]
+
+    def name(self, index: int) -> str:
+        return f"engine {index} ({self._config.rollout.engine})"
+
+    # ------------------------------------------------------------------------------------------------ start and end
+    def launch(self, shared_devices: Sequence[str] = ()) -> None:
+        """Create the actors; they import in the background until ``start`` waits for them.
+
+        Args:
+            shared_devices: the device of every trainer rank, for colocated engines.
+        """
+        self._shared_devices = shared_devices
+        for index in range(self._config.rollout.num_engines):
+            self._actors.append(self._new_actor(index))
+
+    def _new_actor(self, index: int) -> Any:
+        shared = self._shared_devices
+        devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index) if shared)
+        options = self._placement.engine_options(index)
+        actor = ray.remote(EngineActor).options(**options, max_restarts=0, max_concurrency=10_000)
+        return actor.remote(self._config, index, devices)
+
+    def start(self) -> None:
+        """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
+        self._start(range(len(self)), "starting")
+
+    def start_again(self, indexes: Sequence[int]) -> None:
+        """End these engines, and start others in their places.
+
+        Raises:
+            EngineError: one did not start.
+        """
+        for index in indexes:
+            old = self._actors[index]
+            ray.wait([old.stop.remote()], timeout=_STOP_TIMEOUT_S)
+            ray.kill(old)
+            self._actors[index] = self._new_actor(index)
+        self._start(indexes, "starting again")
+
+    def _start(self, indexes: Iterable[int], phase: str) -> None:
+        # The engine bounds its own start; the slack here is for the actor's imports.
+        self.call("start", phase=phase, timeout_s=self._config.rollout.start_timeout_s + 120, indexes=indexes)
+
+    @staticmethod
+    def is_alive(actor: Any) -> bool:
+        """Ask an engine's actor, within a bound; False without an answer."""
+        try:
+            health: EngineHealth = ray.get(actor.health.remote(), timeout=_HEALTH_TIMEOUT_S)
+        except RayError:  # a dead actor, or one that does not answer
+            return False
+        return health.alive
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Stop every engine and its processes; an unresponsive actor is killed."""
+        references = [actor.stop.remote() for actor in self._actors]
+        ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        self.call("connect", transport, rendezvous, phase="joining the weight transport")
+
+    def begin_update(self, version: int) -> None:
+        self.call("begin_update", version, phase="beginning a weight update")
+
+    def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
+        """Have every engine fetch and load the buckets; returns at once."""
+        return self._ask("update", buckets, phase="loading weights")
+
+    def finish_update(self, version: int) -> list[UpdateReceipt]:
+        return self.call("finish_update", version, phase="finishing a weight update")
+
+    def probe(self, request: GenerationRequest) -> EngineAnswers:
+        """The same request to every engine, past the pool; returns at once."""
+        return self._ask("generate", request, phase="answering the weight-sync probe")
+
+    # -------------------------------------------------------------------------------------------------------- calls
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        phase: str,
+        timeout_s: float | None = None,
+        indexes: Iterable[int] | None = None,
+    ) -> list[Any]:
+        """The answers of all engines, or of those named by ``indexes``; by default within ``sync.timeout_s``."""
+        return self._ask(method, *arguments, phase=phase, indexes=indexes).result(timeout_s)
+
+    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
+        """Call these engines and wait for all of them; the failures by engine."""
+        asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
+        failures: dict[int, EngineError] = {}
+        for index, answers in asked.items():
+            try:
+                answers.result()
+            except EngineError as error:
+                failures[index] = error
+        return failures
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The references that are ready when the first is; none after ``timeout_s``."""
+        ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+        self._watch()
+        if ready:
+            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+        return list(ready)
+
+    def _ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+        asked = range(len(self)) if indexes is None else indexes
+        references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
+        return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswers:
+    """Answers that several engines owe.
+
+    Attributes:
+        references: by the engine's name.
+        phase: what the engines are doing, for messages.
+        timeout_s: the bound where ``result`` is given none.
+        watch: see ``EngineGroup``.
+    """
+
+    references: dict[str, Any]
+    phase: str
+    timeout_s: float
+    watch: Callable[[], None]
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all of them, in the order of the engines.
+
+        Raises:
+            EngineError: the first failure.
+        """
+        bound = timeout_s or self.timeout_s
+        asked, names = list(self.references.values()), list(self.references)
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)

@@ -1,0 +1,180 @@
+"""GroupStore: every prompt group between its issue and its training step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.data.ledger import Ledger
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.errors import RewardError, TrainerError
+from slime_like.orchestration.rollout.replay import ReplayBuffer
+from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.rollout.staleness import StalenessGate
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A group under way, and the weights that its first token may be sampled by at the earliest."""
+
+    prompt: Prompt
+    version: int
+
+
+class GroupStore:
+    """Groups to be issued again, under way, and ready for training; the ledger gets every change. Thread-safe.
+
+    Attributes:
+        changed: guards the state; notified when a batch may take more, or more may be issued.
+    """
+
+    def __init__(self, config: RunConfig, prompts: PromptSource, ledger: Ledger) -> None:
+        rollout = config.rollout
+        self.changed = threading.Condition()
+        self._gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, config.steps, rollout.oversample)
+        self._prompts = prompts
+        self._ledger = ledger
+        self._max_drops = rollout.max_drops_per_step
+        self._interrupted: deque[Prompt] = deque()
+        self._under_way: dict[int, _Issued] = {}
+        self._ready: ReplayBuffer[tuple[Prompt, RewardedGroup]] = ReplayBuffer(rollout.max_staleness)
+        self._dropped = 0
+
+    # ------------------------------------------------------------------------------------------------------- position
+    @property
+    def version(self) -> int:
+        """Weights that the engines serve."""
+        return self._gate.version
+
+    @property
+    def formed(self) -> int:
+        """Last step whose batch is complete."""
+        return self._gate.formed
+
+    def serve(self, version: int) -> None:
+        """The engines serve ``version`` from now on."""
+        with self.changed:
+            self._gate.serve(version)
+            self.changed.notify_all()
+
+    def sizes(self) -> tuple[int, int]:
+        """(groups under way, groups ready)."""
+        with self.changed:
+            return len(self._under_way), len(self._ready)
+
+    # -------------------------------------------------------------------------------------------------------- changes
+    def issue(self) -> list[Prompt]:
+        """As many prompts as the bound on staleness allows; those that a checkpoint found under way come first."""
+        with self.changed:
+            version = self._gate.version
+            count = self._gate.may_issue(len(self._under_way) + len(self._ready))
+            interrupted = [self._interrupted.popleft() for _ in range(min(count, len(self._interrupted)))]
+            new = self._prompts.next(count - len(interrupted))
+            for prompt in (*interrupted, *new):
+                self._under_way[prompt.group_id] = _Issued(prompt, version)
+            self._ledger.issued([prompt.group_id for prompt in new], version)
+            self._ledger.reissued([prompt.group_id for prompt in interrupted], version, "resumed")
+        return [*interrupted, *new]
+
+    def resent(self, group_ids: Sequence[int]) -> None:
+        """Record groups that were sent again because their engine died."""
+        if group_ids:
+            self._ledger.reissued(group_ids, self.version, "engine died")
+
+    def generated(self, group_ids: Sequence[int]) -> None:
+        """Record groups whose samples have all come back."""
+        self._ledger.generated(group_ids, self.version)
+
+    def add_ready(self, groups: Sequence[RewardedGroup]) -> None:
+        """Groups that can be trained."""
+        if not groups:
+            return
+        with self.changed:
+            self._ledger.scored([rewarded.group.group_id for rewarded in groups])
+            for rewarded in groups:
+                issued = self._under_way.pop(rewarded.group.group_id)
+                self._ready.add(rewarded.group.group_id, issued.version, (issued.prompt, rewarded))
+            self.changed.notify_all()
+
+    def drop_without_spread(self, group_ids: Sequence[int]) -> None:
+        """Groups whose samples all have the same reward: others are issued in their place.
+
+        Raises:
+            RewardError: more than ``rollout.max_drops_per_step`` for one step.
+        """
+        if not group_ids:
+            return
+        with self.changed:
+            self._ledger.scored(group_ids)
+            for group_id in group_ids:
+                del self._under_way[group_id]
+                self._ledger.dropped([group_id], "zero spread")
+                self._dropped += 1
+                self._require_few_drops()
+            self.changed.notify_all()
+
+    def _require_few_drops(self) -> None:
+        if self._dropped > self._max_drops:
+            raise RewardError(
+                f"{self._dropped} groups for one step were dropped because all their samples had the same reward, more "
+                f"than rollout.max_drops_per_step={self._max_drops}; choose prompts that are neither always nor never "
+                "solved, or set rollout.drop_zero_spread=false"
+            )
+
+    def drop_oversampled(self) -> None:
+        """Every group that is left of a complete batch."""
+        with self.changed:
+            rest = [*self._under_way, *(held.group_id for held in self._ready.take(len(self._ready)))]
+            self._under_way.clear()
+            self._ledger.dropped(rest, "oversampled")
+
+    # ---------------------------------------------------------------------------------------------------------- batch
+    def may_take(self) -> int:
+        """How many ready groups the batch may take now; see ``StalenessGate``."""
+        with self.changed:
+            return self._gate.may_take(
+                (held.version for held in self._ready), (issued.version for issued in self._under_way.values())
+            )
+
+    def take(self, at_least: int = 1) -> list[RewardedGroup]:
+        """All that the batch may take, in the order of their ids; none while there are fewer than ``at_least``."""
+        with self.changed:
+            count = self.may_take()
+            if count < at_least:
+                return []
+            step = self._gate.formed + 1
+            if stale := self._ready.drop_stale(step - 1):
+                raise TrainerError(
+                    f"step {step}: groups {stale} are older than rollout.max_staleness allows; report this"
+                )
+            groups = self._ready.take(count)
+            self._gate.take(count)
+            if self._gate.formed == step:
+                self._dropped = 0
+            return [rewarded for _, rewarded in (held.content for held in groups)]
+
+    # ---------------------------------------------------------------------------------------------------------- state
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the prompts, and those that were issued and not trained; expressible in JSON."""
+        with self.changed:
+            unfinished = [issued.prompt for issued in self._under_way.values()]
+            unfinished += [prompt for prompt, _ in (held.content for held in self._ready)]
+            unfinished += self._interrupted
+            return {
+                "data": self._prompts.state_dict(),
+                "in_flight": [asdict(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state_dict``: what was under way is issued again before anything new."""
+        self._prompts.load_state_dict(state["data"])
+        self._interrupted = deque(_prompt(fields) for fields in state.get("in_flight", ()))
+
+
+def _prompt(fields: dict[str, Any]) -> Prompt:
+    """A prompt without a demonstration, read from JSON."""
+    return Prompt(**{**fields, "tokens": tuple(fields["tokens"])})

@@ -1,0 +1,196 @@
+"""Engine supervision: deaths, the restart budget, and what a replacement needs before it serves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from slime_like.errors import EngineError
+from slime_like.orchestration.rollout.engine_group import EngineGroup
+
+
+class WeightSource(Protocol):
+    """Brings engines up to date: the run's weight sync."""
+
+    def send_again(self) -> None:
+        """Replace dead engines; on return all of them serve the current weights."""
+
+
+@dataclass(slots=True)
+class EngineStart:
+    """One start of one engine.
+
+    Attributes:
+        serves: it has the current weights; requests may be sent to it.
+    """
+
+    index: int
+    actor: Any
+    serves: bool = False
+
+
+class EngineSupervisor:
+    """Records which engines live, and replaces those that die. Thread-safe; only one thread replaces.
+
+    A dead engine serves nothing from the moment that it is found dead. ``replace_dead`` starts it again, within the
+    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without a weight source an
+    engine serves the weights that it loads when it starts.
+
+    Args:
+        engines: the actors.
+        max_restarts: budget of the run (``rollout.max_engine_restarts``).
+        note: called with a sentence about every engine that was replaced.
+
+    Attributes:
+        engines: the actors.
+        generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
+        weights: brings a replacement up to date.
+    """
+
+    def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
+        self.engines = engines
+        self.generation = 0
+        self.weights: WeightSource | None = None
+        self._max_restarts = max_restarts
+        self._note = note
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._starts: dict[int, EngineStart] = {}  # also those of dead engines
+        self._living: set[int] = set()
+        self._dead: dict[int, EngineError] = {}  # by engine: those that have not been replaced
+
+    def start(self) -> None:
+        """Wait until every engine has loaded the model; all of them serve."""
+        self.engines.start()
+        self._add(range(len(self.engines)))
+        self.admit()
+
+    def _add(self, indexes: Collection[int]) -> None:
+        with self._lock:
+            for index in indexes:
+                number = next(self._numbers)
+                self._starts[number] = EngineStart(index, self.engines.actor(index))
+                self._living.add(number)
+
+    # ------------------------------------------------------------------------------------------------- who is there
+    @property
+    def serving(self) -> list[int]:
+        """Numbers of the starts that requests may be sent to. A number is never used twice."""
+        with self._lock:
+            return sorted(number for number in self._living if self._starts[number].serves)
+
+    def actor(self, number: int) -> Any:
+        return self._starts[number].actor
+
+    def name(self, number: int) -> str:
+        return self.engines.name(self._starts[number].index)
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether an engine is dead that has not been replaced."""
+        return bool(self._dead)
+
+    @property
+    def last_death(self) -> str:
+        """Why there is no engine."""
+        return str(next(iter(self._dead.values()), "no engine has been started"))
+
+    # ------------------------------------------------------------------------------------------------------- deaths
+    def lose(self, number: int, error: EngineError) -> bool:
+        """After a failed call: ask whether the engine lives; record its death if not.
+
+        Returns:
+            True if it is dead and may be replaced. Where no restart is left, ``error`` has to end the run.
+        """
+        self._bury([number], error)
+        with self._lock:
+            return number not in self._living
+
+    def find_dead(self, error: Exception) -> bool:
+        """As ``lose``, where any engine may be the reason. True if some are dead, and all of them may be replaced."""
+        with self._lock:
+            living = sorted(self._living)
+        self._bury(living, EngineError(str(error)))
+        return self.has_dead
+
+    def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
+        """Record which of these engines are dead, if all of those may be replaced."""
+        if self._restarts_left < 1:
+            return
+        dead = [number for number in numbers if not self.engines.is_alive(self._starts[number].actor)]
+        with self._lock:
+            dead = [number for number in dead if number in self._living]  # another thread may have been faster
+            if len(dead) > self._restarts_left:
+                return
+            for number in dead:
+                self._living.remove(number)
+                self._dead[self._starts[number].index] = error
+
+    @property
+    def _restarts_left(self) -> int:
+        return self._max_restarts - self.generation - len(self._dead)
+
+    # -------------------------------------------------------------------------------------------------- replacement
+    def replace_dead(self) -> None:
+        """Start dead engines again. They serve nothing until ``admit``: first they need the current weights.
+
+        Raises:
+            EngineError: one did not start.
+        """
+        with self._lock:
+            dead = dict(self._dead)
+        self.engines.start_again(list(dead))
+        self._add(dead)
+        with self._lock:
+            self.generation += len(dead)
+            for index in dead:
+                del self._dead[index]
+        for index, death in dead.items():
+            self._note(f"{self.engines.name(index)} was started again ({death})")
+
+    def admit(self) -> None:
+        """Every engine that lives has the current weights: let it serve."""
+        with self._lock:
+            for number in self._living:
+                self._starts[number].serves = True
+
+    def revive(self) -> None:
+        """Have engines serve again after the last one that did has died. Call where the weight source may be used.
+
+        Raises:
+            EngineError: an engine did not start, or no restart is left.
+        """
+        if self.serving:
+            return
+        if not self.has_dead:
+            raise EngineError("no engine has been started")
+        if self.weights is not None:
+            self.weights.send_again()
+            return
+        self.replace_dead()
+        self.admit()
+
+    # ------------------------------------------------------------------------------------------------ device memory
+    def sleep(self) -> None:
+        """Living engines give the device's memory back; parts that are asleep stay so."""
+        self._call_living("sleep", phase="making room for the trainers")
+
+    def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Living engines take these parts of the device's memory again."""
+        self._call_living("wake", parts, phase="coming back to the device")
+
+    def _call_living(self, method: str, *arguments: Any, phase: str) -> None:
+        """Call every engine that is not known to be dead; record the death of one that is found dead.
+
+        Raises:
+            EngineError: an engine that lives has failed, or a dead one may not be replaced.
+        """
+        with self._lock:
+            living = {self._starts[number].index: number for number in sorted(self._living)}
+        failures = self.engines.call_each(method, *arguments, phase=phase, indexes=living)
+        for index, error in failures.items():
+            if not self.lose(living[index], error):
+                raise error

@@ -1,0 +1,29 @@
+"""How often code may fail before it counts as broken."""
+
+from __future__ import annotations
+
+
+class FailureBudget:
+    """Count of failures in succession, with a bound.
+
+    Args:
+        limit: so many failures exhaust the budget.
+        first_only: a success closes the budget for good; otherwise the count starts afresh.
+    """
+
+    def __init__(self, limit: int, first_only: bool = False) -> None:
+        self.limit = limit
+        self.failures = 0
+        self._first_only = first_only
+        self._closed = False
+
+    def record(self, ok: bool, count: int = 1) -> None:
+        """Add one outcome, or ``count`` equal ones."""
+        if ok:
+            self.failures, self._closed = 0, self._first_only
+        elif not self._closed:
+            self.failures += count
+
+    @property
+    def exhausted(self) -> bool:
+        return self.failures >= self.limit

@@ -1,0 +1,97 @@
+"""Engines on the trainers' devices, killed in every turn: each is replaced, and what it had is sampled again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_like.data.ledger import audit_run
+from tests.conftest import Tiny
+from tests.faults.quick import quick
+from tests.faults.test_killed_processes import VLLM_CORE
+from tests.support.processes import Command
+
+ACTOR, RANK = "ray::EngineActor", "ray::TrainerRank"
+TURNS = {  # whose call, as Ray shows it in the title of the actor's process, lasts only for this turn
+    "sampling": f"{ACTOR}.answers",
+    "asleep": f"{RANK}.train_minibatch",
+    "in a sync": f"{RANK}.next_bucket",
+}
+STEPS, PROMPTS = 8, 16
+_RESTART_TIMEOUT_S = 180.0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("engine", "victim", "turns"),
+    [
+        ("transformers", (ACTOR,), tuple(TURNS)),
+        ("vllm", VLLM_CORE, ("asleep",)),  # its actor lives on; a start takes much longer
+        pytest.param("vllm", VLLM_CORE, tuple(TURNS), marks=pytest.mark.acceptance),
+        pytest.param("sglang", ("sglang::scheduler",), tuple(TURNS), marks=pytest.mark.acceptance),
+    ],
+)
+def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], turns: tuple[str, ...]
+) -> None:
+    """The only engine, once in each of ``turns``, in one run."""
+    restarts = str(len(turns))
+    flags = ["--rollout.engine", engine, "--cluster.placement", "colocated", "--rollout.max_engine_restarts", restarts]
+    flags += ["--steps", str(STEPS), "--rollout.prompts_per_step", str(PROMPTS), "--sync.bucket_mb", "0.01"]
+    run_dir = tmp_path / "run"
+    with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
+        command.wait_for("step 1/", timeout_s=180)
+        for count, turn in enumerate(turns, start=1):
+            with _held(command, TURNS[turn]):
+                command.named(*victim).kill()
+            _await_restart(command, count)
+        finished = command.finish(timeout_s=240)
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert finished.stderr.count(f"engine 0 ({engine}) was started again (") == len(turns)
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (STEPS * PROMPTS, STEPS * PROMPTS, ())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["train_actor_training/engine_gap_max"] < 1e-4  # sampled by the weights of the step before
+        assert row["rollout/staleness_max"] == 0
+
+
+@contextmanager
+def _held(command: Command, call: str) -> Iterator[None]:
+    """Inside, an actor is stopped in ``call``, and with it the run in its turn."""
+    process = _stopped_in(command, call)
+    try:
+        yield
+    finally:
+        if process.is_running():
+            process.resume()
+
+
+def _stopped_in(command: Command, call: str) -> psutil.Process:
+    process = command.named(call.partition(".")[0])
+    while True:
+        assert command.process.poll() is None, command.output
+        if process.cmdline()[:1] == [call]:
+            process.suspend()
+            if process.cmdline()[:1] == [call]:
+                return process
+            process.resume()
+        time.sleep(0.001)
+
+
+def _await_restart(command: Command, count: int) -> None:
+    deadline = time.monotonic() + _RESTART_TIMEOUT_S
+    while command.output.count(" was started again (") < count:
+        assert command.process.poll() is None, command.output
+        assert time.monotonic() < deadline, command.output
+        time.sleep(0.05)

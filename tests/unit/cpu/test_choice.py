@@ -1,0 +1,25 @@
+"""Which operators compute on a CPU, and the line about it in a run's log."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from slime_like.cpu.choice import kernels_are_used, operators_note
+
+
+@pytest.mark.parametrize(
+    ("setting", "installed", "note"),
+    [
+        ("auto", True, "CPU operators: Numba kernels where they serve, torch's for the rest"),
+        ("off", True, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
+        ("auto", False, "CPU operators: torch's alone (numba is not installed; the extra slime-like[train] brings it)"),
+        ("off", False, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
+    ],
+)
+def test_the_choice_and_its_note(setting: str, installed: bool, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "numba", None)
+    assert operators_note(setting) == note  # type: ignore[arg-type]
+    assert kernels_are_used(setting) is (setting == "auto" and installed)  # type: ignore[arg-type]

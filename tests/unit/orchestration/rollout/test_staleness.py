@@ -1,0 +1,113 @@
+"""The bound on staleness, against the rule as a sentence: every group that exists can still be trained in time.
+
+A group of version v may be trained in steps up to v + max_staleness + 1. The rule is checked by trying every order of
+the groups left behind, not by the gate's arithmetic.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from random import Random
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from slime_like.orchestration.rollout.staleness import StalenessGate
+
+
+def in_time(versions: list[int], step: int, room: int, batch_size: int, max_staleness: int) -> bool:
+    """Whether some order of the groups trains each in time: ``room`` of them in ``step``, then whole batches."""
+
+    def trained_in(place: int) -> int:
+        return step if place < room else step + 1 + (place - room) // batch_size
+
+    return any(
+        all(trained_in(place) - 1 - version <= max_staleness for place, version in enumerate(order))
+        for order in permutations(versions)
+    )
+
+
+@given(st.data(), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
+def test_a_batch_takes_the_most_that_leaves_the_others_in_time(
+    data: st.DataObject, batch_size: int, max_staleness: int, formed: int
+) -> None:
+    gate = StalenessGate(batch_size, max_staleness, steps=10)
+    gate.serve(formed)
+    gate.take(data.draw(st.integers(0, batch_size - 1), "taken"))
+    versions = st.integers(max(0, formed - max_staleness), formed)  # none is too old for the step that is formed
+    ready = data.draw(st.lists(versions, max_size=4), "ready")
+    under_way = data.draw(st.lists(versions, max_size=6 - len(ready)), "under way")
+    room = batch_size - gate.taken
+    possible = [
+        count
+        for count in range(min(room, len(ready)) + 1)
+        if in_time([*sorted(ready)[count:], *under_way], formed + 1, room - count, batch_size, max_staleness)
+    ]
+    assert gate.may_take(ready, under_way) == max(possible, default=0)
+
+
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(1, 8), st.data())
+def test_prompts_are_issued_until_the_batches_that_may_exist_are_full(
+    batch_size: int, max_staleness: int, steps: int, data: st.DataObject
+) -> None:
+    """Counted one by one, over the whole run: groups that are trained, in the batch, or held."""
+    gate = StalenessGate(batch_size, max_staleness, steps)
+    gate.serve(formed := data.draw(st.integers(0, steps), "formed"))
+    ahead = data.draw(st.integers(0, max_staleness), "batches formed ahead of the served version")
+    assume(formed + ahead <= steps)
+    for _ in range(ahead):
+        gate.take(batch_size)
+    gate.take(taken := data.draw(st.integers(0, batch_size - 1), "taken"))
+    held = data.draw(st.integers(0, 3 * batch_size), "held")
+    existing = (formed + ahead) * batch_size + taken + held
+    issued = 0
+    while existing + issued < batch_size * steps and existing + issued < batch_size * (formed + max_staleness + 1):
+        issued += 1
+    assert gate.may_issue(held) == issued
+
+
+@given(st.integers(1, 6), st.floats(1.01, 4.0), st.integers(0, 20))
+def test_oversampling_issues_more_and_leaves_none_for_later(batch_size: int, oversample: float, ready: int) -> None:
+    gate = StalenessGate(batch_size, 0, steps=2, oversample=oversample)
+    issued = gate.may_issue(0)
+    assert issued - 1 < batch_size * oversample <= issued
+    assert gate.may_take([0] * ready, [0] * 20) == min(batch_size, ready)
+
+
+@given(
+    batch_size=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    steps=st.integers(1, 8),
+    first=st.integers(0, 3),
+    dropped=st.floats(0.0, 0.5),
+    chance=st.randoms(use_true_random=False),
+)
+def test_every_run_ends_in_time_whatever_comes_first(
+    batch_size: int, max_staleness: int, steps: int, first: int, dropped: float, chance: Random
+) -> None:
+    """Groups become ready in any order, some are dropped, a version is served at some time after its step's batch:
+    no run gets stuck, every batch is full, and no group is older than the bound where it is trained."""
+    gate = StalenessGate(batch_size, max_staleness, first + steps)
+    gate.serve(first)
+    under_way: list[int] = []
+    ready: list[int] = []
+    batches: list[list[int]] = [[]]
+    while gate.formed < first + steps:
+        under_way += [gate.version] * gate.may_issue(len(under_way) + len(ready))
+        if not under_way and gate.version == gate.formed:
+            assert gate.may_take(ready, under_way), "nothing can happen any more"
+        if gate.version < gate.formed and (not under_way or chance.random() < 0.3):
+            gate.serve(gate.version + 1)
+        elif under_way and chance.random() < 0.8:
+            version = under_way.pop(chance.randrange(len(under_way)))
+            ready += [] if chance.random() < dropped else [version]
+        count = chance.choice([gate.may_take(ready, under_way), 0])
+        ready.sort()
+        assert all(gate.formed - version <= max_staleness for version in ready[:count])
+        batches[-1] += ready[:count]
+        del ready[:count]
+        gate.take(count)
+        if len(batches[-1]) == batch_size:
+            batches.append([])
+    assert [len(batch) for batch in batches] == [batch_size] * steps + [0]
+    assert not under_way and not ready

@@ -1,0 +1,276 @@
+"""Engines that die at any call: what a replacement costs, what it has when it serves, and what a device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.weight_sync import WeightSync
+from tests.unit.checks.checkpoint import write_checkpoint
+
+STEPS = 2
+
+
+@dataclass
+class Engine:
+    """One start of one engine. It serves a version unless an update has begun and not ended."""
+
+    alive: bool = True
+    memory: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
+    joined: bool = False
+    version: int | None = 0
+
+
+class Engines:
+    """As an ``EngineGroup``. Engine 0 dies right before its call number ``dies_at``."""
+
+    def __init__(self, shared: bool, count: int = 1, dies_at: int | None = None) -> None:
+        self.all = [Engine() for _ in range(count)]
+        self.trainers: set[str] = set()  # what they have on the device
+        self._shared = shared
+        self.calls = 0
+        self._dies_at = dies_at
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def name(self, index: int) -> str:
+        return f"engine {index}"
+
+    def actor(self, index: int) -> Engine:
+        return self.all[index]
+
+    def start(self) -> None: ...
+
+    def start_again(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            assert not self.all[index].alive
+            self.all[index] = Engine()
+        self.look()
+
+    @staticmethod
+    def is_alive(actor: Engine) -> bool:
+        return actor.alive
+
+    def look(self) -> None:
+        """No shared device ever holds optimizer state and KV cache at once."""
+        if self._shared and "state" in self.trainers:
+            assert not any(engine.alive and "kv_cache" in engine.memory for engine in self.all)
+
+    def _touch(self, index: int) -> Engine:
+        if index == 0:
+            self.calls += 1
+            if self.calls == self._dies_at:
+                self.all[0].alive = False
+        if not self.all[index].alive:
+            raise EngineError(f"engine {index} died")
+        return self.all[index]
+
+    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
+        failures = {}
+        for index in indexes:
+            try:
+                memory = self._touch(index).memory
+            except EngineError as error:
+                failures[index] = error
+                continue
+            memory.clear() if method == "sleep" else memory.update(*arguments)
+        self.look()
+        return failures
+
+    def generate(self) -> None:
+        for index in range(len(self)):
+            engine = self._touch(index)
+            assert engine.memory == {"weights", "kv_cache"}
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        for index in range(len(self)):
+            self._touch(index).joined = True
+
+    def begin_update(self, version: int) -> None:
+        for index in range(len(self)):
+            engine = self._touch(index)
+            assert engine.joined and "weights" in engine.memory and "weights" in self.trainers
+            engine.version = None
+
+    def update(self, buckets: list[BucketMetadata]) -> Any:
+        return SimpleNamespace(result=lambda: [self._touch(index) for index in range(len(self))])
+
+    def finish_update(self, version: int) -> list[UpdateReceipt]:
+        for index in range(len(self)):
+            self._touch(index).version = version
+        return [UpdateReceipt(version, {}) for _ in self.all]
+
+
+class Trainers:
+    """As a ``TrainerGroup`` of one rank that sends one bucket."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    def offload(self, keep_weights: bool = False) -> None:
+        self._engines.trainers &= {"weights"} if keep_weights else set()
+
+    def onload(self) -> None:
+        self._engines.trainers |= {"weights", "state"}
+        self._engines.look()
+
+    def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
+        return [{}]
+
+    def start_export(self) -> Callable[[], list[BucketMetadata]]:
+        return lambda: [BucketMetadata("shm", {}, ())]
+
+    def next_buckets(self) -> list[None]:
+        return [None]
+
+
+@dataclass
+class Run:
+    """A loop of two steps that trains nothing."""
+
+    engines: Engines
+    supervisor: EngineSupervisor
+    turns: Turns
+    sync: WeightSync
+    notes: list[str]
+
+    def sample(self) -> None:
+        """What a flight does with an engine that does not answer."""
+        self.turns.generation()
+        while True:
+            if not (serving := self.supervisor.serving):
+                self.supervisor.revive()
+                continue
+            engines = [cast(Engine, self.supervisor.actor(number)) for number in serving]
+            assert all(engine.version == self.version for engine in engines if engine.alive)
+            try:
+                self.engines.generate()
+            except EngineError as error:
+                lost = [number for number in serving if not self.supervisor.actor(number).alive]
+                if not all(self.supervisor.lose(number, error) for number in lost):
+                    raise
+            if self.supervisor.serving:
+                return  # those that are left have answered everything
+
+    def go(self) -> None:
+        self.version = 0
+        self.sync.run(0)
+        for step in range(1, STEPS + 1):
+            self.sample()
+            self.turns.training()
+            self.sync.run(step)
+            self.version = step
+            if step == 1:
+                self.turns.training()  # a checkpoint
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Run]:
+    write_checkpoint(tmp_path / "model")
+
+    def run(placement: str = "colocated", restarts: int = 2, **engines: Any) -> Run:
+        config = RunConfig(
+            run_dir=tmp_path, model={"path": tmp_path / "model"}, steps=STEPS, sync={"verify": False},
+            cluster={"placement": placement}, rollout={"num_engines": engines.get("count", 1)},
+        )  # fmt: skip
+        group, notes = Engines(placement == "colocated", **engines), list[str]()
+        trainers: Any = Trainers(group)
+        supervisor = EngineSupervisor(cast(Any, group), restarts, notes.append)
+        supervisor.start()
+        turns: Turns = OwnDevices()
+        if placement == "colocated":
+            supervisor.sleep()
+            turns = SharedDevices(trainers, supervisor)
+        trainers.onload()
+        where: Any = SimpleNamespace(device="CPU", num_nodes=1)
+        sync = WeightSync(config, trainers, supervisor, where, turns, "run")
+        sync.connect()
+        return Run(group, supervisor, turns, sync, notes)
+
+    return run
+
+
+def calls_of(make: Callable[..., Run], placement: str, count: int) -> int:
+    run = make(placement, count=count)
+    before = run.engines.calls
+    run.go()
+    return run.engines.calls - before
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str, count: int) -> None:
+    """It costs one restart; in the end every engine serves the last version, its memory where it belongs."""
+    first = make(placement, count=count).engines.calls + 1
+    last = first + calls_of(make, placement, count)
+    assert last - first >= 3 * 3 + STEPS  # three calls of three syncs, and the sampling of every step
+    for dies_at in range(first, last):
+        run = make(placement, count=count, dies_at=dies_at)
+        run.go()
+        run.sample()  # a death at the very last call is found here, and mended by the next sync
+        run.sync.run(STEPS)
+        assert run.supervisor.generation == 1, dies_at
+        assert [note.startswith("engine 0 was started again (") for note in run.notes] == [True]
+        assert len(run.supervisor.serving) == count
+        assert all(engine.alive and engine.version == STEPS for engine in run.engines.all)
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_without_a_restart_left_the_first_death_ends_the_run(make: Callable[..., Run], placement: str) -> None:
+    first = make(placement).engines.calls + 1
+    for dies_at in range(first, first + calls_of(make, placement, 1)):
+        with pytest.raises(EngineError, match="engine 0 died"):
+            make(placement, restarts=0, dies_at=dies_at).go()
+
+
+def test_deaths_beyond_the_budget_replace_nothing(make: Callable[..., Run]) -> None:
+    run = make("separate", restarts=1, count=2)
+    for engine in run.engines.all:
+        engine.alive = False
+    assert not run.supervisor.find_dead(EngineError("both died"))
+    with pytest.raises(EngineError, match="engine 0 died"):
+        run.sync.run(0)
+
+
+def test_a_failure_of_an_engine_that_lives_is_raised(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make("colocated", count=2)
+    assert not run.supervisor.lose(run.supervisor.serving[0], EngineError("refused"))
+    assert len(run.supervisor.serving) == 2
+    monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
+    with pytest.raises(EngineError, match="engine 1 has no memory left"):
+        run.supervisor.sleep()
+
+
+def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[..., Run]) -> None:
+    run = make("separate", count=2)
+    run.sync.run(0)
+    kept, lost = run.supervisor.serving[1], run.supervisor.serving[0]
+    run.engines.all[0].alive = False
+    assert run.supervisor.lose(lost, EngineError("killed"))
+    assert run.supervisor.lose(lost, EngineError("killed"))  # another thread finds it, too
+    run.supervisor.replace_dead()
+    assert run.supervisor.serving == [kept]
+    assert not run.supervisor.has_dead
+    run.supervisor.admit()
+    assert run.supervisor.serving == [kept, kept + 1]  # a number of its own
+
+
+def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:
+    run = make("separate")
+    run.supervisor.weights = None
+    run.engines.all[0].alive = False
+    assert run.supervisor.lose(run.supervisor.serving[0], EngineError("killed"))
+    run.supervisor.revive()
+    assert run.engines.all[0].alive and len(run.supervisor.serving) == 1

@@ -1,0 +1,199 @@
+"""A new tensor per response token is one line: the packages are copied, the line is added, and everything carries it.
+
+What this does not cover: the engine or trainer that would fill the field, and the loss that would read it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slime_like
+
+SOURCES = Path(slime_like.__file__).parent
+WRITTEN_BEFORE = Path(__file__).parent / "data" / "dumps" / "version-1.pt"
+LENGTHS = (4, 1, 6)
+
+
+@dataclass(frozen=True)
+class NewField:
+    """A field of ``owner``; ``wrong`` is of another type, ``entries`` its name in messages."""
+
+    owner: str
+    name: str
+    description: str
+    of_length: Callable[[int], Tensor]
+    wrong: Callable[[int], Tensor]
+    entries: str
+
+    @property
+    def line(self) -> str:
+        return f"    {self.name}: Tensor | None = field(default=None, metadata=_tensor({self.description}))\n"
+
+
+_FIELDS = [
+    NewField(
+        "SampledFields",
+        "sampling_mask",
+        "torch.bool, optional=True",
+        lambda n: torch.arange(n) % 3 == 0,
+        torch.ones,
+        "1-dimensional tensor of bools",
+    ),
+    NewField(
+        "ScoredFields",
+        "values",
+        "torch.float32, optional=True",
+        lambda n: torch.arange(n) / 8,
+        lambda n: torch.zeros(n, dtype=torch.complex64),
+        "1-dimensional tensor of numbers",
+    ),
+    NewField(
+        "ScoredFields",
+        "routes",
+        "torch.int64, optional=True, entry_ndim=2",
+        lambda n: torch.arange(6 * n).view(n, 2, 3),
+        lambda n: torch.zeros(n, 2, 3),
+        "3-dimensional tensor of integers",
+    ),
+]
+FIELDS = {each.name: each for each in _FIELDS}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The modules of the copied packages, and the field that they have in addition."""
+
+    field: NewField
+    algorithms: ModuleType
+    trajectory: ModuleType
+    dump: ModuleType
+    transfer: ModuleType
+
+    def sequences(self, with_field: bool = True) -> list[Any]:
+        made = [
+            self.trajectory.ScoredTrajectory.unrewarded(f"s{i}", torch.tensor([1, 2]), torch.arange(n))
+            for i, n in enumerate(LENGTHS)
+        ]
+        return (
+            [replace(s, **{self.field.name: self.field.of_length(s.response_len)}) for s in made]
+            if with_field
+            else made
+        )
+
+    def of(self, carrier: object) -> Any:
+        return getattr(carrier, self.field.name)
+
+
+@pytest.fixture(params=FIELDS.values(), ids=FIELDS.keys())
+def copy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
+    for package in (SOURCES, SOURCES.parent / "backends"):
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "slime_like" / "trajectory.py"
+    before, owner, after = file.read_text().partition(f"class {request.param.owner}:")
+    assert owner
+    file.write_text(
+        before + owner + after.replace("    __slots__ = ()\n", "    __slots__ = ()\n" + request.param.line, 1)
+    )
+    for name in _loaded():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("algorithms", "trajectory", "data.dump")
+    modules = [importlib.import_module(f"slime_like.{name}") for name in names]
+    modules.append(importlib.import_module("backends.common.step.packs"))
+    assert all(str(module.__file__).startswith(str(tmp_path)) for module in modules)
+    yield Copy(request.param, *modules)
+    for name in _loaded():  # the copies; those from before come back
+        del sys.modules[name]
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] in ("slime_like", "backends")]
+
+
+def test_the_field_goes_all_the_way(copy: Copy, tmp_path: Path) -> None:
+    sequences = copy.sequences()
+    pack = copy.algorithms.pack_sequences(sequences, target_tokens_per_batch=32)
+    whole = torch.cat([copy.of(s) for s in sequences])
+    assert copy.of(pack).dtype == whole.dtype and torch.equal(copy.of(pack), whole)
+
+    received = pickle.loads(pickle.dumps(pack))
+    assert torch.equal(copy.of(received), whole)
+    assert copy.of(copy.transfer.on_device(pack, torch.device("meta"))).device.type == "meta"
+    filler = copy.algorithms.zero_weight_pack(pack)
+    assert torch.equal(copy.of(filler), copy.of(sequences[0]))
+
+    shards = [copy.algorithms.split_for_context_parallel(pack, 2, rank) for rank in range(2)]
+    local = [copy.of(pack)[shard.response_slot] for shard in shards]
+    assert torch.equal(copy.algorithms.merge_from_context_parallel(shards, local), whole)
+
+    path = tmp_path / "rollouts.pt"
+    copy.dump.save_trajectories(path, copy.algorithms.unpack_sequences(received))
+    for loaded, sequence in zip(copy.dump.load_trajectories(path), sequences, strict=True):
+        assert torch.equal(copy.of(loaded), copy.of(sequence))
+
+
+def test_an_absent_field_stays_absent(copy: Copy, tmp_path: Path) -> None:
+    pack = copy.algorithms.pack_sequences(copy.sequences(with_field=False))
+    assert copy.of(pack) is None and copy.of(copy.algorithms.zero_weight_pack(pack)) is None
+    path = tmp_path / "rollouts.pt"
+    copy.dump.save_trajectories(path, copy.algorithms.unpack_sequences(pack))
+    assert [copy.of(loaded) for loaded in copy.dump.load_trajectories(path)] == [None] * len(LENGTHS)
+
+
+def test_a_dump_from_before_the_field_is_read(copy: Copy) -> None:
+    assert [copy.of(loaded) for loaded in copy.dump.load_trajectories(WRITTEN_BEFORE)] == [None, None]
+
+
+@pytest.mark.parametrize("copy", [FIELDS["sampling_mask"]], indirect=True)
+def test_scoring_keeps_what_was_sampled(copy: Copy) -> None:
+    scored = copy.sequences()[0]
+    shared = {name: getattr(scored, name) for name in copy.trajectory.UnscoredTrajectory.__dataclass_fields__}
+    sample = copy.trajectory.UnscoredTrajectory(**shared)
+    again = copy.algorithms.unpack_sequences(copy.algorithms.pack_sequences([sample]))[0]
+    scores = {"rewards": torch.ones(1), "successes": torch.ones(1), "advantages": torch.tensor(0.5)}
+    made = copy.trajectory.ScoredTrajectory.of(again, **scores, reward_metadata={}, ref_logprobs=None)
+    assert torch.equal(copy.of(made), copy.of(scored))
+
+
+def test_wrong_values_are_named(copy: Copy) -> None:
+    name, field = copy.field.name, copy.field
+    cases = {
+        rf"'s1': {name} is torch\..* on cpu; give a {field.entries}, on the CPU": field.wrong(1),
+        rf"'s1': {name} has 2 entries, its stated length is 1": field.of_length(2),
+        rf"'s1': {name} is torch\..* of shape \(1, 1.*\) on cpu; give a {field.entries}": field.of_length(1)[None],
+        rf"'s1' has no {name} while others of its pack do": None,
+    }
+    for message, value in cases.items():
+        sequences = copy.sequences()
+        sequences[1] = replace(sequences[1], **{name: value})
+        with pytest.raises(ValueError, match=message):
+            copy.algorithms.pack_sequences(sequences)
+
+
+@pytest.mark.parametrize("copy", [FIELDS["routes"]], indirect=True)
+def test_entries_of_different_shapes_are_named(copy: Copy) -> None:
+    sequences = copy.sequences()
+    sequences[2] = replace(sequences[2], routes=torch.zeros(6, 2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"'s2': entries of routes have shape \(2, 2\), those of the first .*\(2, 3\)"):
+        copy.algorithms.pack_sequences(sequences)
+
+
+@pytest.mark.parametrize("copy", [FIELDS["values"]], indirect=True)
+def test_a_number_that_is_not_finite_needs_a_masked_token(copy: Copy) -> None:
+    sequence = replace(copy.sequences()[0], values=torch.tensor([0.0, float("nan"), 0.0, 0.0]))
+    with pytest.raises(ValueError, match="'s0': values has the entry nan at response token 1, which carries loss"):
+        copy.algorithms.pack_sequences([sequence])
+    masked = replace(sequence, loss_mask=torch.tensor([True, False, True, True]))
+    assert copy.of(copy.algorithms.pack_sequences([masked])).isnan().tolist() == [False, True, False, False]
