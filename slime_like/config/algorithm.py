@@ -49,7 +49,7 @@ class AlgorithmConfig(Section):
         0.0,
         ge=0,
         description="Coefficient of the load-balancing loss of each mixture-of-experts layer: a mean over the step's "
-        "real tokens, for any `reduction`; 1 per layer is an even load in every sequence.",
+        "real tokens; 1 per layer is an even load in every sequence.",
     )
     importance_correction: Literal["none", "truncate", "mask"] = Field(
         "none",

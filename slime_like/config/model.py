@@ -18,8 +18,8 @@ class ModelConfig(Section):
     weights: Path | None = Field(
         None,
         description="Checkpoint with the policy's initial weights: output of `slime-like convert to-megatron`, or a "
-        "run's checkpoints/step-N (weights only). `path` still provides dimensions, tokenizer and the "
-        "engines' weights before the first sync.",
+        "run's checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first "
+        "weights.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Precision of weights and activations in trainer and engine."

@@ -56,8 +56,7 @@ class RolloutConfig(Section):
     python: Path | None = Field(
         None,
         description="Python of another environment for the engines, if their packages conflict with the trainer's. "
-        "It needs the engine and this distribution in the same version, without the extra `train`; none: "
-        "the run's environment.",
+        "It needs the engine and the same version of this distribution; none: the run's environment.",
     )
     num_engines: int = Field(1, ge=1, description="Number of engines; requests go to the least loaded one.")
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
@@ -76,8 +75,8 @@ class RolloutConfig(Section):
         0,
         ge=0,
         description="Most weight versions between a response's first token and the weights it trains. 0: sampling "
-        "and training alternate, strictly on-policy. Above 0 they run concurrently: new weights reach "
-        "responses in progress, and a step takes the groups that are ready first.",
+        "and training alternate, on-policy. Above 0 they run concurrently: new weights reach responses "
+        "in progress, and a step takes the groups that are ready first.",
     )
     stream: bool = Field(
         False,

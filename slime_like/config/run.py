@@ -30,7 +30,7 @@ class CheckpointConfig(Section):
     async_save: bool = Field(
         False,
         description="Copy the state to host memory and write it during training; the save takes effect at the end of "
-        "the step in which its files are complete.",
+        "the step in which it is complete.",
     )
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
@@ -72,24 +72,18 @@ class ClusterConfig(Section):
         description="separate: engines have separate devices. colocated: engines and trainer ranks use the same "
         "devices in turn.",
     )
-    nodes: int | None = Field(None, ge=1, description="Nodes for `slime-like plan`; none: as many as the layout needs.")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs per node, for `slime-like plan`.")
-    gpu: GpuName = Field(
-        "h100-80gb", description="Kind of GPU, for `slime-like plan`; docs/planning.md has the figures."
-    )
-    gpu_memory_gib: float | None = Field(
-        None, gt=0, description="GPU memory in GiB, for `slime-like plan`; none: that of `gpu`."
-    )
-    host_memory_gib: float | None = Field(
-        None, gt=0, description="Node memory in GiB, for `slime-like plan`; none: not checked."
-    )
+    nodes: int | None = Field(None, ge=1, description="Planned nodes; none: as many as the layout needs.")
+    gpus_per_node: int = Field(8, ge=1, description="Planned GPUs per node.")
+    gpu: GpuName = Field("h100-80gb", description="Planned kind of GPU: docs/planning.md.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
     nvlink_gb_per_s: float | None = Field(
         None,
         gt=0,
-        description="GB/s that a GPU sends inside its node, for `slime-like plan`; none: that of `gpu`.",
+        description="Planned GB/s from a GPU inside its node; none: that of `gpu`.",
     )
     network_gb_per_s: float = Field(
-        50.0, gt=0, description="GB/s that a GPU sends to other nodes, for `slime-like plan`; 50 is 400 Gb/s per GPU."
+        50.0, gt=0, description="Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."
     )
 
     @field_validator("address")
@@ -115,10 +109,9 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = Field(
         "auto",
-        description="auto: resume from the latest checkpoint of the run directory, or start anew if there is none. "
-        "never: start anew. Or the path of a checkpoint. Starting anew moves an earlier run to "
-        "RUN_DIR.1, RUN_DIR.2 and so on; with auto this includes a run interrupted before its first "
-        "checkpoint.",
+        description="auto: resume from the latest checkpoint of the run directory, else start anew. never: start "
+        "anew. Or the path of a checkpoint. Starting anew moves an earlier run to RUN_DIR.1, RUN_DIR.2 "
+        "and so on, also one without a checkpoint.",
     )
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")

@@ -63,8 +63,8 @@ class FsdpConfig(Section):
 
     reshard_after_forward: bool = Field(
         True,
-        description="Free gathered weights after a layer's forward pass and gather them again for backward; false: "
-        "less communication, but each rank holds the whole model in `model.dtype`.",
+        description="Free gathered weights after a layer's forward pass; false: less communication, but each rank "
+        "holds the whole model in `model.dtype`.",
     )
     accumulate: Literal["whole", "sharded"] = Field(
         "whole",
@@ -123,6 +123,6 @@ class TrainerConfig(Section):
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
     cpu_kernels: Literal["auto", "off"] = Field(
         "auto",
-        description="Operators of layers on a CPU. auto: numba kernels, if installed, for megatron's float32 layers "
-        "on at most two threads and for decoding by the engine transformers. off: torch's operators, as on a GPU.",
+        description="Operators on a CPU. auto: numba kernels, if installed, for megatron's float32 layers on at most "
+        "two threads and decoding by the engine transformers. off: torch's operators, as on a GPU.",
     )
