@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.checks.check import check
 from slime_like.config import RunConfig
-from slime_like.launch.arguments import devices_per_node, plan_arguments, plan_path, train_arguments
-from slime_like.launch.cluster_key import key_path
-from slime_like.launch.options import LaunchOptions
+from slime_like.config.launch import LaunchOptions
+from slime_like.launch.commands import plan_arguments, train_arguments
 from slime_like.orchestration.cluster.bundles import bundle_sizes, tensor_blocks
+from slime_like.orchestration.cluster.devices import devices_per_node
 
 
 def print_dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> None:
-    """Args: ``names`` are the nodes' host names, where Slurm has told them."""
+    """Args: ``names`` are the nodes' host names, where Slurm lists them."""
     for line in lines(options, config, names):
         print(line)
 
 
 def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
     parallel = config.trainer.parallel
-    devices = devices_per_node(options, config)
+    devices = devices_per_node(config, options.nodes, options.gpus_per_node)
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
     needed = sum(bundle_sizes(config))
@@ -33,11 +33,11 @@ def lines(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> It
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"
-        yield f"key:      {options.key_file or key_path(config.run_dir)} (made by node 0; mode 600)"
-        yield f"node 0:   listens on {head} for at most {options.nodes_timeout_s:g} s, then starts Ray's head"
-        yield f"others:   report to {head}, prove that they know the key, then join Ray's head"
+        yield f"key:      {options.token_path(config.run_dir)} (made by node 0; mode 600)"
+        yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
+        yield f"others:   join Ray's head at {head}, with the key as Ray's token"
     if options.plan:
-        yield f"plan:     {_shown(plan_arguments(options, devices, plan_path(config)))}"
+        yield f"plan:     {_shown(plan_arguments(options, config))}"
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
     yield f"train:    {_shown(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"

@@ -1,4 +1,4 @@
-"""A command of ours as a child process: its output goes through, its closing sentence is kept."""
+"""A ``slime-like`` command as a child process: its output is passed on, its closing sentence is kept."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Child:
         lines = list(self._lines)
         starts = [index for index, line in enumerate(lines) if line.startswith(_PREFIX)]
         if not starts:
-            return f"it ended with exit code {self._process.returncode}; its output there says why"
+            return f"it ended with exit code {self._process.returncode}; its output there has the cause"
         first = lines[starts[-1]].removeprefix(_PREFIX)
         listed = [line.removeprefix("  - ") for line in lines[starts[-1] + 1 :] if line.startswith("  - ")]
         return "; ".join(listed) or first

@@ -36,3 +36,11 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
     while not fits_on_nodes(config, [slots] * nodes):
         slots += step
     return slots
+
+
+def devices_per_node(config: RunConfig, nodes: int, given: int | None) -> int:
+    """What a plan counts with: the devices given, else GPUs of this node, else those of the recipe, else CPU slots."""
+    count = given or local_gpus()
+    if not count and "gpus_per_node" in config.cluster.model_fields_set:
+        count = config.cluster.gpus_per_node
+    return count or slots_per_node(config, nodes)

@@ -19,11 +19,11 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from slime_like.errors import LaunchError
-from slime_like.launch.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.orphan_reaper import end_writers
 from slime_like.orchestration.cluster.ray_helpers import without_dashboard
+from slime_like.orchestration.cluster.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.cluster.ray_session import keep_logs_only
 
 _LOOK_EVERY_S = 0.5
@@ -56,7 +56,7 @@ def main(spec: RayNodeSpec) -> int:
 
 
 def _parameters(spec: RayNodeSpec) -> RayParams:
-    own = {} if spec.gcs is not None else {"gcs_server_port": 0, "include_dashboard": False, "no_monitor": True}
+    own = {} if spec.gcs is not None else {"gcs_server_port": spec.port, "include_dashboard": False, "no_monitor": True}
     return RayParams(
         **own,
         gcs_address=spec.gcs,
@@ -72,7 +72,7 @@ def _parameters(spec: RayNodeSpec) -> RayParams:
 
 
 def _stay(node: Node) -> str:
-    """Until told to end; else which of Ray's daemons ended by itself."""
+    """Wait for standard input to end (""), or for a daemon of Ray to end by itself (which one)."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         for kind, process in node.dead_processes():
             if kind in _VITAL:

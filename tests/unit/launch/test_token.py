@@ -1,4 +1,4 @@
-"""The cluster's key: made once, whole, for its owner alone."""
+"""Ray's token: made once, whole, for its owner alone."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.launch import launch_directory
 from slime_like.errors import LaunchError
-from slime_like.launch.cluster_key import await_key, create_key, key_path
+from slime_like.orchestration.cluster.token import await_token, create_token
 
 
 def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
-    path = key_path(tmp_path / "runs" / "first")
+    path = launch_directory(tmp_path / "runs" / "first") / "key"
     assert path == tmp_path / "runs" / ".first.cluster" / "key"  # not in the run directory, which may be moved aside
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(await_key(path, 20)))
+    found: list[str] = []
+    waiting = threading.Thread(target=lambda: found.append(await_token(path, 20)))
     waiting.start()
-    key = create_key(path)
+    key = create_token(path)
     waiting.join()
-    assert found == [key] == [create_key(path)] and len(key) >= 32
+    assert found == [key] == [create_token(path)] and len(key) >= 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
 
@@ -33,7 +34,7 @@ def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str, problem:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(mode)
-    for read in (create_key, lambda path: await_key(path, 1)):
+    for read in (create_token, lambda path: await_token(path, 1)):
         with pytest.raises(LaunchError, match=problem):
             read(path)
 
@@ -42,4 +43,4 @@ def test_a_key_that_never_comes(tmp_path: Path) -> None:
     with pytest.raises(
         LaunchError, match=r"no cluster key .* within 0 s: .* not on a file system that all nodes share"
     ):
-        await_key(tmp_path / "key", 0.2)
+        await_token(tmp_path / "key", 0.2)

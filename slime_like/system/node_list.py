@@ -20,7 +20,7 @@ def expand_node_list(text: str) -> list[str]:
     """Host names in the order in which ``text`` names them.
 
     Raises:
-        ValueError: it cannot be read; says what and where.
+        ValueError: it cannot be read; the message names what and where.
     """
     names: list[str] = []
     for term in _terms(text):

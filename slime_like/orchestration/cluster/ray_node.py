@@ -10,15 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
+from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.place import Place
 from slime_like.system.interrupts import raise_if_interrupted
 
 _STOP_S = 30.0
+_CHECKS = 3
 _LOOK_EVERY_S = 0.2
 
 
@@ -33,6 +37,7 @@ class RayNodeSpec:
         directory: for its sockets and logs; on this host alone.
         slots: CPU slots to offer; ``None`` is one per core.
         object_store_mb: size of its object store, in MiB.
+        port: of the GCS, on the head; 0 is any that is free.
     """
 
     rank: int
@@ -41,6 +46,7 @@ class RayNodeSpec:
     directory: str
     slots: int | None
     object_store_mb: int
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +64,25 @@ class Ready:
     logs: str
 
 
-def ray_environment(key_file: Path) -> dict[str, str]:
-    """Variables by which Ray, here and in the driver, is told the cluster's key and to demand it."""
+def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
+    """Environment of Ray and of the driver: token authentication, and health checks that fail within ``silence_s``."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     return kept | {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(key_file),
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": str(_CHECKS),
+        "RAY_health_check_timeout_ms": str(max(500, round(1000 * silence_s / _CHECKS) - 1000)),
     }
 
 
-def make_directory() -> Path:
-    """A new directory for ``RayNodeSpec.directory``; its path is short, since sockets in it must have short paths."""
-    return Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp"))
+def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
+    """One of ``nodes`` nodes, with a new directory whose path is short, as those of the sockets in it must be."""
+    slots = None if local_gpus() else slots_per_node(config, nodes)
+    directory = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
 
 
 class RayNode:
@@ -82,10 +94,10 @@ class RayNode:
         self._timeout_s = timeout_s
 
     def __enter__(self) -> RayNode:
-        # Not in the directory: whoever writes there is taken for a part of Ray in the end.
+        # Not in the directory: at the end, processes that write there are taken for parts of Ray.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime_like.launch.ray_process", json.dumps(asdict(self._spec))],
+            [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", json.dumps(asdict(self._spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -108,8 +120,11 @@ class RayNode:
             self._process.stdout.close()
         self._log.close()
 
-    def wait_ready(self) -> Ready:
+    def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
         """
+        Args:
+            watch: called meanwhile, and may raise.
+
         Raises:
             LaunchError: Ray did not start, or not in time.
         """
@@ -118,6 +133,7 @@ class RayNode:
         deadline = time.monotonic() + self._timeout_s
         while not select.select([output], [], [], _LOOK_EVERY_S)[0]:
             raise_if_interrupted()
+            watch()
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are in "
