@@ -139,5 +139,5 @@ def _type_text(annotation: Any) -> str:
         return f"list of {_type_text(arguments[0])}"
     if is_section(annotation):
         return "{" + ", ".join(annotation.model_fields) + "}"
-    names = {str: "text", int: "whole number", float: "number", bool: "true | false", Path: "path"}
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path"}
     return names[annotation]
