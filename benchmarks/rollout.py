@@ -167,16 +167,17 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement, bundle_sizes
     from slime_like.orchestration.rollout.scoring import Scorer
-    from slime_like.orchestration.run.session import launch_engines
+    from slime_like.orchestration.run.engines import launch_engines
 
     config.run_dir.mkdir(parents=True, exist_ok=True)
     seconds, tokens, sampled = [], [], 0
     with ExitStack() as stack:
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, config.run_dir / "worker_logs", slots))
-        engines, pool = launch_engines(config, stack, stack.enter_context(Placement(config, with_trainers=False)))
+        placement = stack.enter_context(Placement(config, with_trainers=False))
+        engines, pool = launch_engines(config, stack, placement, print)
         pool.start()
-        engines.start()
+        engines.supervisor.start()
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()

@@ -48,7 +48,7 @@ RUN pip install -c /opt/pins.txt ray==2.60.0 megatron-core==0.16.1 psutil==7.2.2
     && python -c "import torch; assert torch.__version__.split('+')[0] == '${TORCH}', torch.__version__" \
     && slime-like --version
 
-# Nobody needs to be root: the cluster's key must belong to whoever runs.
+# Runs without root: the cluster's key must belong to the user of the run.
 RUN useradd --create-home --uid 1001 trainer
 USER trainer
 CMD ["bash"]

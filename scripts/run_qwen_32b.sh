@@ -10,10 +10,10 @@
 # HEAD_ADDR   address of node 0 in the cluster's network; default: the first node of Slurm's list
 # NODES, NODE_RANK   how many nodes, and which one this is, from 0; default: Slurm's
 # NODE_ADDR   this node's address; default: the one on the way to HEAD_ADDR
-# PORT        where node 0 awaits the others, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
+# PORT        of Ray on node 0, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
 # GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node, else the recipe's
 # NODES_TIMEOUT_S    bound on waiting for all nodes, 600
-# SILENCE_S   a node that says nothing for so long is lost, 30
+# SILENCE_S   a node that does not answer for so long is lost, 30
 # PLAN=0      trains without planning first
 # DRY_RUN=1   prints what would run, and starts nothing
 #

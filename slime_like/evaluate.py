@@ -1,4 +1,8 @@
-"""Held-out accuracy of a Hugging Face model, by the engines and rewards that training uses; no trainer is started."""
+"""Held-out accuracy of a Hugging Face model, by the engines and rewards that training uses; no trainer is started.
+
+What runs beside what: engines and reward workers start at the same time; all engines sample at the same time. Responses
+are rewarded, by all reward workers at the same time, when the last one is sampled.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.engines_alone import engines_alone
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.orchestration.run.session import launch_engines
+from slime_like.orchestration.run.engines import launch_engines
 from slime_like.orchestration.trainer.alone import run_directory
 
 
@@ -21,7 +25,7 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
     """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
 
     Args:
-        temporary: nobody named the run directory; it goes when all went well.
+        temporary: the user named no run directory; it is removed after success.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
@@ -35,7 +39,7 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
         stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
         engines, pool = launch_engines(config, stack, placement, _note)
-        pool.start()
+        pool.start()  # engines load the model meanwhile
         engines.supervisor.start()
         return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(step=0)
 

@@ -1,4 +1,7 @@
-"""Per-token logprobs and entropies of given sequences, by the trainer itself, under any layout. No engine starts."""
+"""Per-token logprobs and entropies of given sequences, by the trainer itself, under any layout. No engine starts.
+
+What runs beside what: all ranks work on one window of rows; the next is read when its output is written.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def _run(
     done = tokens = responses = 0
     total_logprob = 0.0
     for window in windows(rows, window_tokens(config.trainer)):
-        scores = score_sequences(trainers, [row.sequence for row in window], config.trainer)
+        scores = score_sequences(trainers.training, [row.sequence for row in window], config.trainer)
         for row, scored in zip(window, scores, strict=True):
             out.write(output_line(row.id, scored))
             total_logprob += float(scored.logprobs.double().sum())

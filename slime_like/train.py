@@ -1,4 +1,15 @@
-"""The training loop: rollouts, score, train, sync, save."""
+"""The training loop: rollouts, score, train, sync, save.
+
+What runs beside what:
+
+- With ``rollout.max_staleness`` above 0, a thread samples and rewards later steps beside this whole loop.
+- With ``rollout.stream``, trainer ranks accumulate windows of a step while its other groups are still being sampled.
+- Reference workers score groups beside the sampling of others.
+- In a sync, trainer ranks gather the next bucket while engines load the one before.
+- With ``checkpoint.async_save``, ranks write a checkpoint's files beside the steps that follow it.
+
+Everything else waits: on shared devices (``cluster.placement: colocated``) trainers and engines take turns.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +17,12 @@ import time
 
 from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.run.session import Session
-from slime_like.orchestration.run.step import StepRecorder, TrainedStep, TrainSummary, score, update
+from slime_like.orchestration.run.milestones import Milestones
+from slime_like.orchestration.run.opening import open_run
+from slime_like.orchestration.run.recorder import StepRecorder
+from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.step import TrainedStep, score, update
+from slime_like.orchestration.run.summary import TrainSummary
 from slime_like.orchestration.trainer.window_stream import WindowStream
 
 
@@ -18,56 +33,47 @@ def train(config: RunConfig) -> TrainSummary:
         SlimeLikeError: anything a user can act on, in one sentence; every process of the run has ended by then.
     """
     started = time.monotonic()
-    with Session(config) as session:
-        recorder = StepRecorder(session)
-        done = session.finished_steps
-        if session.rollout:
-            session.rollout.sync.run(version=done)
-            session.rollout.source.synced(version=done)
-            if done == 0:
-                recorder.evaluate(step=0)
-        clock, synced = PhaseClock(), None
-        train_step = _train_on_stream if config.rollout.stream else _train_on_batch
-        for step in range(done + 1, config.steps + 1):
-            trained = train_step(session, step, clock)
+    train_step = _train_on_stream if config.rollout.stream else _train_on_batch
+    with open_run(config) as run:
+        recorder = StepRecorder(run)
+        milestones = Milestones(run, recorder)
+        run.rollout.start(version=run.finished_steps)
+        milestones.before_first()
+        clock = PhaseClock()
+        for step in range(run.finished_steps + 1, config.steps + 1):
+            trained = train_step(run, step, clock)
             with clock.phase("sync"):
-                session.reference.refresh(step)
-            if session.rollout:
-                with clock.phase("sync"):
-                    synced = session.rollout.sync.run(version=step)
-                session.rollout.source.trained(trained.trajectories, step)
-                session.rollout.source.synced(version=step)
-            recorder.record(step, trained, synced, clock.finish())
-            if recorder.evaluate_and_save(step):
-                clock.finish()  # neither belongs to a step
-        return recorder.finish(wall_s=time.monotonic() - started)
+                run.reference.refresh(step)
+                run.rollout.sync(version=step)
+            run.rollout.advance(step, trained.trajectories)
+            recorder.record(step, trained, clock.finish())
+            if milestones.after(step):
+                clock.finish()  # milestones belong to no step
+        return milestones.finish(wall_s=time.monotonic() - started)
 
 
-def _train_on_batch(session: Session, step: int, clock: PhaseClock) -> TrainedStep:
+def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """The whole batch first, then as many optimizer steps as it serves."""
-    trajectories = session.source.next_batch(step, clock)
-    batch = session.batcher.batch(trajectories)
+    trajectories = run.rollout.source.next_batch(step, clock)
+    batch = run.batcher.batch(trajectories)
     with clock.phase("sync"):
-        session.turns.training()
-    session.trainers.load_batch(batch.replicas)
-    reference = None
-    if not session.config.supervised:
-        with clock.phase("score"):
-            reference = score(session, trajectories, step)
+        run.devices.training()
+    run.trainers.training.load_batch(batch.replicas)  # travels while the next call is on its way
+    reference = score(run, trajectories, step, clock)
     with clock.phase("train"):
-        updates = update(session, batch)
+        updates = update(run, batch)
     return TrainedStep(trajectories, updates, reference, batch.packed_tokens)
 
 
-def _train_on_stream(session: Session, step: int, clock: PhaseClock) -> TrainedStep:
-    """One optimizer step, whose micro-batches go to the trainers while others are still being sampled."""
-    windows = WindowStream(session.batcher)
-    session.trainers.begin_stream()
-    for groups in session.source.stream(step, clock):
+def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
+    """One optimizer step: trainers work on its full windows while its other groups are being sampled."""
+    windows, training = WindowStream(run.batcher), run.trainers.training
+    training.begin_stream()
+    for groups in run.rollout.source.stream(step, clock):
         if window := windows.add(groups):
-            session.trainers.send_window(window)
+            training.send_window(window)
     with clock.phase("train"):
         window, denominator = windows.finish()
-        session.trainers.send_window(window, last=True)
-        streamed = session.trainers.finish_stream(denominator)
-    return TrainedStep.of_stream(windows, streamed, session.config.reference_in_trainer)
+        training.send_window(window, last=True)
+        streamed = training.finish_stream(denominator)
+    return TrainedStep.of_stream(windows, streamed, run.config.reference_in_trainer)

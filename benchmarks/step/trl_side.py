@@ -34,11 +34,43 @@ def reward(prompts: list[str], completions: list[str], answer: list[str], **unus
     ]
 
 
+def _settings(workload: Workload, scratch: str) -> Any:
+    """TRL's settings of the workload."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=scratch,
+        use_cpu=True,
+        max_steps=workload.steps,
+        seed=workload.seed,
+        # One batch holds the whole step: generated at once, and one update without accumulation.
+        per_device_train_batch_size=workload.sequences,
+        gradient_accumulation_steps=1,
+        num_generations=workload.samples_per_prompt,
+        max_completion_length=workload.max_new_tokens,
+        shuffle_dataset=False,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        # TRL's defaults save memory at the expense of time, and compute in bfloat16; neither is compared here.
+        bf16=False,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def train(workload: Workload, records: Path) -> None:
     """Run the trainer and write one line a step: seconds between the ends of two steps, and TRL's own mean length."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class StepClock(TrainerCallback):
         """Seconds from the end of one step, its logging included, to the end of the next."""
@@ -59,35 +91,9 @@ def train(workload: Workload, records: Path) -> None:
     dataset = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
     clock = StepClock()
     with tempfile.TemporaryDirectory() as scratch:
-        settings = GRPOConfig(
-            output_dir=scratch,
-            use_cpu=True,
-            max_steps=workload.steps,
-            seed=workload.seed,
-            # One batch holds the whole step: generated at once, and one update without accumulation.
-            per_device_train_batch_size=workload.sequences,
-            gradient_accumulation_steps=1,
-            num_generations=workload.samples_per_prompt,
-            max_completion_length=workload.max_new_tokens,
-            shuffle_dataset=False,
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=workload.learning_rate,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            # TRL's defaults save memory at the expense of time, and compute in bfloat16; neither is compared here.
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
         trainer = GRPOTrainer(
             model=str(workload.model),
-            args=settings,
+            args=_settings(workload, scratch),
             reward_funcs=reward,
             train_dataset=dataset,
             processing_class=AutoTokenizer.from_pretrained(workload.model),

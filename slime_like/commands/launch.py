@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.commands.arguments import has_flag
+from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.launch.membership import HEARTBEAT_S
-from slime_like.launch.node_list import expand_node_list
-from slime_like.launch.options import DEFAULT_PORT, LaunchOptions
+from slime_like.system.node_list import expand_node_list
 
 USAGE = (
     "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"
 )
-SHORTEST_SILENCE_S = 3 * HEARTBEAT_S
-"""Before a node is taken to be lost it must have had several occasions to speak."""
+SHORTEST_SILENCE_S = 6.0
+"""Ray checks the health of a node several times before the node is lost."""
 
 _OWN_FIELDS = ("cluster.address",)
 
@@ -59,7 +58,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=_whole,
         default=DEFAULT_PORT,
         metavar="PORT",
-        help="where node 0 awaits the others (default: %(default)s)",
+        help="port of Ray's GCS on node 0 (default: %(default)s)",
     )
     parser.add_argument(
         "--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)"
@@ -70,7 +69,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("nodes_timeout_s", "bound on waiting for all nodes"),
         ("ray_timeout_s", "bound on the start of Ray on a node"),
-        ("silence_s", "a node that says nothing for so long is lost"),
+        ("silence_s", "a node that does not answer for so long is lost"),
         ("stop_s", "bound on the end of training once it must end"),
     ):
         parser.add_argument(
@@ -113,7 +112,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _options(given, names, flags)
     config = load_config(options.config, list(flags))
     if given.dry_run:
-        from slime_like.launch.dry_run import print_dry_run
+        from slime_like.commands.launch_dry_run import print_dry_run
 
         print_dry_run(options, config, names)
         return 0
@@ -151,8 +150,8 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
     if given.silence_s < SHORTEST_SILENCE_S:
         raise ConfigError(
             [
-                f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: nodes say every {HEARTBEAT_S:g} s that "
-                f"they are there, and may be held up; give at least {SHORTEST_SILENCE_S:g}"
+                f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: Ray checks the health of a node "
+                f"three times within it; give at least {SHORTEST_SILENCE_S:g}"
             ]
         )
     return LaunchOptions(
@@ -163,7 +162,7 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         head=given.head or (names[0] if names else ""),
         address=given.address,
         port=given.port,
-        key_file=given.token_file.absolute() if given.token_file else None,
+        token_file=given.token_file.absolute() if given.token_file else None,
         gpus_per_node=given.gpus_per_node,
         nodes_timeout_s=given.nodes_timeout_s,
         ray_timeout_s=given.ray_timeout_s,

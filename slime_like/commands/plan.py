@@ -90,7 +90,8 @@ def run(arguments: Sequence[str]) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
-    from slime_like.planning.plan import PlanOptions, make_plan, require_plannable  # imports torch
+    from slime_like.planning.plan import make_plan, require_plannable
+    from slime_like.planning.result import PlanOptions
     from slime_like.planning.search import search
     from slime_like.planning.table import print_candidates, print_plan
 

@@ -31,7 +31,7 @@ from slime_like.system.memory import made_to_stay
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
-    from slime_like.orchestration.run.step import TrainSummary
+    from slime_like.orchestration.run.summary import TrainSummary
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Families ``make-tiny-model`` offers; listed here so that ``--help`` need not import torch."""

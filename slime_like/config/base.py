@@ -1,4 +1,4 @@
-"""What every section of the configuration shares."""
+"""Base class of the configuration sections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 def require_path(path: Any) -> None:
     """Raise ``ValueError``, half a sentence, for text that can name no file: empty, or with a NUL character.
 
-    An empty path would mean the current directory, which nobody asked for.
+    An empty path would mean the current directory.
     """
     text = str(path) if isinstance(path, str | Path) else None
     if text == "":
@@ -32,10 +32,10 @@ def require_path(path: Any) -> None:
 
 
 class Section(BaseModel):
-    """A section refuses keys it does not know, converts nothing silently, and cannot be changed after validation.
+    """Immutable section that rejects unknown keys and silent conversions.
 
-    The two conversions it makes are spelled the same in YAML and in a flag: ``none`` for a field that may be empty, and
-    ``true`` or ``false`` for a switch. A switch is no number and a number is no switch.
+    Two conversions are the same in YAML and in a flag: ``none`` for an optional field, and ``true`` or ``false`` for a
+    switch. A switch is not accepted as a number, nor a number as a switch.
     """
 
     model_config = ConfigDict(

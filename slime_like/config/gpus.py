@@ -15,7 +15,7 @@ class Gpu:
     Attributes:
         memory_gib: what CUDA reports as its total memory, in GiB.
         tflops: dense bfloat16 products, 1e12 operations per second, by the data sheet.
-        memory_gb_per_s: bandwidth of its own memory.
+        memory_gb_per_s: bandwidth of its memory.
         nvlink_gb_per_s: what it sends to the other GPUs of its node (one direction).
     """
 

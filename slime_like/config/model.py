@@ -1,4 +1,4 @@
-"""Which model, in which precision."""
+"""The policy and the reference."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from slime_like.config.trainer import ParallelConfig
 class ModelConfig(Section):
     """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
 
-    path: Path = Field(description="Hugging Face checkpoint directory the policy starts from.")
+    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
     weights: Path | None = Field(
         None,
-        description="Checkpoint that the trainer takes the policy's weights from instead: what `slime-like convert "
-        "to-megatron` wrote, or a run's checkpoints/step-N (of which the weights alone are used). `path` still gives "
-        "dimensions and tokenizer, and what engines hold until the first sync.",
+        description="Checkpoint with the policy's initial weights: output of `slime-like convert to-megatron`, or a "
+        "run's checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first "
+        "weights.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Precision of weights and activations, in trainer and engine alike."
+        "bfloat16", description="Precision of weights and activations in trainer and engine."
     )
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the checkpoint.")
+    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
 
 
 class ReferenceConfig(Section):
     """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
 
-    path: Path | None = Field(
-        None, description="Hugging Face checkpoint of the reference; none means the policy as it starts."
-    )
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
     placement: Literal["trainer", "workers"] = Field(
         "trainer",
-        description="Who scores with it: the trainer ranks, which swap its weights in (so that it must have the "
-        "policy's sizes), or workers on devices of their own, which score groups while others are being sampled.",
+        description="trainer: the trainer ranks swap in its weights, which must have the policy's sizes. workers: "
+        "separate devices, which score groups while others are being sampled.",
     )
     update_interval: int = Field(
         0,
         ge=0,
-        description="After every so many steps the policy becomes the reference; 0 keeps the one that the run starts "
-        "with. Workers may score groups that were sampled ahead (`rollout.max_staleness`) with an earlier one.",
+        description="Steps after which the policy becomes the reference; 0 keeps the initial one. Workers may score "
+        "groups sampled ahead (`rollout.max_staleness`) with an earlier one.",
     )
-    workers: int = Field(1, ge=1, description="For placement workers: how many; a group goes to the least busy one.")
+    workers: int = Field(1, ge=1, description="Number of reference workers; a group goes to the least busy one.")
     parallel: ParallelConfig = Field(
-        default_factory=lambda: ParallelConfig(), description="For placement workers: the layout of each."
+        default_factory=lambda: ParallelConfig(), description="Layout of each reference worker."
     )
     max_worker_restarts: int = Field(
         2,
         ge=0,
-        description="For placement workers: how many are started anew after they failed, over the whole run; what they "
-        "had goes to others, or waits. The run ends when none is left.",
+        description="Restarts of failed reference workers in a run; their groups go to others, or wait. The run "
+        "fails if none is left.",
     )

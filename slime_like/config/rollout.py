@@ -13,34 +13,36 @@ MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines sample with as asked."""
 
 ENVIRONMENT = "environment"
-"""Stands for the rewards that ``rollout.environment`` gave on the way: nothing is left to compute."""
+"""Name of the rewards that ``rollout.environment`` returned during generation."""
 
 
 class EnvironmentConfig(Section):
-    """Conversations: an environment answers the model's turns, and what it says carries no loss. A response is then
-    everything after the prompt, and `rollout.max_new_tokens` bounds all of it."""
+    """Conversations: an environment answers the model's turns; its observations carry no loss.
+
+    A response is then everything after the prompt, bounded by `rollout.max_new_tokens`.
+    """
 
     name: str | None = Field(
         None,
-        description="Environment: calculator, or import path `package.module:name`; none means responses of one turn.",
+        description="calculator, or import path `package.module:name`; none: single-turn responses.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    max_turns: int = Field(4, ge=1, description="Turns of the model in one conversation.")
+    max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
     max_turn_tokens: int | None = Field(
-        None, ge=1, description="Length limit of one turn, in tokens; none means what is left of the response."
+        None, ge=1, description="Token limit of one turn; none: the rest of the response."
     )
     max_observation_tokens: int = Field(
-        256, ge=1, description="Tokens kept of what the environment says in one step, not counting the template's."
+        256, ge=1, description="Tokens kept of one observation, without the template's."
     )
     template: str | None = Field(
         None,
-        description="Text around an observation, from the end of one turn to the beginning of the next, with "
-        "{observation} in it; none takes it from the chat template, as what a tool says.",
+        description="Text around an observation, with {observation} in it, from the end of one turn to the start of "
+        "the next; none: the chat template, role tool.",
     )
-    workers: int = Field(1, ge=1, description="Worker processes of every engine.")
-    start_timeout_s: float = Field(120.0, gt=0, description="Bound on a worker's start.")
+    workers: int = Field(1, ge=1, description="Worker processes per engine.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(
-        10.0, gt=0, description="Bound on one step, also on its CPU time; over it the sample gets reward 0."
+        10.0, gt=0, description="Timeout of one step, also of its CPU time; the sample then gets reward 0."
     )
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
@@ -49,81 +51,79 @@ class RolloutConfig(Section):
     """Inference engines and sampling."""
 
     engine: str = Field(
-        "vllm", description="Engine name (entry-point group slime_like.engines): vllm, sglang, transformers."
+        "vllm", description="vllm, sglang, transformers, or a custom one (entry-point group slime_like.engines)."
     )
     python: Path | None = Field(
         None,
-        description="Python of another environment that engines live in, where their packages do not fit beside the "
-        "trainer's. It needs this distribution in the same version, without the extra `train`, and the engine; none "
-        "is the environment of the run.",
+        description="Python of another environment for the engines, if their packages conflict with the trainer's. "
+        "It needs the engine and the same version of this distribution; none: the run's environment.",
     )
-    num_engines: int = Field(1, ge=1, description="Engines to start; requests go to the least loaded one.")
-    tensor: int = Field(1, ge=1, description="Tensor parallelism inside one engine.")
+    num_engines: int = Field(1, ge=1, description="Number of engines; requests go to the least loaded one.")
+    tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
-    samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (the group size).")
-    max_new_tokens: int = Field(256, ge=1, description="Length limit of a response, in tokens.")
+    samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
+    max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training needs 1.")
-    top_k: int = Field(-1, ge=-1, description="Top-k sampling; training needs -1 (off).")
-    stop_token_ids: tuple[int, ...] = Field(
-        (), description="Token ids that end a response; none means the model's EOS ids."
-    )
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training requires 1.")
+    top_k: int = Field(-1, ge=-1, description="Top-k sampling; training requires -1 (off).")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; none: the model's EOS ids.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence an engine serves; none means prompt limit plus response limit."
+        None, ge=2, description="Longest sequence of an engine; none: prompt limit plus response limit."
     )
-    max_concurrent_requests: int = Field(1024, ge=1, description="Requests one engine is given at a time.")
+    max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Weight versions that training may be ahead of the weights that sampled a response's first token. "
-        "0 is strictly on-policy: sampling and training take turns. Above 0 they run side by side, new weights reach "
-        "responses in the middle, and the batch of a step is whichever groups are ready first.",
+        description="Most weight versions between a response's first token and the weights it trains. 0: sampling "
+        "and training alternate, on-policy. Above 0 they run concurrently: new weights reach responses "
+        "in progress, and a step takes the groups that are ready first.",
     )
     stream: bool = Field(
         False,
-        description="Train on the samples of a step while others of it are still being generated: micro-batches go to "
-        "the trainers as they fill, and one division at the end makes the update that of the whole batch. For one "
-        "update per step whose advantages need no more than their own group.",
+        description="Train on a step's samples while others are still being generated: full micro-batches go to the "
+        "trainers at once. The update equals that of the whole batch. Requires one update per step and "
+        "group-scoped advantages.",
     )
     oversample: float = Field(
         1.0,
         ge=1,
-        description="Prompt groups sampled per group trained; when enough are ready the others are aborted. Needs "
+        description="Prompt groups sampled per group trained; the rest is aborted when enough are ready. Requires "
         "max_staleness 0.",
     )
     drop_zero_spread: bool = Field(
         False,
-        description="Drop groups whose samples all have the same reward, less the overlong penalty, and sample others "
-        "in their place (DAPO's dynamic sampling).",
+        description="Replace groups whose samples all have the same reward, without the overlong penalty (DAPO's "
+        "dynamic sampling).",
     )
     max_drops_per_step: int = Field(
         1000,
         ge=1,
-        description="Groups that drop_zero_spread may drop for one step; beyond that the run ends: a task that is "
-        "always or never solved teaches nothing.",
+        description="Groups that drop_zero_spread may drop per step before the run fails: a task that is always or "
+        "never solved teaches nothing.",
     )
     max_engine_restarts: int = Field(
         2,
         ge=0,
-        description="Engines started anew after they died, over the whole run. Their requests go to other engines, "
-        "from the beginning. 0 ends the run with the first death.",
+        description="Restarts of dead engines in a run; their requests restart on other engines. 0: the first death "
+        "fails the run.",
     )
     environment: EnvironmentConfig = Field(
-        default_factory=lambda: EnvironmentConfig(), description="What answers the model between its turns."
+        default_factory=lambda: EnvironmentConfig(),
+        description="The environment of conversations, which answers the model's turns.",
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments passed to the engine as they are, refused if unknown."
+        default_factory=dict, description="Further engine arguments, passed unchanged; unknown ones are rejected."
     )
-    start_timeout_s: float = Field(300.0, gt=0, description="Bound on an engine's start.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Bound on one request.")
+    start_timeout_s: float = Field(300.0, gt=0, description="Timeout of an engine's start.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Timeout of one request.")
 
 
 class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
     name: str = Field(
-        description="Registered name (math_verify, format, length, http, majority), import path "
-        "`package.module:name`, or environment: the sum of what rollout.environment gave."
+        description="math_verify, format, length, http, majority, an import path `package.module:name`, or "
+        "environment: the sum of the environment's rewards."
     )
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
@@ -138,12 +138,12 @@ class RewardConfig(Section):
         description="Reward functions; the total is their weighted sum.",
     )
     workers: int = Field(1, ge=1, description="Reward worker processes.")
-    start_timeout_s: float = Field(120.0, gt=0, description="Bound on a reward worker's start.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a reward worker's start.")
     timeout_s: float = Field(
         5.0,
         gt=0,
-        description="Bound on scoring one response, or one group where a function is given whole groups; over it the "
-        "sample, or the group, gets reward 0.",
+        description="Timeout of scoring one response, or one group for group rewards; the sample or group then gets "
+        "reward 0.",
     )
     memory_mb: int = Field(
         2048, ge=128, description="Address-space limit of one reward worker, beyond its start-up size."
@@ -160,24 +160,24 @@ class SyncConfig(Section):
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = Field(
         "auto",
-        description="How bucket bytes travel; auto is shared_memory inside a host and gloo between hosts on CPUs, nccl "
-        "between GPUs, and cuda_ipc where one engine shares the trainers' GPUs.",
+        description="Transport of weights. auto: shared_memory inside a host and gloo between hosts on CPUs, nccl "
+        "between GPUs, cuda_ipc if one engine shares the trainers' GPUs.",
     )
     directory: Path | None = Field(
         None, description="For transport directory: a directory that trainers and engines both see."
     )
-    bucket_mb: float = Field(256.0, gt=0, description="Largest bucket, in MiB (a single larger tensor travels alone).")
+    bucket_mb: float = Field(256.0, gt=0, description="Largest bucket in MiB; a larger tensor travels alone.")
     delta: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Send only elements that changed, bit for bit what a whole sync gives, at the price of a copy of "
-        "the weights in host memory on both sides; auto is for 16-bit models over gloo or a directory.",
+        description="Send only changed elements, with bit-identical results; needs a copy of the weights in host "
+        "memory on both sides. auto: for 16-bit models over gloo or a directory.",
     )
-    verify: bool = Field(True, description="Compare hashes of every tensor, and a logprob probe, after every sync.")
+    verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Bound on the probe's engine-to-trainer gap. In float32 on the largest difference of a logprob "
-        "(default 1e-4); in bfloat16, whose rounding grows with the logits, on the root mean square of the differences "
-        "over the standard deviation of the trainer's logprobs (default 0.15).",
+        description="Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob "
+        "(default 1e-4). bfloat16: root mean square of the differences over the standard deviation of "
+        "the trainer's logprobs (default 0.15).",
     )
-    timeout_s: float = Field(300.0, gt=0, description="Bound on one sync.")
+    timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")

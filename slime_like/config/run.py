@@ -23,77 +23,67 @@ MAX_SEED = 2**32 - 1
 
 
 class CheckpointConfig(Section):
-    """What is written to disk, and when."""
+    """Checkpoints and the exported model."""
 
-    every: int = Field(0, ge=0, description="Save every so many steps; 0 means at the end only.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are removed after a save.")
+    every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = Field(
         False,
-        description="Copy the training state to host memory and write it while training goes on; a save takes effect "
-        "at the end of the step in which its files are whole.",
+        description="Copy the state to host memory and write it during training; the save takes effect at the end of "
+        "the step in which it is complete.",
     )
-    export_hf: bool = Field(True, description="Also write a Hugging Face model at the end.")
+    export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 
 class LoggingConfig(Section):
-    """Where figures go. `metrics.jsonl` is always written."""
+    """Destinations of figures; `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
     wandb_project: str = Field("slime-like", description="Weights & Biases project.")
     progress: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="Progress display; auto is live on a terminal and plain lines elsewhere."
+        "auto", description="Progress display; auto: live on a terminal, plain lines elsewhere."
     )
 
 
 class DebugConfig(Section):
-    """Switches for experiments on the method itself, and what is kept to look into a run."""
+    """Switches for experiments on the method, and what is kept to inspect a run."""
 
     shuffle_advantages: bool = Field(
-        False, description="Permute advantages over the samples of a batch: a control that must not learn."
+        False, description="Permute advantages over a batch's samples: a control that must not learn."
     )
-    samples_per_step: int = Field(
-        4, ge=0, description="Samples per logged step that go to the debug tables; 0 logs none."
-    )
-    tables_every: int = Field(10, ge=1, description="Log the debug tables every so many steps.")
-    save_rollouts: Path | None = Field(None, description="Directory to keep every step's scored rollouts in.")
+    samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
+    tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
+    save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
     load_rollouts: Path | None = Field(
         None,
-        description="Directory of kept rollouts to train on instead of generating; no engine is started. Rewards and "
-        "advantages are those that were kept, whatever `reward` and `algorithm.advantage` say now.",
+        description="Directory of saved rollouts to train on; no engine is started. Rewards and advantages are the "
+        "saved ones, regardless of `reward` and `algorithm.advantage`.",
     )
 
 
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    address: str | None = Field(None, description="Address of a running Ray cluster; none starts one on this machine.")
-    object_store_mb: int = Field(512, ge=80, description="Ray object store of a cluster started here, in MiB.")
+    address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
+    object_store_mb: int = Field(512, ge=80, description="Object store of a Ray cluster started here, in MiB.")
     placement: Literal["separate", "colocated"] = Field(
         "separate",
-        description="separate: engines have devices of their own; colocated: they take turns with trainer ranks on "
-        "the same devices.",
+        description="separate: engines have separate devices. colocated: engines and trainer ranks use the same "
+        "devices in turn.",
     )
-    nodes: int | None = Field(
-        None, ge=1, description="Nodes that `slime-like plan` reckons with; none is as many as the layout needs."
-    )
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of every node, for `slime-like plan`.")
-    gpu: GpuName = Field(
-        "h100-80gb", description="The GPUs' kind, for `slime-like plan`: docs/planning.md has its figures."
-    )
-    gpu_memory_gib: float | None = Field(
-        None, gt=0, description="Memory of a GPU in GiB, for `slime-like plan`; none is that of `gpu`."
-    )
-    host_memory_gib: float | None = Field(
-        None, gt=0, description="Memory of a node in GiB, for `slime-like plan`; none leaves it unchecked."
-    )
+    nodes: int | None = Field(None, ge=1, description="Planned nodes; none: as many as the layout needs.")
+    gpus_per_node: int = Field(8, ge=1, description="Planned GPUs per node.")
+    gpu: GpuName = Field("h100-80gb", description="Planned kind of GPU: docs/planning.md.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
     nvlink_gb_per_s: float | None = Field(
         None,
         gt=0,
-        description="GB/s that a GPU sends to others of its node, for `slime-like plan`; none is that of `gpu`.",
+        description="Planned GB/s from a GPU inside its node; none: that of `gpu`.",
     )
     network_gb_per_s: float = Field(
-        50.0, gt=0, description="GB/s that a GPU sends to other nodes, for `slime-like plan`; 50 is 400 Gb/s per GPU."
+        50.0, gt=0, description="Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."
     )
 
     @field_validator("address")
@@ -112,16 +102,16 @@ class RunConfig(Section):
     """Root of the configuration; YAML keys and command-line flags mirror these names."""
 
     run_dir: Path = Field(
-        description="Directory of the run: metrics, logs, checkpoints, the resolved configuration. An earlier run "
-        "there that `resume` does not go on from is moved aside."
+        description="Directory of the run: configuration, metrics, logs, checkpoints. An earlier run there that is "
+        "not resumed is moved aside."
     )
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialisation.")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = Field(
         "auto",
-        description="auto: go on from the run directory's latest checkpoint, or start anew where it has none; never: "
-        "start anew; or the path of a checkpoint. Starting anew moves an earlier run of the directory aside, to "
-        "RUN_DIR.1, RUN_DIR.2 and so on: under auto, too, one that was interrupted before its first checkpoint.",
+        description="auto: resume from the latest checkpoint of the run directory, else start anew. never: start "
+        "anew. Or the path of a checkpoint. Starting anew moves an earlier run to RUN_DIR.1, RUN_DIR.2 "
+        "and so on, also one without a checkpoint.",
     )
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")
@@ -134,7 +124,10 @@ class RunConfig(Section):
     trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="The trainer.")
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="Checkpoints.")
     logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig(), description="Logging.")
-    debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="Experiments on the method.")
+    debug: DebugConfig = Field(
+        default_factory=lambda: DebugConfig(),
+        description="Experiments on the method, and what is kept to inspect a run.",
+    )
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig(), description="The Ray cluster.")
 
     @property

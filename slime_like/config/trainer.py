@@ -36,8 +36,7 @@ class OptimizerConfig(Section):
     final_weight_decay: float | None = Field(
         None,
         ge=0,
-        description="Weight decay of the run's last optimizer step, to which it grows linearly, by as much every step; "
-        "none keeps it as it is.",
+        description="Weight decay of the last optimizer step, reached linearly; none: constant.",
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
@@ -46,32 +45,32 @@ class OptimizerConfig(Section):
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     offload: bool = Field(
         False,
-        description="Keep main weights and moments in host memory and update them there, on the processor; with "
-        "megatron needs `distributed` and `model.dtype: bfloat16`.",
+        description="Keep main weights and moments in host memory and update them on the processor; megatron "
+        "requires `distributed` and `model.dtype: bfloat16`.",
     )
     overlap: bool = Field(
         False,
-        description="Sum gradients over replicas during a step's last backward pass, and gather sharded weights during "
-        "the next forward pass, instead of between them.",
+        description="Sum gradients during the last backward pass, and gather sharded weights during the next forward "
+        "pass.",
     )
     overlap_bucket_params: int | None = Field(
-        None, ge=1, description="Parameters per message of `overlap`; none is the larger of 40 M and 1 M per replica."
+        None, ge=1, description="Parameters per message of `overlap`; none: the larger of 40 M and 1 M per replica."
     )
 
 
 class FsdpConfig(Section):
-    """What the backend `fsdp` alone knows."""
+    """Settings of the backend `fsdp`."""
 
     reshard_after_forward: bool = Field(
         True,
-        description="Free a layer's gathered weights after its forward pass and gather them again for backward; false "
-        "keeps them: less communication, but every rank then holds the whole model in `model.dtype`.",
+        description="Free gathered weights after a layer's forward pass; false: less communication, but each rank "
+        "holds the whole model in `model.dtype`.",
     )
     accumulate: Literal["whole", "sharded"] = Field(
         "whole",
-        description="Gradients between the micro-batches of a window. whole: every rank adds up whole gradients, in "
-        "float32, and ranks sum them once per window. sharded: ranks sum them after every micro-batch, and none holds "
-        "more than its shard.",
+        description="Gradients between micro-batches of a window. whole: each rank accumulates whole float32 "
+        "gradients, summed once per window. sharded: ranks sum after every micro-batch and hold only "
+        "their shard.",
     )
 
 
@@ -80,8 +79,8 @@ class TrainerConfig(Section):
 
     backend: str = Field(
         "megatron",
-        description="megatron; fsdp, which runs Hugging Face's own models under FSDP2; or another one's name "
-        "(entry-point group slime_like.backends).",
+        description="megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group "
+        "slime_like.backends).",
     )
     parallel: ParallelConfig = Field(default_factory=lambda: ParallelConfig(), description="Parallel layout.")
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="Optimizer.")
@@ -91,40 +90,39 @@ class TrainerConfig(Section):
     )
     balance: Literal["tokens", "flops"] = Field(
         "tokens",
-        description="What is spread evenly over data-parallel replicas: tokens, or FLOPs, in which attention grows "
-        "with the square of a sequence's length.",
+        description="Cost that is balanced over data-parallel replicas: tokens, or FLOPs, with attention quadratic "
+        "in length.",
     )
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = Field(
         "auto",
-        description="Attention, and how context ranks share it: Transformer Engine's (CUDA; also its layers), the "
-        "llama3 path of the package ring-flash-attn, our zigzag ring, or our all-gather of keys and values; auto is "
-        "Transformer Engine where it is installed and a CUDA device is there, else the ring. fsdp: allgather (auto) or "
-        "ring_flash_attn.",
+        description="Attention and its context parallelism: Transformer Engine (CUDA, with its layers), the llama3 "
+        "path of ring-flash-attn, our zigzag ring, or our all-gather of keys and values. auto: "
+        "Transformer Engine if installed and a CUDA device exists, else ring. fsdp supports allgather "
+        "(auto) and ring_flash_attn.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Activation recompute: of whole layers, or selective, of the core attention (megatron) or the MLP "
-        "(fsdp).",
+        description="Recompute activations of whole layers (full), or of core attention (megatron) or MLP (fsdp) "
+        "only (selective).",
     )
     activation_offload: bool = Field(
         False,
-        description="Keep what backward needs of the forward pass in host memory meanwhile; goes with any `recompute`.",
+        description="Keep saved activations in host memory; works with any `recompute`.",
     )
     head_chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens per chunk of the logprob head; none is a twentieth of a micro-batch's, 64 to 1024, so that "
-        "its memory is an eighth of what the logits would take, or as many as 1 MiB holds of them.",
+        description="Tokens per chunk of the logprob head; none: a twentieth of a micro-batch, 64 to 1024, or as "
+        "many as 1 MiB of logits holds.",
     )
     rendezvous_port: int | None = Field(
-        None, ge=1024, le=65535, description="Port on rank 0's host at which ranks meet; none chooses a free one."
+        None, ge=1024, le=65535, description="Port on rank 0's host where ranks meet; none: a free one."
     )
-    start_timeout_s: float = Field(600.0, gt=0, description="Bound on the start of all ranks.")
-    step_timeout_s: float = Field(3600.0, gt=0, description="Bound on one call of a rank, collectives included.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
+    step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
     cpu_kernels: Literal["auto", "off"] = Field(
         "auto",
-        description="Operators of layers on a CPU. auto: where numba is installed, its kernels compute what they "
-        "serve: layers of the backend megatron in float32 on at most two threads, and decoding by the engine "
-        "transformers. off: torch's operators alone, as on a GPU.",
+        description="Operators on a CPU. auto: numba kernels, if installed, for megatron's float32 layers on at most "
+        "two threads and decoding by the engine transformers. off: torch's operators, as on a GPU.",
     )

@@ -1,227 +1,152 @@
-"""Node 0: await the others, start Ray's head, have them join, train, tell everybody how it ended."""
+"""Node 0: start Ray's head, wait for the other nodes, train, and pass the verdict on to them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import asdict
 
+from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
-from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.arguments import (
-    devices_per_node,
-    fresh_plan_path,
-    plan_arguments,
-    ray_spec,
-    train_arguments,
-    why_it_does_not_fit,
-)
-from slime_like.launch.cluster_key import create_key
-from slime_like.launch.exit import failure
-from slime_like.launch.exit_notes import Awaited, LastWords, NodeEndedError
-from slime_like.launch.membership import Event, Lost, RollCall
-from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict
-from slime_like.launch.options import LaunchOptions, Place
-from slime_like.launch.progress import say
-from slime_like.launch.ray_node import RayNode, ray_environment
-from slime_like.launch.shared_directory import Witness
-from slime_like.launch.subcommand import Child
-from slime_like.launch.versions import installed_versions
+from slime_like.config.launch import LaunchOptions
+from slime_like.errors import INTERRUPTED, LaunchError, SlimeLikeError
+from slime_like.launch.agreement import Agreement, facts, marker
+from slime_like.launch.commands import run_command, run_plan, train_arguments
+from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict, failure
+from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
+from slime_like.orchestration.cluster.place import Place, find_place
+from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
+from slime_like.orchestration.cluster.token import create_token
+from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
+from slime_like.system.network import listen
 
 _LEAVE_S = 60.0
-_SETTLE_S = 3.0
-_HEAR_S = 30.0
-_LAST_WORDS_S = 10.0
+_LINGER_S = 1.0
+_SETTLE_S = 5.0
+_POLL_S = 0.25
+_REMEDY = "restart to resume from the last checkpoint"
 
 
-def lead(
-    options: LaunchOptions,
-    config: RunConfig,
-    place: Place,
-    key_file: Path,
-    words: LastWords,
-    others: Mapping[int, Awaited],
-) -> Verdict:
-    """Lead the run to its end on all nodes, and give that.
-
-    Args:
-        words: left for nodes that this one never met.
-        others: by rank, what nodes that do not come leave for this one.
+def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
+    """Lead the run to its end on all nodes.
 
     Raises:
-        LaunchError: the key cannot be made, or the port is taken.
+        SlimeLikeError: before Ray's head was up; the other nodes need an exit note.
     """
-    key = create_key(key_file)
-    with RollCall(place.address, options.port, key, options.nodes, options.silence_s) as roll:
-        way = _Lead(options, config, place, key_file, roll, others)
-        with ExitStack() as stack:
-            verdict = Verdict(FAILED, f"{place} ended without a word")
-            try:
-                verdict = way.run(stack)
-            except NodeEndedError as ended:
-                verdict = ended.verdict
-            except SlimeLikeError as error:
-                verdict = failure(error)
-            except KeyboardInterrupt:
-                verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
-            finally:
-                if not roll.is_complete:
-                    words.leave_or_complain(verdict)
-                # The others first: a head that is gone would be the first thing they notice.
-                roll.tell_all(verdict)
-                roll.wait_until_gone(_LEAVE_S)
+    require_valid(config)
+    place = find_place(0, options.head, options.address)
+    token = create_token(options.token_path(config.run_dir))
+    _require_free(place.address, options.port)
+    environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
+    verdict = _named(place, run_plan(options, config, environment))
+    if verdict.code:
+        notes.leave(verdict)
+        return verdict
+    spec = node_spec(config, options.nodes, place, None, options.port)
+    with marker(config.run_dir) as path, RayNode(spec, environment, options.ray_timeout_s) as node:
+        ready = node.wait_ready()
+        place.report(f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
+        members = _Members(place, options.nodes, Gcs(ready.gcs, token, options.silence_s), node)
+        try:
+            members.publish(Agreement(str(place), options.nodes, str(path), facts(config)))
+            members.wait_for_all(options.nodes_timeout_s, notes)
+            arguments = train_arguments(options, ready.gcs)
+            verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
+            if verdict.code:
+                members.settle()
+        except SlimeLikeError as error:
+            verdict = failure(error)
+        except KeyboardInterrupt:
+            take_interrupt()
+            verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
+        if not members.dismiss(verdict):
+            notes.leave(verdict)
     return verdict
 
 
-class _Lead:
-    """Node 0's way through a run."""
+def _require_free(address: str, port: int) -> None:
+    try:
+        listen(address, port).close()
+    except OSError as error:
+        raise LaunchError(
+            f"port {port} of {address} cannot be listened on ({error.strerror}); end what uses it, or give another "
+            "PORT to every node"
+        ) from error
 
-    def __init__(
-        self,
-        options: LaunchOptions,
-        config: RunConfig,
-        place: Place,
-        key_file: Path,
-        roll: RollCall,
-        others: Mapping[int, Awaited],
-    ) -> None:
-        self._options = options
-        self._config = config
+
+def _named(place: Place, verdict: Verdict) -> Verdict:
+    return Verdict(verdict.code, f"{place}, {verdict.sentence}" if verdict.code else "")
+
+
+class _Members:
+    """The nodes of the run, as Ray's GCS lists them."""
+
+    def __init__(self, place: Place, nodes: int, gcs: Gcs, node: RayNode) -> None:
         self._place = place
-        self._key_file = key_file
-        self._roll = roll
-        self._seen: set[str] = set()
-        self._joined: set[str] = set()
-        self._others = others
-        self._witness = Path()
+        self._missing = set(range(1, nodes))
+        self._gcs = gcs
+        self._node = node
+        self._during = "start"
+        self._checked_at = 0.0
 
-    def run(self, stack: ExitStack) -> Verdict:
-        """Until training has ended."""
-        options, place = self._options, self._place
-        environment = ray_environment(self._key_file)
-        self._witness = stack.enter_context(Witness(self._config.run_dir)).path
-        say(place, f"awaiting {options.nodes - 1} more at {place.address}:{self._roll.port} ({place.interface})")
-        if options.plan:
-            verdict = self._plan(environment)
-            if verdict.code:
-                return verdict
-        self._await_all()
-        self._require_same_versions()
-        spec = ray_spec(options, self._config, place, None)
-        node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
-        ready = node.wait_ready()
-        say(place, f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
-        self._roll.tell_all(Join(ready.gcs))
-        self._await_joined(node)
-        say(place, f"all {options.nodes} nodes have joined; training")
-        return self._run(train_arguments(options, ready.gcs), environment, node)
+    def publish(self, agreement: Agreement) -> None:
+        """Store what every other node compares with its own."""
+        self._gcs.put_new("agreement", asdict(agreement))
 
-    def _plan(self, environment: Mapping[str, str]) -> Verdict:
-        """Whether the run fits; why not is on standard output in full, and in the verdict in short."""
-        output = fresh_plan_path(self._config)
-        devices = devices_per_node(self._options, self._config)
-        verdict = self._run(plan_arguments(self._options, devices, output), environment)
-        if not verdict.code or not output.is_file():
-            return verdict
-        return Verdict(verdict.code, f"{self._place}, slime-like plan: {why_it_does_not_fit(output)}")
+    def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
+        """Raise ``LaunchError`` where a node ends before, or does not join in time."""
+        nodes, deadline = len(self._missing) + 1, time.monotonic() + timeout_s
+        self._place.report(f"awaiting {nodes - 1} more ({self._place.interface})")
+        while self._missing:
+            raise_if_interrupted()
+            self.require_alive()
+            notes.require_none_ended(self._missing)
+            if self._missing and time.monotonic() > deadline:
+                missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
+                away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
+                raise LaunchError(f"{away}; start the same command there with its NODE_RANK")
+            time.sleep(_POLL_S)
+        self._during = "slime-like train"
+        self._place.report(f"all {nodes} nodes have joined; training")
 
-    def _run(self, arguments: list[str], environment: Mapping[str, str], node: RayNode | None = None) -> Verdict:
-        """Run a command of ours while watching the nodes.
+    def require_alive(self) -> None:
+        """Raise ``LaunchError`` where a node has ended the run or was lost, this one included."""
+        if time.monotonic() < self._checked_at + _POLL_S:
+            return
+        self._checked_at = time.monotonic()
+        try:
+            members = self._gcs.members()  # first: a node that leaves has reported its problem by then
+            problem = self._gcs.get("problem")
+        except UnreachableError as error:
+            why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
+            raise LaunchError(f"{self._place}, during `{self._during}`: {why}; {_REMEDY}") from error
+        if own := self._node.problem():
+            raise LaunchError(f"{self._place}, during `{self._during}`: {own}; {_REMEDY}")
+        if problem:
+            raise NodeEndedError(Verdict(**problem))
+        for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
+            if not member.alive:
+                raise LaunchError(f"{member.name} was lost during `{self._during}`: {member.end}; {_REMEDY}")
+            if rank in self._missing:
+                self._place.report(f"{member.name} is here")
+                self._missing.remove(rank)
 
-        Raises:
-            LaunchError: a node was lost.
-        """
-        with Child(arguments, environment, self._options.stop_s) as child:
-            try:
-                code = child.wait(lambda: self._watch(child.command, node))
-            except LaunchError:
-                child.stop(_LAST_WORDS_S)  # what it would end in good order is gone
-                raise
-            if not code:
-                return Verdict(0)
-            if node is not None:  # perhaps because a node was lost, which says more
-                self._settle(child.command, node)
-            return Verdict(code if code > 0 else FAILED, f"{self._place}, {child.command}: {child.sentence()}")
-
-    def _settle(self, command: str, node: RayNode) -> None:
+    def settle(self) -> None:
+        """Watch for a moment more: a node that is lost is a better cause than what its loss has caused."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline:
-            self._watch(command, node)
+            self.require_alive()
+            time.sleep(_POLL_S)
 
-    def _watch(self, during: str, node: RayNode | None) -> None:
-        """
-        Raises:
-            LaunchError: a node has a problem or was lost, this one included.
-        """
-        if node is not None and (problem := node.problem()):
-            raise LaunchError(f"{self._place}, during `{during}`: {problem}")
-        happened = self._roll.next_event(timeout_s=0.05)
-        if happened is not None:
-            self._note(*happened, during)
-
-    def _note(self, name: str, event: Event, during: str) -> None:
-        match event:
-            case Hello():
-                say(self._place, f"{name} is here")
-                self._roll.tell(name, Look(str(self._witness)))
-            case Seen():
-                self._seen.add(name)
-            case Joined():
-                self._joined.add(name)
-            case Problem():
-                raise LaunchError(f"{name}: {event.sentence}")
-            case Lost():
-                raise LaunchError(
-                    f"{name} was lost during `{during}`: {event.how}; started again, the run goes on from its last "
-                    "checkpoint"
-                )
-            case _:
-                raise LaunchError(f"{name} said {type(event).__name__}, which only node 0 says; is it node 0 as well?")
-
-    def _await_all(self) -> None:
-        deadline = time.monotonic() + self._options.nodes_timeout_s
-        while len(self._seen) < self._options.nodes - 1:
-            self._watch("start", None)
-            missing = self._roll.missing()
-            self._require_none_ended(missing)
-            if not missing and time.monotonic() > deadline + _HEAR_S:
-                blind = ", ".join(sorted(set(self._roll.hellos()) - self._seen))
-                raise LaunchError(f"{blind}: no answer whether run_dir is seen there; does its file system hang?")
-            if missing and time.monotonic() > deadline:
-                away = f"; {self._roll.turned_away}" if self._roll.turned_away else ""
-                raise LaunchError(
-                    f"of {self._options.nodes} nodes, {_listed(missing)} did not come to {self._place} within "
-                    f"{self._options.nodes_timeout_s:.0f} s{away}; start the same command there with its NODE_RANK"
-                )
-
-    def _require_none_ended(self, missing: list[int]) -> None:
-        """
-        Raises:
-            NodeEndedError: one of them has left word that it will not come.
-        """
-        for rank in missing:
-            self._others[rank].require_not_ended()
-
-    def _require_same_versions(self) -> None:
-        ours = installed_versions()
-        for name, hello in self._roll.hellos().items():
-            for package, own in ours.items():
-                theirs = hello.versions.get(package, "")
-                if theirs != own:
-                    raise LaunchError(
-                        f"{name} has {package} {theirs or '(none)'}, {self._place} has {own or '(none)'}; use one "
-                        "environment, or one image, on all nodes"
-                    )
-
-    def _await_joined(self, node: RayNode) -> None:
-        deadline = time.monotonic() + self._options.ray_timeout_s + _SETTLE_S
-        while len(self._joined) < self._options.nodes - 1:
-            self._watch("start of Ray", node)
-            if time.monotonic() > deadline:
-                late = ", ".join(sorted(set(self._roll.hellos()) - self._joined))
-                raise LaunchError(f"{late}: Ray did not start there within {self._options.ray_timeout_s:.0f} s")
-
-
-def _listed(ranks: list[int]) -> str:
-    return ("node " if len(ranks) == 1 else "nodes ") + ", ".join(map(str, ranks))
+    def dismiss(self, verdict: Verdict) -> bool:
+        """Publish the verdict and wait until the other nodes have left Ray; whether it reached all of them."""
+        deadline = time.monotonic() + _LEAVE_S
+        try:
+            self._gcs.put_new("verdict", asdict(verdict))
+            time.sleep(_LINGER_S)  # nodes that have not joined read it, too
+            while any(member.alive for rank, member in self._gcs.members().items() if rank):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_S)
+        except UnreachableError:
+            return False
+        return not self._missing

@@ -1,16 +1,107 @@
-"""How a node ends: its exit code, and the sentence that every node prints."""
+"""End of a node: its verdict, which all nodes share, and the note that it leaves for nodes that Ray does not connect.
+
+A node that ends before Ray connects it (a refused configuration, a taken port) leaves a note, which the nodes that wait
+for it read. A note of an earlier start may lie there, too: each node removes its own when it starts. Until then it
+counts only if the node stays away for a while, and not at all once it is older than the wait for nodes.
+"""
 
 from __future__ import annotations
 
-from slime_like.errors import ConfigError, SlimeLikeError, exit_code
-from slime_like.launch.messages import Verdict
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slime_like.config.launch import LaunchOptions, launch_directory
+from slime_like.errors import ConfigError, LaunchError, SlimeLikeError, exit_code
+from slime_like.system.disk import write_private
 
 
-def sentence(error: SlimeLikeError) -> str:
-    """All it has to say, in one line."""
-    return "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Exit code of every node, and the cause where it is not 0."""
+
+    code: int
+    sentence: str = ""
+
+
+class NodeEndedError(LaunchError):
+    """Another node has ended the run; this one ends with the same ``verdict``."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(verdict.sentence)
+
+
+class RefusedError(LaunchError):
+    """This node is not part of the run, which goes on without it."""
 
 
 def failure(error: SlimeLikeError, who: str = "") -> Verdict:
-    """The verdict of a run that ``error`` has ended, on node ``who`` if that is not said yet."""
-    return Verdict(exit_code(error), f"{who}: {sentence(error)}" if who else sentence(error))
+    """Verdict of a run that ``error`` has ended, on node ``who`` if the error does not name it."""
+    if isinstance(error, NodeEndedError):
+        return error.verdict
+    sentence = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+    return Verdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
+
+
+class ExitNotes:
+    """The note of this node, and those that others leave from now on."""
+
+    def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
+        """
+        Raises:
+            LaunchError: this node's note of an earlier start cannot be removed.
+        """
+        self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
+        self._own = self._paths[options.node_rank]
+        try:
+            self._own.unlink(missing_ok=True)
+        except NotADirectoryError:
+            pass
+        except OSError as error:
+            raise LaunchError(
+                f"{self._own} cannot be removed ({error.strerror}), and reports to the other nodes that this one ended"
+            ) from error
+        self._earlier = [_modified(path) for path in self._paths]
+        self._return_at = time.monotonic() + 2 * options.silence_s
+        self._patience_s = options.nodes_timeout_s
+
+    def leave(self, verdict: Verdict) -> None:
+        """Write the note. A failure is reported on standard error, since this node ends in any case."""
+        try:
+            write_private(self._own, json.dumps(asdict(verdict)))
+        except OSError as error:
+            why = f"other nodes will not learn why this one has ended: {self._own} cannot be written"
+            print(f"[slime-like] {why} ({error.strerror})", file=sys.stderr, flush=True)
+
+    def require_none_ended(self, ranks: Iterable[int] = (0,)) -> None:
+        """
+        Raises:
+            NodeEndedError: one of these nodes has left a note in this start, or shortly before and did not return.
+        """
+        for rank in ranks:
+            modified = _modified(self._paths[rank])
+            if modified is None:
+                continue
+            if modified != self._earlier[rank]:
+                raise NodeEndedError(self._read(rank))
+            age_s = max(0.0, time.time() - modified)
+            if age_s < self._patience_s and time.monotonic() > self._return_at:
+                note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not started again"
+                raise NodeEndedError(Verdict(note.code, f"{ago}: {note.sentence}"))
+
+    def _read(self, rank: int) -> Verdict:
+        try:
+            return Verdict(**json.loads(self._paths[rank].read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            return Verdict(1, f"node {rank} has ended, and {self._paths[rank]} does not say why ({error})")
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # no note, or no directory yet
+        return None

@@ -1,107 +1,136 @@
-"""Every node but the first: report, start Ray when told to, stay until told how it ended."""
+"""Every node but the first: find node 0, compare with it, join its Ray, and stay until the run has ended."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
 
 from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
+from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.arguments import ray_spec
-from slime_like.launch.cluster_key import await_key
-from slime_like.launch.exit import failure, sentence
-from slime_like.launch.exit_notes import Awaited, NodeEndedError
-from slime_like.launch.membership import Lost, Membership
-from slime_like.launch.messages import Hello, Join, Joined, Look, Problem, Seen, Verdict
-from slime_like.launch.options import LaunchOptions, Place
-from slime_like.launch.progress import say
-from slime_like.launch.ray_node import RayNode, ray_environment
-from slime_like.launch.shared_directory import require_seen
-from slime_like.launch.versions import installed_versions
-from slime_like.system.interrupts import take_interrupt
+from slime_like.launch.agreement import Agreement
+from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
+from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
+from slime_like.orchestration.cluster.place import Place, find_place
+from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
+from slime_like.orchestration.cluster.token import await_token
+from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
+from slime_like.system.network import host_and_port
 
 _HEAR_S = 30.0
+_POLL_S = 0.5
 
 
-def follow(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Verdict:
-    """Take part until node 0 says how it ended, or is lost.
+def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
+    """Take part until node 0 publishes the verdict, or is lost.
 
     Raises:
-        LaunchError: node 0 cannot be found.
+        SlimeLikeError: node 0 was not found; it needs an exit note.
+        RefusedError: the run has no place for this node.
     """
-    try:
-        member = _find_node_0(options, config, place, key_file)
-    except NodeEndedError as ended:
-        return ended.verdict
-    with member as head:
-        try:  # around the first word, too: from then on node 0 knows this node, and must hear what ends it
-            head.say(Hello(place.rank, place.host, place.address, installed_versions()))
-            say(place, f"reported to node 0 at {place.head}:{options.port} from {place.address} ({place.interface})")
-            return _take_part(options, config, place, key_file, head)
-        except SlimeLikeError as error:
-            head.say(Problem(sentence(error)))
-            _await_verdict(head, _HEAR_S)  # so that node 0 has heard it before the connection ends
-            return failure(error, str(place))
-        except KeyboardInterrupt:
-            return _interrupted(head, place)
-
-
-def _find_node_0(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path) -> Membership:
-    """
-    Raises:
-        NodeEndedError: node 0 has ended.
-        LaunchError: it has made no key, does not answer in time, or does not know the key.
-    """
-    awaited = Awaited.of_start(config.run_dir, 0, options).require_not_ended
+    place = find_place(options.node_rank, options.head, options.address)
     deadline = time.monotonic() + options.nodes_timeout_s
-    key = await_key(key_file, options.nodes_timeout_s, awaited)
-    left_s = max(1.0, deadline - time.monotonic())
-    return Membership.open(place.head, options.port, key, left_s, options.silence_s, awaited)
-
-
-def _take_part(options: LaunchOptions, config: RunConfig, place: Place, key_file: Path, head: Membership) -> Verdict:
-    require_valid(config)  # every node looks for itself: paths may exist on one and not on another
-    while not isinstance(event := head.next_event(), (Join, Verdict, Lost)):
-        if isinstance(event, Look):
-            require_seen(Path(event.witness), config.run_dir)
-            head.say(Seen())
-    if not isinstance(event, Join):
-        return _as_verdict(event, place)
-    spec = ray_spec(options, config, place, event.gcs)
-    with RayNode(spec, ray_environment(key_file), options.ray_timeout_s) as node:
-        ready = node.wait_ready()
-        head.say(Joined())
-        say(place, f"joined Ray's head at {event.gcs}, logs in {ready.logs}")
+    token = await_token(options.token_path(config.run_dir), options.nodes_timeout_s, notes.require_none_ended)
+    where = host_and_port(place.head, options.port)
+    agreement = _find_head(where, token, place, max(1.0, deadline - time.monotonic()), notes)
+    head = _Head(Gcs(where, token, options.silence_s), place, notes)
+    head.claim_rank(agreement.nodes)
+    place.report(f"reported to node 0 at {where} from {place.address} ({place.interface})")
+    with ExitStack() as stack:  # Ray stays here until node 0 has ended training in good order
         try:
-            while not isinstance(end := head.next_event(), (Verdict, Lost)):
-                problem = node.problem()
-                if problem:
-                    raise LaunchError(problem)
-        except KeyboardInterrupt:  # Ray stays here until training has ended in good order
-            return _interrupted(head, place)
-        return _as_verdict(end, place)
+            require_valid(config)  # every node checks: paths may exist on one and not on another
+            agreement.require(config)
+            environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
+            spec = node_spec(config, options.nodes, place, where, options.port)
+            node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
+            ready = node.wait_ready(head.require_runs)
+            place.report(f"joined Ray's head at {where}, logs in {ready.logs}")
+            while (problem := node.problem()) is None:
+                head.require_runs()
+                time.sleep(_POLL_S)
+            raise LaunchError(problem)
+        except NodeEndedError:
+            raise
+        except SlimeLikeError as error:
+            verdict = failure(error, str(place))
+            head.end_run(verdict)
+        except KeyboardInterrupt:
+            take_interrupt()
+            verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
+            head.end_run(Verdict(FAILED, f"{place}: interrupted there"))
+    return verdict
 
 
-def _interrupted(head: Membership, place: Place) -> Verdict:
-    take_interrupt()
-    head.say(Problem("interrupted there"))
-    _await_verdict(head, _HEAR_S)
-    return Verdict(INTERRUPTED, f"interrupted on {place}")
-
-
-def _await_verdict(head: Membership, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> Agreement:
+    """Raise ``LaunchError`` where node 0 does not answer in time, has ended, or has another token."""
+    gcs, deadline, why = Gcs(where, token, silence_s=0.0), time.monotonic() + timeout_s, "Ray's head is starting"
     while time.monotonic() < deadline:
-        if isinstance(head.next_event(), (Verdict, Lost)):
+        raise_if_interrupted()
+        try:
+            if found := gcs.get("agreement"):
+                return Agreement(**found)
+        except UnreachableError as error:
+            why = str(error)
+        except WrongTokenError as error:
+            raise LaunchError(
+                f"{place}: {where} answers, but does not accept this node's key; give every node the same TOKEN_FILE, "
+                "or another PORT where another cluster uses this one"
+            ) from error
+        notes.require_none_ended()
+        time.sleep(_POLL_S)
+    raise LaunchError(
+        f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why}); is HEAD_ADDR right, and was node 0 "
+        "started there?"
+    )
+
+
+class _Head:
+    """Node 0, as its GCS answers. Each method raises ``NodeEndedError`` where node 0 is lost."""
+
+    def __init__(self, gcs: Gcs, place: Place, notes: ExitNotes) -> None:
+        self._gcs = gcs
+        self._place = place
+        self._notes = notes
+
+    def claim_rank(self, nodes: int) -> None:
+        """
+        Raises:
+            RefusedError: the rank is taken, or there is no such rank.
+        """
+        rank, reason = self._place.rank, f"of NODES={nodes} it is 1 to {nodes - 1}"
+        if rank < nodes:
+            if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):
+                return
+            reason = f"{self._ask(lambda: self._gcs.get(f'rank-{rank}'))} has it already"
+        raise RefusedError(f"NODE_RANK={rank} on {self._place.host} is refused: {reason}")
+
+    def require_runs(self) -> None:
+        """Raise ``NodeEndedError`` where node 0 has published the verdict."""
+        raise_if_interrupted()
+        if verdict := self._ask(lambda: self._gcs.get("verdict")):
+            raise NodeEndedError(Verdict(**verdict))
+
+    def end_run(self, verdict: Verdict) -> None:
+        """Report why this node ends, and wait until node 0 has published its verdict or has ended."""
+        deadline = time.monotonic() + _HEAR_S
+        try:
+            self._ask(lambda: self._gcs.put_new("problem", asdict(verdict)))
+            while time.monotonic() < deadline:
+                self.require_runs()
+                time.sleep(_POLL_S)
+        except NodeEndedError:
             return
 
-
-def _as_verdict(event: Verdict | Lost, place: Place) -> Verdict:
-    if isinstance(event, Verdict):
-        return event
-    return Verdict(
-        FAILED,
-        f"{place} has lost node 0 ({place.head}): {event.how}; started again on all nodes, the run goes on from its "
-        "last checkpoint",
-    )
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except UnreachableError as error:
+            self._notes.require_none_ended()
+            how = f"its connection ended ({error})" if error.refused else f"it is silent ({error})"
+            lost = f"{self._place} has lost node 0 ({self._place.head}): {how}"
+            remedy = "restart on all nodes to resume from the last checkpoint"
+            raise NodeEndedError(Verdict(FAILED, f"{lost}; {remedy}")) from error

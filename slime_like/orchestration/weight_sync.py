@@ -13,11 +13,12 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
+from slime_like.orchestration.cluster.pending import Pending
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
 from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
@@ -80,7 +81,7 @@ class _Sent:
     """What has been sent in one sync so far.
 
     Attributes:
-        expected: waits for the trainers' logprobs of the probe; ``None`` until all is sent, or without one.
+        expected: the trainers' logprobs of the probe; ``None`` until all is sent, or without one.
     """
 
     checksums: dict[str, int] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class _Sent:
     compared: int = 0
     gather_s: float = 0.0
     rounds: list[Round] = field(default_factory=list)
-    expected: Callable[[], np.ndarray] | None = None
+    expected: Pending[np.ndarray] | None = None
 
     def add(self, bucket: BucketMetadata) -> None:
         figures = bucket.figures
@@ -107,7 +108,7 @@ class WeightSync:
     def __init__(
         self,
         config: RunConfig,
-        trainers: TrainerGroup,
+        trainers: GroupExport,
         supervisor: EngineSupervisor,
         placement: Placement,
         turns: Turns,
@@ -198,7 +199,7 @@ class WeightSync:
         generation, self._connected = self._connected, None  # until this has gone well
         first = self._trainers.start_export()
         self._engines.begin_update(version)
-        sent = self._stream(first)
+        sent = self._stream(first.result)
         receipts = self._engines.finish_update(version)
         self._connected = generation
         return sent, receipts
@@ -232,18 +233,16 @@ class WeightSync:
             loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
             loading = self._engines.update(buckets)
 
-    def _verify(
-        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Callable[[], np.ndarray]
-    ) -> float:
+    def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]) -> float:
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
         return self._verify_probe(version, expected)
 
-    def _verify_probe(self, version: int, expected: Callable[[], np.ndarray]) -> float:
+    def _verify_probe(self, version: int, expected: Pending[np.ndarray]) -> float:
         """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
         asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
-        wanted, answers = expected(), [answers.result() for answers in asked]
+        wanted, answers = expected.result(), [answers.result() for answers in asked]
         worst = 0.0
         for engine in range(len(self._engines)):
             got = np.concatenate([_prompt_logprobs(answer[engine][0], engine) for answer in answers])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.fsdp import BACKEND as FSDP
@@ -21,98 +20,14 @@ from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks, references
-from slime_like.planning.engines import EnginePlan, plan_engine, share_setting
+from slime_like.planning.engines import plan_engine, share_setting
 from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.memory import HostMemory, PhaseMemory, engine_phase, host_memory, trainer_phases
-from slime_like.planning.step_time import LinkTraffic, StepTime, Workload, predict, traffic_per_step
+from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
+from slime_like.planning.result import KindPlan, Plan, PlanOptions
+from slime_like.planning.step_time import Workload, predict, traffic_per_step
 from slime_like.weights.transports.reach import Situation, choose_transport
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What the command says beside the configuration.
-
-    Attributes:
-        mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
-        preflight: this machine is one of the cluster's: files, disk and ports must be right here.
-    """
-
-    mean_prompt: float | None = None
-    mean_response: float | None = None
-    preflight: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KindPlan:
-    """One kind of trainer ranks: what one of them is estimated at, its memory by phase, and what it sends in a step."""
-
-    kind: RankKind
-    estimate: RankEstimate
-    phases: tuple[PhaseMemory, ...]
-    traffic: tuple[LinkTraffic, ...]
-
-
-@dataclass(slots=True)
-class Plan:
-    """Everything ``slime-like plan`` says.
-
-    Attributes:
-        kinds: every kind of trainer rank; empty where the layout itself is refused.
-        references: every kind of rank of a reference worker; empty without workers, or where theirs is refused.
-        engine: one engine; ``None`` without engines.
-        engine_phase: the GPU of an engine that has its own.
-        problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
-        notes: what could not be judged here, or is worth knowing.
-        seconds: that planning took.
-    """
-
-    hardware: Hardware
-    nodes: int
-    gpus_in_use: int
-    kinds: list[KindPlan] = field(default_factory=list)
-    references: list[KindPlan] = field(default_factory=list)
-    engine: EnginePlan | None = None
-    engine_phase: PhaseMemory | None = None
-    host: HostMemory | None = None
-    workload: Workload | None = None
-    step: StepTime | None = None
-    transport: str | None = None
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def phases(self) -> list[PhaseMemory]:
-        own = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
-        return own + ([self.engine_phase] if self.engine_phase is not None else [])
-
-    @property
-    def tightest(self) -> PhaseMemory | None:
-        """Where least memory is left."""
-        return min(self.phases, key=lambda phase: phase.margin, default=None)
-
-    @property
-    def fits(self) -> bool:
-        return all(phase.fits for phase in self.phases)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, sums and verdicts included."""
-        written = asdict(self)
-        for own, phase in zip(_phase_dicts(written), self.phases, strict=True):
-            own |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
-        if self.host is not None:
-            checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
-            written["host"] |= {"total": self.host.total, **checked}
-        if self.step is not None:
-            written["step"]["total"] = self.step.total
-        return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
-
-
-def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    own = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
-    return own + ([written["engine_phase"]] if written["engine_phase"] is not None else [])
 
 
 def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: None) -> Plan:

@@ -18,7 +18,8 @@ from slime_like.planning import checks
 from slime_like.planning.engines import EnginePlan, plan_engine
 from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
-from slime_like.planning.plan import PlanOptions, estimated_kinds, plannable_backend, planned_transport
+from slime_like.planning.plan import estimated_kinds, plannable_backend, planned_transport
+from slime_like.planning.result import PlanOptions
 from slime_like.planning.step_time import StepTime, Workload, predict
 
 Note = Callable[[str], None]

@@ -15,7 +15,7 @@ from slime_like.config.gpus import GPUS
 from slime_like.interfaces.estimate import Work
 from slime_like.planning.hardware import GIB
 from slime_like.planning.memory import PhaseMemory
-from slime_like.planning.plan import KindPlan, Plan
+from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S
 

@@ -169,19 +169,19 @@ class Baseline:
         self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
         with trainers_alone(config) as trainers:
             trainers.setup()
-            _drain(trainers.exported_tensors(), self._initial.add)
-            scores = score_sequences(trainers, batch, config.trainer)
+            _drain(trainers.export.exported_tensors(), self._initial.add)
+            scores = score_sequences(trainers.training, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
             logprobs = [score.logprobs for score in scores]
             self.own = _train(trainers, config, self.batch, logprobs, self._gradients.add)
-            _drain(trainers.exported_tensors(), self._final.add)
+            _drain(trainers.export.exported_tensors(), self._final.add)
 
     def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
         """Run another layout; its tensors are compared bucket by bucket and not kept."""
         gaps = Gaps()
         with trainers_alone(config) as trainers:
             trainers.setup()
-            scores = score_sequences(trainers, self.batch, config.trainer)
+            scores = score_sequences(trainers.training, self.batch, config.trainer)
             found = _train(
                 trainers,
                 config,
@@ -189,7 +189,7 @@ class Baseline:
                 [score.logprobs for score in scores],
                 lambda tensors: gaps.gradients.extend(self._gradient_gaps(tensors)),
             )
-            _drain(trainers.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
+            _drain(trainers.export.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
         gaps.gradients += _missing(self._gradients, gaps.gradients)
         gaps.weights += _missing(self._final, gaps.weights)
         return found, gaps
@@ -230,11 +230,11 @@ def _train(
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
     """All optimizer steps; ``gradients`` is given those of the first one, bucket by bucket."""
-    packed = ExperienceBatcher(config, trainers.data_parallel_size, pad_token_id=0).batch(batch)
-    trainers.load_batch(packed.replicas)
-    _drain(trainers.gradient_tensors(0, packed.denominators[0]), gradients)
+    packed = ExperienceBatcher(config, trainers.training.data_parallel_size, pad_token_id=0).batch(batch)
+    trainers.training.load_batch(packed.replicas)
+    _drain(trainers.export.gradient_tensors(0, packed.denominators[0]), gradients)
     stats = [
-        trainers.train_minibatch(index, denominator)
+        trainers.training.train_minibatch(index, denominator)
         for _ in range(config.steps)
         for index, denominator in enumerate(packed.denominators)
     ]

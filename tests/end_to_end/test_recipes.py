@@ -13,7 +13,8 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.plan import Plan, PlanOptions, host_remedy, make_plan, plannable_backend, remedy
+from slime_like.planning.plan import host_remedy, make_plan, plannable_backend, remedy
+from slime_like.planning.result import Plan, PlanOptions
 from slime_like.planning.search import least_kept_bytes, search
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 

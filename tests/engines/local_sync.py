@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from slime_like.orchestration.rollout.colocation import OwnDevices
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
+from tests.support.pending import Later
 
 T = TypeVar("T")
 SESSION = f"local-sync-test-{uuid.uuid4().hex}"
@@ -60,20 +61,20 @@ class LocalTrainers:
         self.senders = [open_sender(name, session, settings) for _ in range(self._num_senders)]
         return [sender.rendezvous() for sender in self.senders]
 
-    def start_export(self) -> Callable[[], list[BucketMetadata | None]]:
+    def start_export(self) -> Later[list[BucketMetadata | None]]:
         self._release()
         tensors = list(self.exported().items())
         share = -(-len(tensors) // self._num_senders)
         self._streams = [self._buckets(tensors[rank * share : (rank + 1) * share]) for rank in range(self._num_senders)]
-        return lambda: self.next_buckets()
+        return Later(lambda: self.next_buckets())
 
     def next_buckets(self) -> list[BucketMetadata | None]:
         self._release()
         return [self._send(sender, next(s, None)) for sender, s in zip(self.senders, self._streams, strict=True)]
 
-    def start_probe(self, sequences: list[list[int]]) -> Callable[[], np.ndarray]:
+    def start_probe(self, sequences: list[list[int]]) -> Later[np.ndarray]:
         logprobs = self.probe(sequences)
-        return lambda: logprobs
+        return Later(lambda: logprobs)
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray:
         """Teacher-forced logprobs by Hugging Face's forward pass."""

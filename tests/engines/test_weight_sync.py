@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from slime_like.weights.transports import directory
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
 from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, new_sync
+from tests.support.pending import Later
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
 
@@ -92,10 +93,10 @@ def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
 
     start = trainers.start_probe
 
-    def start_probe(sequences: list[list[int]]) -> Callable[[], np.ndarray]:
+    def start_probe(sequences: list[list[int]]) -> Later[np.ndarray]:
         events.append("start_probe")
         answer = start(sequences)
-        return lambda: (events.append("answer"), answer())[1]
+        return Later(lambda: (events.append("answer"), answer.result())[1])
 
     monkeypatch.setattr(trainers, "start_probe", start_probe)
     for owner, name in (

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -88,11 +89,14 @@ class Running:
 
 @dataclass
 class Host:
-    """One host; ``init`` is the id, out here, of its process 1, or 0 where it is an address of this machine."""
+    """One host; ``init`` is the id, out here, of its process 1, or 0 where it is an address of this machine.
+
+    ``kept`` holds its network's namespace once its power is off."""
 
     name: str
     address: str
     init: int
+    kept: IO[str] | None = None
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         return ["nsenter", "-t", str(self.init), "-a", *arguments] if self.init else list(arguments)
@@ -147,6 +151,9 @@ class Host:
     def power_off(self) -> None:
         """Without a word to anybody, network included."""
         if self.init:
+            # The other end of its cable keeps its address, as at a switch; it would go with this end's namespace.
+            self.kept = Path(f"/proc/{self.init}/ns/net").open()  # noqa: SIM115
+            self.run(["ip", "link", "set", "eth0", "down"])
             os.kill(self.init, signal.SIGKILL)
         while not self.init and (left := self.processes()):
             for process in left:

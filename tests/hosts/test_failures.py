@@ -98,12 +98,14 @@ def ended(network: Network, tiny: Tiny) -> Ended:
 def _begin_waiting(cases: Cases, network: Network) -> Running:
     """Those that end without Ray. Returns who holds the port of one of them."""
     first = network.nodes[0]
-    cases.both("never", NODES="3", NODES_TIMEOUT_S="40")  # in which both must come, while all the others start
+    cases.both("never", NODES="3", NODES_TIMEOUT_S="75")  # in which both start Ray, while all the others start
     cases.both("lost", NODES="3")
     cases.both("stopped", NODES="3")
     cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="10")
     cases.begin("no such address", 0, HEAD_ADDR=NOWHERE, NODE_ADDR="")
     other_key = _key(network, "other")
+    cases.begin("other key", 0)
+    cases.begin("other key", 1, TOKEN_FILE=other_key)
     cases.begin("nobody there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
     cases.begin("no shared key", 1, Path("/tmp/keyless"), NODES_TIMEOUT_S="3")
     cases.begin("busy", 1, SILENCE_S="10")
@@ -151,7 +153,7 @@ def _key(network: Network, name: str) -> str:
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
     """Both that did come are told which one did not."""
-    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 40 s; start the same "
+    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 75 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
         assert line.startswith(expected), ended.output["never"]
@@ -205,6 +207,16 @@ def test_a_wrong_key_and_none(ended: Ended, network: Network) -> None:
     assert "no cluster key /tmp/.keyless.cluster/key within 3 s" in ended.said["no shared key"][0]
 
 
+def test_a_node_with_another_key(ended: Ended, network: Network) -> None:
+    """Ray's head does not answer it; node 0 finds its sentence beside the key."""
+    assert ended.codes["other key"] == [1, 1]
+    refused = f"slime-like: {here(network, 1)}: {network.nodes[0].address}:"
+    for line in ended.said["other key"]:
+        assert line.startswith(refused), ended.output["other key"]
+        assert "answers, but does not accept this node's key; give every node the same TOKEN_FILE" in line
+    assert "joined Ray" not in ended.output["other key"]
+
+
 def test_a_node_that_shares_no_files(ended: Ended, network: Network) -> None:
     """It has the key, by hand, and its run directory is another one: checkpoints would be torn in two."""
     if network.why_loopback:
@@ -212,7 +224,7 @@ def test_a_node_that_shares_no_files(ended: Ended, network: Network) -> None:
     assert ended.codes["own"] == [1, 1]
     for line in ended.said["own"]:
         assert "run_dir=/tmp/own is not the directory that node 0 sees" in line, ended.output["own"]
-    assert "Ray" not in ended.output["own"]
+    assert "joined Ray" not in ended.output["own"]
 
 
 def test_nothing_is_left(ended: Ended) -> None:

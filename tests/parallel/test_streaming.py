@@ -17,7 +17,7 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
-from slime_like.orchestration.trainer.rank import TrainerRank
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 from tests.parallel.parity import parity_config
@@ -49,11 +49,11 @@ def _rollouts() -> list[ScoredTrajectory]:
 
 def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
     trainer = MegatronTrainer(config, placement)
-    rank = TrainerRank(config, placement.rank)
-    rank._backend, rank._coordinates = trainer, trainer.setup()
-    batcher = ExperienceBatcher(config, rank._coordinates.data_size, pad_token_id=0)
+    place = trainer.setup()
+    rank = RankTraining(config, trainer, place)
+    batcher = ExperienceBatcher(config, place.data_size, pad_token_id=0)
     before = _weights(trainer)
-    windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, rank._coordinates.data)
+    windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, place.data)
     trainer.settle_weights()
     result = Trained(windows, stats, before, _weights(trainer))
     trainer.shutdown()
@@ -65,7 +65,7 @@ def _weights(trainer: MegatronTrainer) -> list[Tensor]:
 
 
 def _at_once(
-    rank: TrainerRank, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
+    rank: RankTraining, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
 ) -> tuple[int, GRPOStats | None]:
     batch = batcher.batch(rollouts)
     rank.load_batch(batch.replicas[replica])
@@ -74,7 +74,7 @@ def _at_once(
 
 
 def _streamed(
-    rank: TrainerRank, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
+    rank: RankTraining, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
 ) -> tuple[int, GRPOStats | None]:
     """Groups arrive last first, one at a time."""
     stream = WindowStream(batcher)
@@ -88,7 +88,7 @@ def _streamed(
     rank.train_window(window[replica], last=True)
     streamed = rank.finish_stream(denominator)
     assert 0 < streamed.reference_s < streamed.busy_s
-    assert sum(not pack.is_filler for pack in rank._minibatches[0]) >= early  # they are kept for tables
+    assert sum(not pack.is_filler for pack in rank.packs) >= early  # they are kept for tables
     return early + 1, streamed.stats
 
 

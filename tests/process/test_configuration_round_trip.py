@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime_like.config.reading.yaml_text import read_document, write_text
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.config.test_load import KEYS, PLAIN, value_types
 
 

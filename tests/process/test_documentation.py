@@ -93,7 +93,7 @@ def test_entry_point_groups_are_those_that_are_looked_up() -> None:
     assert sorted(groups) == sorted([ENGINE_GROUP, BACKEND_GROUP])
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
 def test_pages_name_only_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     linked = [page.parent / target for target in _LINK.findall(text) if "://" not in target]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slime_like.config.reading.load import load_config
-from slime_like.launch.arguments import why_it_does_not_fit
+from slime_like.launch.commands import why_it_does_not_fit
 
 REPO = Path(__file__).parents[2]
 

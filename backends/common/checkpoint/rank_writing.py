@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from backends.common.checkpoint.data_file import refused_by_disk
 from backends.common.process.agreement import together
 from slime_like.errors import CheckpointError
 
@@ -30,8 +29,10 @@ class RankWriting(ABC):
         together(self._make_directory, f"writing {directory}", device)
 
     def _make_directory(self) -> None:
-        with refused_by_disk(self._directory):
+        try:
             self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self._directory}: cannot be made ({error}); choose another directory") from error
 
     @abstractmethod
     def _write(self) -> None:

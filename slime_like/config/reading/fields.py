@@ -69,7 +69,8 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, BaseModel):
-        return "{" + ", ".join(f"{key}: {value_text(getattr(value, key))}" for key in value.model_fields_set) + "}"
+        given = sorted(value.model_fields_set)  # a set: in another order in each process
+        return "{" + ", ".join(f"{key}: {value_text(getattr(value, key))}" for key in given) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -138,5 +139,5 @@ def _type_text(annotation: Any) -> str:
         return f"list of {_type_text(arguments[0])}"
     if is_section(annotation):
         return "{" + ", ".join(annotation.model_fields) + "}"
-    names = {str: "text", int: "whole number", float: "number", bool: "true | false", Path: "path"}
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path"}
     return names[annotation]

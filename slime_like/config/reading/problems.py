@@ -126,7 +126,7 @@ def _known(name: str) -> list[str]:
     known = [*all_fields(), *section_names()]
     parts = name.split(".")
     for end, part in enumerate(parts):
-        if part.isdigit():  # an item of a list of sections has names of its own
+        if part.isdigit():  # items of a list of sections have separate names
             annotation = all_fields()[".".join(parts[:end])].item
             prefix = ".".join(parts[: end + 1])
             return [f"{prefix}.{key}" for key in annotation.model_fields] if is_section(annotation) else known

@@ -12,14 +12,16 @@ _INTRODUCTION = """\
 
 Generated from the models in `slime_like/config` by `python -m slime_like.config.reading.reference`; change it there.
 
-A run is described by one YAML file, and every key is also a flag of `slime-like train`: the dotted name, two dashes in
-front, e.g. `--trainer.parallel.tensor 2` or `--trainer.parallel.tensor=2`. Flags win over the file, later flags over
-earlier ones. Lists take several values (`--data.train a.jsonl b.jsonl`), switches take `true` or `false`, `none`
-empties what may be empty, mappings take one entry per flag (`--rollout.engine_args.block_size 32`), and a list of
-sections is given as YAML text (`--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`).
+One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2` or
+`--trainer.parallel.tensor=2`. Flags override the file, later flags override earlier ones.
 
-Relative paths, in the file and in flags, are relative to the current directory. The resolved configuration, with
-absolute paths and every default, is written into the run directory as `config.yaml` and can be used again.
+- Lists take several values: `--data.train a.jsonl b.jsonl`.
+- Switches take `true` or `false`; `none` clears an optional field.
+- Mappings take one entry per flag: `--rollout.engine_args.block_size 32`.
+- Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
+
+Relative paths are relative to the current directory. The run directory holds the resolved configuration, with absolute
+paths and every default, as `config.yaml`; it can be used again.
 """
 
 

@@ -100,7 +100,7 @@ def _refuse_cycles(node: yaml.Node | None, above: set[int], finished: set[int]) 
     if not isinstance(node, yaml.CollectionNode) or id(node) in finished:
         return
     if id(node) in above:
-        raise yaml.MarkedYAMLError(problem="an alias stands inside of its own anchor", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem="an alias stands inside its anchor", problem_mark=node.start_mark)
     above.add(id(node))
     children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
     for child in children:

@@ -1,1 +1,1 @@
-"""Reference models on ranks of their own, and their refresh from the policy."""
+"""Reference models on separate ranks, and their refresh from the policy."""

@@ -1,13 +1,14 @@
-"""A reference that follows the policy (``reference.update_interval``): refreshed, handed to whoever scores, resumed."""
+"""A reference that follows the policy (``reference.update_interval``): refresh, hand-over, resumption."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
+from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, link_tree
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -18,28 +19,31 @@ _PARTIAL = ".partial"
 _STEP = "reference_step"
 
 
-class MovingReference:
-    """Every ``reference.update_interval`` steps, the policy of that moment becomes the reference.
+class WeightsUser(Protocol):
+    """What scores with the reference's weights: the reference workers, or the trainer ranks."""
 
-    Its weights are written to ``RUN_DIR/reference/step-N``, and whoever scores, trainer ranks or reference workers,
-    reads them from there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints
-    hold links to these files.
+    def use(self, weights: Path) -> None:
+        """Score with the weights in this directory from now on."""
 
-    Args:
-        trainers: hold the policy, and the reference where there is no ``pool``.
-        pool: the reference workers, if there are any.
+    def in_use(self) -> set[Path]:
+        """Directories that are still read."""
 
-    Attributes:
-        step: after which the reference was refreshed last; ``None`` while it is the one that the run began with.
-    """
 
-    def __init__(self, config: RunConfig, trainers: TrainerGroup, pool: ReferencePool | None) -> None:
-        self._interval = config.reference.update_interval
-        self._in_use = config.reference_in_trainer or pool is not None
+class TrainerReference:
+    """The reference that trainer ranks hold beside the policy."""
+
+    def __init__(self, trainers: TrainerGroup) -> None:
         self._trainers = trainers
-        self._pool = pool
-        self._root = config.run_dir / REFERENCE
-        self.step: int | None = None
+
+    def use(self, weights: Path) -> None:
+        self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, weights, "reference")
+
+    def in_use(self) -> set[Path]:
+        return set()  # they are read before ``use`` returns
+
+
+class Reference:
+    """No reference is in use: nothing is refreshed."""
 
     def refresh(self, step: int) -> None:
         """Training step ``step`` has been made: where a refresh is due, what is scored from now on is by its weights.
@@ -47,20 +51,13 @@ class MovingReference:
         Raises:
             CheckpointError: the disk refused.
         """
-        if not self._in_use or not self._interval or step % self._interval:
-            return
-        partial = self._root / _PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
-        self._trainers.save_weights(partial)
-        self._adopt(partial, step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must remember beside ``files``; expressible in JSON."""
-        return {_STEP: self.step}
+        return {_STEP: None}
 
     def files(self) -> Path | None:
         """What a checkpoint must hold; ``None`` while nothing has been refreshed."""
-        return None if self.step is None else self._place(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take the reference that the checkpoint's run had then.
@@ -68,8 +65,59 @@ class MovingReference:
         Raises:
             CheckpointError: its weights are missing, or damaged.
         """
+
+
+def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool | None = None) -> Reference:
+    """The run's reference.
+
+    Args:
+        trainers: hold the policy, and the reference where there is no ``pool``.
+        pool: the reference workers, if there are any.
+    """
+    if pool is None and not config.reference_in_trainer:
+        return Reference()
+    return MovingReference(config, trainers, TrainerReference(trainers) if pool is None else pool.weights)
+
+
+class MovingReference(Reference):
+    """Every ``reference.update_interval`` steps, the policy of that moment becomes the reference; 0 keeps the first.
+
+    Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
+    there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints hold links to
+    these files.
+
+    Args:
+        trainers: hold the policy.
+        user: scores with the reference.
+
+    Attributes:
+        step: after which the reference was refreshed last; ``None`` while it is the one that the run began with.
+    """
+
+    def __init__(self, config: RunConfig, trainers: TrainerGroup, user: WeightsUser) -> None:
+        self._interval = config.reference.update_interval
+        self._trainers = trainers
+        self._user = user
+        self._root = config.run_dir / REFERENCE
+        self.step: int | None = None
+
+    def refresh(self, step: int) -> None:
+        if not self._interval or step % self._interval:
+            return
+        partial = self._root / _PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
+        self._trainers.ranks.call("saving weights", TrainerBackend.save_weights, partial)
+        self._adopt(partial, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_STEP: self.step}
+
+    def files(self) -> Path | None:
+        return None if self.step is None else self._place(self.step)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.state.get(_STEP)
-        if step is None or not self._in_use:
+        if step is None:
             return
         source, partial = checkpoint.path / REFERENCE, self._root / _PARTIAL
         if not source.is_dir():
@@ -85,15 +133,12 @@ class MovingReference:
         place = self._place(step)
         shutil.rmtree(place, ignore_errors=True)  # the same step of an earlier start
         written.rename(place)
-        if self._pool is not None:
-            self._pool.weights.use(place)
-        else:
-            self._trainers.load_weights(place, "reference")
+        self._user.use(place)
         self.step = step
         self._remove_others(place)
 
     def _remove_others(self, place: Path) -> None:
-        kept = {place} | (self._pool.weights.in_use() if self._pool is not None else set())
+        kept = {place} | self._user.in_use()
         for other in self._root.glob("step-*"):
             if other not in kept:
                 shutil.rmtree(other)

@@ -1,4 +1,4 @@
-"""Reference workers: trainer ranks that hold the reference's weights and score with the trainer's own function."""
+"""Reference workers: trainer ranks that hold the reference's weights and score with the trainer's function."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
+from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
@@ -30,39 +31,39 @@ class RankedReference:
         self._guard = threading.Lock()
         self._closed = False
         self._weights: Path | None = None
-        self._ranks = self._new_ranks()
+        self._trainers = self._new_trainers()
 
-    def _new_ranks(self) -> TrainerGroup:
+    def _new_trainers(self) -> TrainerGroup:
         return TrainerGroup(self._config, self._placement, self._index)
 
     def launch(self) -> None:
         """Create the ranks; they import in the background until ``setup`` waits for them."""
-        self._ranks.launch()
+        self._trainers.launch()
 
     def setup(self) -> None:
         """Load the weights."""
-        self._ranks.setup_for_scoring(self._weights)
+        self._trainers.setup_for_scoring(self._weights)
 
     def use(self, weights: Path) -> None:
         """See ``ReferenceWorker``."""
         if weights != self._weights:
-            self._ranks.load_weights(weights, "policy")
+            self._trainers.ranks.call("loading the policy weights", TrainerBackend.load_weights, weights, "policy")
             self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
         """See ``ReferenceWorker``."""
-        scores = score_sequences(self._ranks, trajectories, self._config.trainer)
+        scores = score_sequences(self._trainers.training, trajectories, self._config.trainer)
         return [score.logprobs for score in scores]
 
     def restart(self, weights: Path | None) -> None:
         """See ``ReferenceWorker``."""
-        self._ranks.shutdown()
+        self._trainers.shutdown()
         self._weights = weights
-        with self._guard:  # whoever closes it meanwhile finds either all new ranks or none
+        with self._guard:  # a concurrent close finds either all new ranks or none
             if self._closed:
                 raise TrainerError(f"{self.name}, starting again: the run has ended")
-            self._ranks = self._new_ranks()
-            self._ranks.launch()
+            self._trainers = self._new_trainers()
+            self._trainers.launch()
         self.setup()
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class RankedReference:
         with self._guard:
             closed, self._closed = self._closed, True
         if not closed:
-            self._ranks.shutdown()
+            self._trainers.shutdown()
 
 
 def launch_references(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedReference]:

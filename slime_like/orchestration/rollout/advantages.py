@@ -11,7 +11,7 @@ from slime_like.algorithms.advantages import compute_advantages, find_estimator
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
 
@@ -70,7 +70,9 @@ def _format_error(name: str, error: Exception) -> str:
     return format_error("algorithm.advantage", name, error, "compute")
 
 
-def penalise_kl(config: RunConfig, trainers: TrainerGroup, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+def penalise_kl(
+    config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
+) -> None:
     """Subtract each sample's KL to the reference from its reward, and replace its advantage, here and on the trainers.
 
     The batch must be loaded and scored, so that reference logprobs exist. Logprobs are those frozen at the start of the

@@ -53,7 +53,7 @@ class SharedDevices:
     def __init__(self, trainers: TrainerGroup, engines: EngineSupervisor) -> None:
         self._trainers = trainers
         self._engines = engines
-        self._turn: Literal["trainers", "engines", "sync"] = "trainers"
+        self._turn: Literal["trainers", "engines"] = "trainers"
 
     def starting_engines(self) -> None:
         """Trainers leave: an engine that starts takes all the memory that it is allowed."""
@@ -77,7 +77,6 @@ class SharedDevices:
 
     def begin_sync(self) -> None:
         self.training()
-        self._turn = "sync"
         self._trainers.offload(keep_weights=True)
         self._engines.wake(("weights",))
 

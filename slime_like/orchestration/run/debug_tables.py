@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime_like.observability.tables import Decode, Table, per_sample_table, per_token_table
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 
 def debug_tables(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
-    trainers: TrainerGroup,
+    trainers: GroupTraining,
     stats: GRPOStats,
     decode: Decode,
     limit: int,

@@ -21,7 +21,7 @@ EXPORT = "hf"
 """The trained model as a Hugging Face directory."""
 
 _READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluation.files", "debug.load_rollouts")
-_TOLD = 8  # changed settings named; more make no sentence
+_MAX_NAMED = 8  # changed settings named in one sentence
 
 
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
@@ -47,7 +47,7 @@ def _asked_for(config: RunConfig) -> Checkpoint | None:
 
 
 def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:
-    """Make the directory for a start from ``checkpoint``; what a new run is told stands there from now on.
+    """Make the directory for a start from ``checkpoint``; the configuration of a new run is saved there.
 
     An earlier run of the directory that is not the one resumed is moved aside.
 
@@ -55,11 +55,11 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
         ConfigError: what this run reads would be moved with it, or something else is where its model belongs.
         SlimeLikeError: it cannot be moved.
     """
-    own = _is_own(config, checkpoint)
-    moved = not own and (config.run_dir / METRICS_FILE).exists()
+    resumes_here = _lies_in_run_dir(config, checkpoint)
+    moved = not resumes_here and (config.run_dir / METRICS_FILE).exists()
     if config.checkpoint.export_hf and not moved:
-        _require_room_for_export(config, own)
-    if own:
+        _require_room_for_export(config, resumes_here)
+    if resumes_here:
         return
     if moved:
         _require_nothing_read_there(config)
@@ -75,7 +75,7 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     A configuration that differs is saved beside the earlier one, not over it: ``config.until-step-N.yaml`` is what the
     steps up to N were made with. Called once the checkpoint is loaded: what was refused has changed nothing.
     """
-    if not _is_own(config, checkpoint):
+    if not _lies_in_run_dir(config, checkpoint):
         return []
     changed = _keep_config(config, checkpoint.step)
     save_config(config, config.run_dir / CONFIG_FILE)
@@ -83,13 +83,13 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
-    """The closing figures; their presence says that the run has ended in good order."""
+    """Write the closing figures; the file exists only if the run finished."""
     path = config.run_dir / SUMMARY_FILE
     path.write_text(json.dumps({"steps": config.steps, **summary}, indent=1) + "\n", encoding="utf-8")
 
 
-def _is_own(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    """Does the checkpoint lie in the run's own directory?"""
+def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether the checkpoint lies in the run's directory."""
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
 
@@ -98,7 +98,8 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         checkpoint.data_position()  # raises before anything starts
     if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
         raise ConfigError([problem])
-    if _is_own(config, checkpoint) and checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists():
+    has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
+    if has_finished and _lies_in_run_dir(config, checkpoint):
         raise ConfigError(
             [
                 f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
@@ -120,15 +121,15 @@ def _require_nothing_read_there(config: RunConfig) -> None:
         raise ConfigError(inside)
 
 
-def _require_room_for_export(config: RunConfig, own: bool) -> None:
-    """The model is written after the last step: what it must not replace is told before the first.
+def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
+    """The model is written after the last step: a place that it must not replace is rejected before the first.
 
     Args:
-        own: the directory is this run's already, so that a model there is an earlier start's.
+        resumes_here: the run resumes in this directory, so that a model there is an earlier start's.
     """
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
-    earlier = own and not read and (export / "config.json").is_file()
+    earlier = resumes_here and not read and (export / "config.json").is_file()
     if not os.path.lexists(export) or earlier or (export.is_dir() and not any(export.iterdir())):
         return
     what = "model.path" if read else "no model that this run wrote"
@@ -172,7 +173,7 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     kept = path.with_name(f"config.until-step-{step:06d}.yaml")
     if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
         path.replace(kept)
-    return changed if len(changed) <= _TOLD else [*changed[:_TOLD], f"and {len(changed) - _TOLD} more"]
+    return changed if len(changed) <= _MAX_NAMED else [*changed[:_MAX_NAMED], f"and {len(changed) - _MAX_NAMED} more"]
 
 
 def _differences(before: RunConfig, now: RunConfig) -> list[str]:

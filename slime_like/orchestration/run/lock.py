@@ -13,12 +13,12 @@ from types import TracebackType
 from slime_like.errors import ConfigError
 
 LOCK_FILE = ".lock"
-# What a file system says that has no locks; some network file systems are mounted so.
+# Error codes of file systems without locks; some network file systems are mounted so.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Context manager: nobody else trains in ``run_dir``, which is made if missing.
+    """Context manager: no other run trains in ``run_dir``, which is made if missing.
 
     The kernel ends the lock with the process, however that ends, so that a killed run never bars the next.
 
@@ -26,7 +26,7 @@ class RunLock:
         run_dir: the run's directory.
 
     Attributes:
-        warning: why nobody is kept out, where the file system has no locks; else ``None``.
+        warning: set where the file system has no locks, so that no run is kept out; else ``None``.
 
     Raises:
         ConfigError: another process trains there; it is named.
@@ -89,6 +89,6 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._held is not None:
-            self._path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile looks again
+            self._path.unlink(missing_ok=True)  # while it is held: a process that has opened it checks again
             self._held.close()
             self._held = None

@@ -76,7 +76,7 @@ class ExperienceBatcher:
             trajectory.token_weight = weight
 
     def denominator(self, minibatch: Sequence[ScoredTrajectory]) -> float:
-        """What the sums of the whole optimizer step are divided by, whatever its packs."""
+        """Divisor of the sums of the whole optimizer step; it does not depend on the packs."""
         return step_denominator(self._config.algorithm.reduction, *_loss_tokens(minibatch))
 
     def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
@@ -157,7 +157,7 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
 def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:
     """Pipelines and collectives need equal micro-batch counts: fill with zero-weight packs, never drop or repeat.
 
-    A replica may have no pack of its own; one must have.
+    A replica may have no pack; one must have.
     """
     most = max(len(packs) for packs in replicas)
     like = next(packs[0] for packs in replicas if packs)

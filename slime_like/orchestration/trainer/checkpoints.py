@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.system.disk import refusal
 
@@ -73,7 +74,7 @@ class Checkpoint:
         """Open the checkpoint at ``path``.
 
         Raises:
-            CheckpointError: it is missing, or its state cannot be read; the message says what to do.
+            CheckpointError: it is missing, or its state cannot be read; the message names a remedy.
         """
         file = path / _STATE
         if not path.is_dir():
@@ -94,7 +95,7 @@ class Checkpoint:
 
 
 def _elsewhere(path: Path) -> str:
-    """What to do instead of reading ``path``."""
+    """Remedy where ``path`` cannot be read."""
     names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
     return f"give the path{whole} or start anew with resume: never"
@@ -105,7 +106,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
-    """Write what ``Checkpoint.read`` reads, with a CRC-32 of it."""
+    """Write the state for ``Checkpoint.read``, with its CRC-32."""
     content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
     text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
     (directory / _STATE).write_text(text, encoding="utf-8")
@@ -140,7 +141,7 @@ class CheckpointStore:
 
     def also_link(self, source: Callable[[], Path | None], name: str) -> None:
         """From now on, link the files of the directory that ``source`` names, if any, into every checkpoint as
-        ``name``. They must not be written to any more; whoever reads them sees to their checksums."""
+        ``name``. They must not be written to any more; readers check their checksums."""
         self._linked[name] = source
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
@@ -152,19 +153,20 @@ class CheckpointStore:
         final = self._final(step)
         with self._whole_or_removed(final):
             self._begin(final, step, state)
-            self._trainers.save(_partial(final) / _TRAINER)
+            self._trainers.ranks.call("saving a checkpoint", TrainerBackend.save, _partial(final) / _TRAINER)
             self._commit(final)
         return final
 
     def start(self, step: int, state: dict[str, Any]) -> None:
-        """As ``save``, from a copy of the state as it is now; it counts once ``commit_written`` or ``finish`` says so.
+        """As ``save``, from a copy of the present state; it counts once ``commit_written`` or ``finish`` returns it.
 
         The one started before must have been finished.
         """
         final = self._final(step)
         with self._whole_or_removed(final):
             self._begin(final, step, state)
-            self._trainers.start_save(_partial(final) / _TRAINER)
+            phase, directory = "copying a checkpoint to host memory", _partial(final) / _TRAINER
+            self._trainers.ranks.call(phase, TrainerBackend.start_save, directory)
         self._started = final
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
@@ -176,7 +178,8 @@ class CheckpointStore:
         if self._started is None:
             return None
         with self._whole_or_removed(self._started):
-            written = self._trainers.is_save_written(timeout_s)
+            phase = "writing a checkpoint in the background"
+            written = all(self._trainers.ranks.start(phase, TrainerBackend.is_save_written).result(timeout_s))
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
@@ -189,20 +192,20 @@ class CheckpointStore:
             return None
         final = self._started
         with self._whole_or_removed(final):
-            self._trainers.finish_save(timeout_s)
+            self._trainers.ranks.start("finishing a checkpoint", TrainerBackend.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final
 
     def rescue(self) -> None:
-        """Of a run that fails: commit what is written already, if its trainers still answer. Called before they end."""
-        with contextlib.suppress(SlimeLikeError):  # what ended the run is told; this save never counted
+        """Commit what a failing run has written already, if its trainers still answer. Called before they end."""
+        with contextlib.suppress(SlimeLikeError):  # the error that ended the run is reported; this save never counted
             self.commit_written(_RESCUE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Remove what never became a checkpoint. Called when nobody writes any more."""
+        """Remove what never became a checkpoint. Called when no rank writes any more."""
         for partial in self._root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)  # the next start would meet, and tell, what cannot be removed
+            shutil.rmtree(partial, ignore_errors=True)  # what cannot be removed makes the next start fail
 
     def _final(self, step: int) -> Path:
         return self._root / f"step-{step:06d}"
@@ -269,8 +272,8 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """What a run in ``run_dir`` goes on from: what ``latest`` says or, where a copy of the directory has come without
-    its links, the highest step, for whatever has such a name is whole; ``None`` where there is none."""
+    """The checkpoint that a run in ``run_dir`` resumes from: the target of ``latest`` or, in a copy of the directory
+    without its links, the highest step, as every checkpoint with such a name is whole; ``None`` without one."""
     root = run_dir / "checkpoints"
     latest = root / "latest"
     return latest if latest.is_symlink() else max(_saved(root), key=_step, default=None)

@@ -21,7 +21,7 @@ _PACKS_PER_STAGE, _FEWEST_PACKS = 4, 8
 
 
 class PackScorer(Protocol):
-    """What scores packs; a ``TrainerGroup`` does."""
+    """Scores packs; a ``GroupTraining`` does."""
 
     @property
     def data_parallel_size(self) -> int: ...
@@ -74,8 +74,8 @@ def score_sequences(
     packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
     answers = scorer.score(fill_to_equal_counts(packs), weights)
     scores: dict[int, ScoredLogprobs] = {}
-    for replica, own, scored in zip(partition, packs, answers, strict=True):
-        for members, pack, values in zip(replica, own, scored[: len(own)], strict=True):
+    for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):
+        for members, pack, values in zip(replica, replica_packs, scored[: len(replica_packs)], strict=True):
             logprobs = unpack_response_logprobs(pack, values.logprobs)
             entropy = unpack_response_logprobs(pack, values.entropy)
             for index, *pair in zip(members, logprobs, entropy, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
-from tests.properties import examples
+from tests.support.properties import examples
 
 BY_GROUP = {
     "grpo": lambda r, g: (r - statistics.mean(g)) / statistics.stdev(g),

@@ -17,7 +17,7 @@ from slime_like.algorithms import (
     split_for_context_parallel,
 )
 from slime_like.trajectory import PackedTrajectory
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7

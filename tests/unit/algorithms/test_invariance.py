@@ -33,7 +33,7 @@ from slime_like.algorithms import (
 )
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, shapes
 
 HIDDEN = 6

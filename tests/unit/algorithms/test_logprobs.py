@@ -17,7 +17,7 @@ from slime_like.algorithms import (
     selective_log_softmax,
 )
 from slime_like.algorithms import logprobs as logprobs_module
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}

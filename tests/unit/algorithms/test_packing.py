@@ -23,7 +23,7 @@ from slime_like.algorithms import (
 )
 from slime_like.algorithms.packing.faults import first_fault
 from slime_like.algorithms.packing.transfer import move_together
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
 

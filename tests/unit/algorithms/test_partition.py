@@ -13,7 +13,7 @@ from slime_like.algorithms import partition_by_tokens, partition_full_batches
 from slime_like.algorithms.packing.balance import balance
 from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
 from slime_like.algorithms.packing.partition import training_flops
-from tests.properties import examples
+from tests.support.properties import examples
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
-from tests.properties import examples
+from tests.support.properties import examples
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
 

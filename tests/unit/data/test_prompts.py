@@ -18,7 +18,7 @@ from slime_like.config import DataConfig
 from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
-from tests.properties import examples
+from tests.support.properties import examples
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

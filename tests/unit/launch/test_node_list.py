@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.launch.node_list import MOST_NODES, expand_node_list
+from slime_like.system.node_list import MOST_NODES, expand_node_list
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from slime_like.commands import launch as command
+from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
-from slime_like.launch.devices import local_gpus, slots_per_node
-from slime_like.launch.options import LaunchOptions, find_place
+from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.place import Place, find_place
 from tests.unit.orchestration.cluster.test_placement import config
+
+
+def place(**fields: object) -> Place:
+    given = options(**fields)
+    return find_place(given.node_rank, given.head, given.address)
 
 
 def options(**fields: object) -> LaunchOptions:
@@ -39,8 +45,8 @@ def test_refused(fields: dict[str, object], problem: str) -> None:
 
 def test_a_node_finds_its_own_address() -> None:
     """Loopback stands for several nodes of one machine where it is asked for in so many words."""
-    lead, follow = find_place(options()), find_place(options(node_rank=1))
-    assert find_place(options(node_rank=1, address="127.0.0.3")).interface == "lo"
+    lead, follow = place(), place(node_rank=1)
+    assert place(node_rank=1, address="127.0.0.3").interface == "lo"
     assert (lead.address, lead.interface) == ("127.0.0.2", "lo") and str(lead).startswith("node 0 (")
     assert (follow.head, follow.address, follow.interface) == ("127.0.0.2", "127.0.0.1", "lo")
 
@@ -62,7 +68,7 @@ def test_a_node_finds_its_own_address() -> None:
 )
 def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        find_place(options(**fields))
+        place(**fields)
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,10 @@ def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--slurm_nodes", "gpu[1-"], "--slurm_nodes: node list"),
         (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "--nodes=3, but --slurm_nodes names 2 nodes"),
         (["--head", "10.0.0.1"], "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes"),
-        (["--nodes", "2", "--silence_s", "3"], "--silence_s=3 (SILENCE_S) is too short: nodes say every 2 s"),
+        (
+            ["--nodes", "2", "--silence_s", "3"],
+            "--silence_s=3 (SILENCE_S) is too short: Ray checks the health",
+        ),
         (["--", "--cluster.address", "10.0.0.1:1"], "cluster.address is not for you to give"),
     ],
 )

@@ -13,8 +13,9 @@ from slime_like.interfaces.estimate import RankKind
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.plan import Plan, PlanOptions, make_plan, remedy
+from slime_like.planning.plan import make_plan, remedy
 from slime_like.planning.references import reference_phase, reference_seconds
+from slime_like.planning.result import Plan, PlanOptions
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import Workload, predict
 from tests.unit.planning.test_arithmetic import config, estimate

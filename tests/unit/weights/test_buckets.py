@@ -15,7 +15,7 @@ from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
-from tests.properties import examples
+from tests.support.properties import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
 

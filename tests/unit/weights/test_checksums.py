@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime_like.weights import checksums
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
-from tests.properties import examples
+from tests.support.properties import examples
 from tests.unit.weights.formula import reference
 
 CHUNK_WORDS = CHUNK_BYTES // 8

@@ -27,7 +27,7 @@ from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
-from tests.properties import examples
+from tests.support.properties import examples
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weigh
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
-from slime_like.orchestration.trainer.rank import FrozenLogprobs, TrainerRank
+from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.algorithms.cases import batch
 
@@ -121,7 +121,7 @@ class OneRank:
     """The calls of a trainer group, answered by one rank that has loaded and scored its packs."""
 
     def __init__(self, settings: RunConfig, trajectories: list[ScoredTrajectory]) -> None:
-        self.rank = TrainerRank(settings, 0)
+        self.rank = RankTraining(settings, cast(Any, None), cast(Any, None))
         first, second = pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])
         self.packs = [first, second]
         scored = [pack.old_logprobs for pack in self.packs]

@@ -16,6 +16,7 @@ from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
+from tests.support.pending import Later
 from tests.unit.checks.checkpoint import write_checkpoint
 
 STEPS = 2
@@ -129,8 +130,8 @@ class Trainers:
     def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
         return [{}]
 
-    def start_export(self) -> Callable[[], list[BucketMetadata]]:
-        return lambda: [BucketMetadata("shm", {}, ())]
+    def start_export(self) -> Later[list[BucketMetadata]]:
+        return Later(lambda: [BucketMetadata("shm", {}, ())])
 
     def next_buckets(self) -> list[None]:
         return [None]

@@ -1,16 +1,18 @@
-"""What a step's record says aloud, with stand-ins for everything that a session holds open."""
+"""What a step's record says aloud, with stand-ins for everything that a run holds open."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.orchestration.run.step import StepRecorder, TrainedStep
+from slime_like.orchestration.run.recorder import StepRecorder
+from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
 from tests.unit.observability.report_run import sample
@@ -19,16 +21,15 @@ from tests.unit.observability.report_run import sample
 def recorder(config: RunConfig) -> tuple[StepRecorder, list[str]]:
     """A recorder, and the list that its notes go to."""
     notes: list[str] = []
-    session: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         config=config,
         finished_steps=0,
-        prompts=None,
-        rollout=None,
+        rollout=RolloutSide(cast(Any, None), dict),
         trainers=SimpleNamespace(peak_memory_bytes=lambda: 0),
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
     )
-    return StepRecorder(session), notes
+    return StepRecorder(run), notes
 
 
 def group(step: int, advantage: float) -> list[ScoredTrajectory]:
@@ -42,6 +43,6 @@ def test_steps_whose_rewards_are_alike_are_told_once(tmp_path: Path) -> None:
     flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
     own, notes = recorder(load_config(None, flags))
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
-        own.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), None, phase_times())
+        own.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")

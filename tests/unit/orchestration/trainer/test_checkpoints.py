@@ -14,9 +14,10 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
+from tests.support.pending import OneBackend
 
 
-class Trainers:
+class Trainers(OneBackend):
     """Writes when it is told that the disk got there; ``failure`` is what the background met."""
 
     def __init__(self) -> None:
@@ -32,12 +33,12 @@ class Trainers:
         directory.mkdir()
         self._directory = directory
 
-    def is_save_written(self, timeout_s: float | None = None) -> bool:
+    def is_save_written(self) -> bool:
         if self.failure is not None:
             raise self.failure
         return self.written
 
-    def finish_save(self, timeout_s: float | None = None) -> None:
+    def finish_save(self) -> None:
         if self.failure is not None:
             raise self.failure
         (self._directory / "weights").write_text("whole")

@@ -1,0 +1,118 @@
+"""Ray's GCS as the nodes of a launch use it: which nodes Ray has, whether they are healthy, and a few small values.
+
+Ray's own clients try for a minute and then end the process, or raise what does not name the node. These calls of its
+gRPC services have a bound each and raise why they failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a connection that ends is a line on the terminal
+
+import grpc  # type: ignore[import-untyped]
+from ray.core.generated import gcs_service_pb2 as messages
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_service_pb2_grpc import InternalKVGcsServiceStub, NodeInfoGcsServiceStub
+
+from slime_like.errors import LaunchError
+from slime_like.orchestration.cluster.bundles import RANK_LABEL
+from slime_like.system.interrupts import raise_if_interrupted
+
+_CALL_S = 2.0
+_REFUSED_S = 2.0
+_POLL_S = 0.2
+_NAMESPACE = b"slime-like-launch"
+
+
+class UnreachableError(LaunchError):
+    """The GCS does not answer.
+
+    Attributes:
+        refused: nothing listens there.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.refused = why == "Connection refused"
+        super().__init__(why)
+
+
+class WrongTokenError(LaunchError):
+    """The GCS does not accept this node's token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node of Ray that a launch started.
+
+    Attributes:
+        name: as in messages.
+        alive: Ray's health checks succeed, and it has not left.
+        end: why it is not alive.
+    """
+
+    name: str
+    alive: bool
+    end: str
+
+
+class Gcs:
+    """Calls of the GCS at ADDRESS:PORT, each tried for ``silence_s`` seconds, or less where nothing listens."""
+
+    def __init__(self, address: str, token: str, silence_s: float) -> None:
+        channel = grpc.insecure_channel(address, options=[("grpc.max_reconnect_backoff_ms", 1000)])
+        self._values = InternalKVGcsServiceStub(channel)
+        self._nodes = NodeInfoGcsServiceStub(channel)
+        self._token = [("authorization", f"Bearer {token}")]
+        self._silence_s = silence_s
+
+    def get(self, key: str) -> Any:
+        """A value; ``None`` where there is none."""
+        request = messages.InternalKVGetRequest(namespace=_NAMESPACE, key=key.encode())
+        value = self._call(self._values.InternalKVGet, request).value
+        return json.loads(value) if value else None
+
+    def put_new(self, key: str, value: Any) -> bool:
+        """Store a value, unless there is one already; whether it was stored."""
+        request = messages.InternalKVPutRequest(
+            namespace=_NAMESPACE, key=key.encode(), value=json.dumps(value).encode(), overwrite=False
+        )
+        return bool(self._call(self._values.InternalKVPut, request).added)
+
+    def members(self) -> dict[int, Member]:
+        """Every node that has joined, by its rank."""
+        found = self._call(self._nodes.GetAllNodeInfo, messages.GetAllNodeInfoRequest()).node_info_list
+        return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        """
+        Raises:
+            UnreachableError: no answer in time.
+            WrongTokenError: the token is refused.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return method(request, timeout=_CALL_S, metadata=self._token)
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                    raise WrongTokenError("Ray does not accept the cluster's key") from error
+                silent_s = time.monotonic() - began
+                why = f"no answer within {silent_s:.0f} s"
+                if error.code() == grpc.StatusCode.UNAVAILABLE:  # "...; last error: ...: Connection refused"
+                    why = (error.details() or "").rpartition(": ")[2]
+                unreachable = UnreachableError(why)
+                if silent_s >= (min(_REFUSED_S, self._silence_s) if unreachable.refused else self._silence_s):
+                    raise unreachable from error
+            raise_if_interrupted()
+            time.sleep(_POLL_S)
+
+
+def _member(node: GcsNodeInfo) -> Member:
+    name = f"node {node.labels[RANK_LABEL]} ({node.node_manager_hostname}, {node.node_manager_address})"
+    return Member(name, node.state == GcsNodeInfo.ALIVE, node.death_info.reason_message or "it left")

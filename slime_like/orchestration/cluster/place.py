@@ -1,0 +1,110 @@
+"""This node in a cluster of several: its rank, its address, and the interface that has it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass, field
+
+from slime_like.errors import ConfigError
+from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback, resolve
+
+_RAYS_LOCALHOST = ("127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This node in its cluster.
+
+    Attributes:
+        rank: its number.
+        head: node 0's address.
+        address: its address, on which everything of the run that others must reach listens.
+        interface: name of the interface with that address.
+        host: its name.
+    """
+
+    rank: int
+    head: str
+    address: str
+    interface: str
+    host: str = field(default_factory=socket.gethostname)
+
+    def __str__(self) -> str:
+        return f"node {self.rank} ({self.host}, {self.address})"
+
+    def report(self, text: str) -> None:
+        """Print a line on standard error."""
+        print(f"[slime-like] node {self.rank}: {text}", file=sys.stderr, flush=True)
+
+
+def find_place(rank: int, head_name: str, address: str) -> Place:
+    """Resolve node 0's address and find that of this node.
+
+    Args:
+        head_name: node 0's address, or a name of it (HEAD_ADDR).
+        address: this node's (NODE_ADDR); "" is the one on the way to node 0.
+
+    Raises:
+        ConfigError: node 0's name is unknown, its address is not this host's (on node 0), cannot be reached from here,
+            or is loopback although other nodes must reach it.
+    """
+    head = _resolved_head(head_name, address)
+    own = address or (head if rank == 0 else _address_towards(head))
+    if rank == 0 and own != head and not is_loopback(head):
+        raise ConfigError(
+            [f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={own}; give every node the same HEAD_ADDR"]
+        )
+    try:
+        interface = interface_of(own)
+    except ValueError as error:
+        raise ConfigError([f"NODE_ADDR={own} is no address ({error}); give a number such as 10.0.0.2"]) from error
+    if interface is None:
+        listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
+        if rank == 0 and not address:
+            raise ConfigError(
+                [
+                    f"HEAD_ADDR={head_name} is {head}, which is no address of {socket.gethostname()} (it has "
+                    f"{listed}); start NODE_RANK=0 on the node that has it, or give that node's address to all nodes"
+                ]
+            )
+        raise ConfigError([f"NODE_ADDR={own} is no address of {socket.gethostname()}; it has {listed}"])
+    return Place(rank, own if rank == 0 else head, own, interface)
+
+
+def _resolved_head(name: str, address: str) -> str:
+    try:
+        head = resolve(name)
+    except (OSError, UnicodeError) as error:  # the latter of what can be no name
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address"]) from error
+    if is_loopback(head) and not _is_loopback_address(name) and not address:
+        raise ConfigError(
+            [
+                f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
+                "the cluster"
+            ]
+        )
+    if head in _RAYS_LOCALHOST:
+        raise ConfigError(
+            [
+                f"HEAD_ADDR={name}: Ray takes {head} for another address; give the one in the network (127.0.0.2, and "
+                "a NODE_ADDR for each, for several nodes of one machine)"
+            ]
+        )
+    return head
+
+
+def _is_loopback_address(host: str) -> bool:
+    """Whether loopback is given as an address: then several nodes of one machine are meant."""
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return False
+
+
+def _address_towards(head: str) -> str:
+    try:
+        return address_towards(head)
+    except OSError as error:
+        raise ConfigError([f"HEAD_ADDR={head} cannot be reached from here ({error.strerror})"]) from error

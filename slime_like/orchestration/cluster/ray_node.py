@@ -1,0 +1,160 @@
+"""This node's part of Ray: started, watched and ended by process id, whatever else of Ray runs on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from slime_like.config import RunConfig
+from slime_like.errors import LaunchError
+from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.place import Place
+from slime_like.system.interrupts import raise_if_interrupted
+
+_STOP_S = 30.0
+_CHECKS = 3
+_LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RayNodeSpec:
+    """How one node of Ray is started.
+
+    Attributes:
+        rank: the node's rank.
+        address: this node's address in the cluster.
+        gcs: ADDRESS:PORT of the head to join; ``None`` makes this node the head.
+        directory: for its sockets and logs; on this host alone.
+        slots: CPU slots to offer; ``None`` is one per core.
+        object_store_mb: size of its object store, in MiB.
+        port: of the GCS, on the head; 0 is any that is free.
+    """
+
+    rank: int
+    address: str
+    gcs: str | None
+    directory: str
+    slots: int | None
+    object_store_mb: int
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Ray runs.
+
+    Attributes:
+        gcs: ADDRESS:PORT of its head.
+        gpus: GPUs of this node.
+        logs: directory of the node's logs.
+    """
+
+    gcs: str
+    gpus: int
+    logs: str
+
+
+def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
+    """Environment of Ray and of the driver: token authentication, and health checks that fail within ``silence_s``."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    return kept | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": str(_CHECKS),
+        "RAY_health_check_timeout_ms": str(max(500, round(1000 * silence_s / _CHECKS) - 1000)),
+    }
+
+
+def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
+    """One of ``nodes`` nodes, with a new directory whose path is short, as those of the sockets in it must be."""
+    slots = None if local_gpus() else slots_per_node(config, nodes)
+    directory = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
+
+
+class RayNode:
+    """Context manager: starts Ray on this node; outside, nothing of it is left."""
+
+    def __init__(self, spec: RayNodeSpec, environment: Mapping[str, str], timeout_s: float) -> None:
+        self._spec = spec
+        self._environment = environment
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> RayNode:
+        # Not in the directory: at the end, processes that write there are taken for parts of Ray.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", json.dumps(asdict(self._spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=dict(self._environment),
+            start_new_session=True,  # Ctrl-C on the terminal is the launcher's business
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel ends Ray's daemons with it
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
+        """
+        Args:
+            watch: called meanwhile, and may raise.
+
+        Raises:
+            LaunchError: Ray did not start, or not in time.
+        """
+        output = self._process.stdout
+        assert output is not None
+        deadline = time.monotonic() + self._timeout_s
+        while not select.select([output], [], [], _LOOK_EVERY_S)[0]:
+            raise_if_interrupted()
+            watch()
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are in "
+                    f"{self._spec.directory}"
+                )
+        line = output.readline()
+        if not line:
+            self._process.wait(_STOP_S)
+            raise LaunchError(f"Ray did not start on {self._spec.address}: {self._last_words()}")
+        return Ready(**json.loads(line))
+
+    def problem(self) -> str | None:
+        """Why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
+        if self._process.poll() is None:
+            return None
+        return f"Ray ended on {self._spec.address} by itself: {self._last_words()}"
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            self._log.seek(0)
+            lines = [line.strip() for line in self._log if line.strip()]
+            if lines:
+                return f"{lines[-1]} (logs in {self._spec.directory})"
+        return f"exit code {self._process.returncode} (logs in {self._spec.directory})"

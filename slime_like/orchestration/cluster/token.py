@@ -1,0 +1,63 @@
+"""Ray's token: the secret that the nodes of a run share, in a file that only its owner may read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slime_like.errors import LaunchError
+from slime_like.system.disk import write_private
+from slime_like.system.interrupts import raise_if_interrupted
+
+_POLL_S = 0.2
+_SHORTEST = 16
+
+
+def create_token(path: Path) -> str:
+    """Token in the file, which node 0 makes where there is none.
+
+    Raises:
+        LaunchError: it cannot be made, or others may read it.
+    """
+    try:
+        if not path.exists():
+            write_private(path, secrets.token_urlsafe(32))
+    except OSError as error:
+        raise LaunchError(f"the cluster's key {path} cannot be made ({error.strerror}); give TOKEN_FILE") from error
+    return _read(path)
+
+
+def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda: None) -> str:
+    """Token in the file, once node 0 has made it. ``watch`` is called meanwhile, and may raise.
+
+    Raises:
+        LaunchError: there is no file in time, or others may read it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        raise_if_interrupted()
+        watch()
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either node 0 was not "
+                "started, or this directory is not on a file system that all nodes share; share it, or copy a key to "
+                "every node and give TOKEN_FILE"
+            )
+        time.sleep(_POLL_S)
+    return _read(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        about, token = path.stat(), path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"the cluster's key {path} cannot be read ({error})") from error
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise LaunchError(f"the cluster's key {path} may be read by others than you; chown it to you, and chmod 600 it")
+    if len(token) < _SHORTEST:
+        raise LaunchError(f"the cluster's key {path} is shorter than {_SHORTEST} characters; remove it, or write one")
+    return token

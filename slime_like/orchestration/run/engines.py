@@ -1,0 +1,91 @@
+"""The engines of an RL run or of an evaluation, and all that is started with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from slime_like.checks.engine_install import version_warning
+from slime_like.config import RunConfig
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.cluster.ray_calls import nobody
+from slime_like.orchestration.reference.workers import launch_references, reference_pool
+from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.engine_group import EngineGroup
+from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.sandbox.rewards.pool import RewardPool
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngines:
+    """Engines that have loaded the model, with trainers that are set up.
+
+    Attributes:
+        engines: the generation pool.
+        rewards: the reward workers.
+        references: the reference workers, where the run has some.
+        devices: moves trainers and engines, where they share devices.
+    """
+
+    engines: RolloutManager
+    rewards: RewardPool
+    references: ReferencePool | None
+    devices: Turns
+
+
+def launch_engines(
+    config: RunConfig,
+    stack: ExitStack,
+    placement: Placement,
+    note: Callable[[str], None],
+    shared_devices: Sequence[str] = (),
+    watch: Callable[[], None] = nobody,
+) -> tuple[RolloutManager, RewardPool]:
+    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
+
+    Args:
+        note: see ``EngineSupervisor``.
+        watch: see ``EngineGroup``.
+    """
+    group = EngineGroup(config, placement, watch)
+    stack.callback(group.shutdown)
+    group.launch(shared_devices)
+    pool = RewardPool(config.reward)
+    stack.callback(pool.close)
+    return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
+
+
+def start_engines(
+    config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
+) -> StartedEngines:
+    """Set up trainers, engines, reward and reference workers.
+
+    All import at the same time; the wait for each has its own bound. Colocated engines load while the
+    trainers are off the devices, and sleep when this returns.
+    """
+    colocated = config.cluster.placement == "colocated"
+    if warning := version_warning(config.rollout.python, config.rollout.engine):
+        progress.note(warning)
+    shared_devices = trainers.devices() if colocated else ()
+    watch = trainers.liveness().check
+    engines, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
+    supervisor = engines.supervisor
+    workers = launch_references(config, stack, placement)
+    trainers.setup()
+    rewards.start()
+    if colocated:
+        trainers.offload()
+    supervisor.start()
+    references = reference_pool(config, workers)
+    if references is not None:
+        stack.callback(references.close)
+    if not colocated:
+        return StartedEngines(engines, rewards, references, OwnDevices())
+    supervisor.sleep()
+    trainers.onload()
+    return StartedEngines(engines, rewards, references, SharedDevices(trainers, supervisor))

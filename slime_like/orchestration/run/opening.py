@@ -1,0 +1,204 @@
+"""Three ways to open a run: RL, supervised, and on kept rollouts. Each starts in order what is closed in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.cpu.choice import operators_note
+from slime_like.data.ledger import FILE_NAME as LEDGER
+from slime_like.data.ledger import Ledger
+from slime_like.data.prompts import PromptSource, load_tokenizer
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.reference.refresh import REFERENCE, Reference, reference_of
+from slime_like.orchestration.rollout.advantages import require_group_scope
+from slime_like.orchestration.rollout.colocation import OwnDevices, Turns
+from slime_like.orchestration.rollout.engine_class import require_servable
+from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
+from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.run.directory import latest_checkpoint
+from slime_like.orchestration.run.engines import start_engines
+from slime_like.orchestration.run.lock import RunLock
+from slime_like.orchestration.run.rollout_side import EngineSide, Metrics, RolloutSide, held_out_metrics, no_metrics
+from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
+from slime_like.orchestration.run.start import Start, start_of
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore
+from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.weight_sync import WeightSync, transport_of
+
+
+@contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """A run, open inside. What a failure inside has left written is kept, and the resume point is reported.
+
+    Raises:
+        SlimeLikeError: in one sentence; every process has ended by then.
+    """
+    with ExitStack() as stack:
+        run = _open(config, stack)
+        try:
+            yield run
+        except BaseException:
+            run.checkpoints.rescue()
+            _report_resume_point(run)
+            raise
+
+
+def _open(config: RunConfig, stack: ExitStack) -> Run:
+    if config.rollout.stream and not config.supervised:
+        require_group_scope(config)
+    lock = stack.enter_context(RunLock(config.run_dir))
+    base = _Base(config, stack, lock, start_of(config), load_tokenizer(config.model.path))
+    if config.debug.load_rollouts is not None:
+        return _open_replay(base, config.debug.load_rollouts)
+    return _open_supervised(base) if config.supervised else _open_rl(base)
+
+
+def _report_resume_point(run: Run) -> None:
+    """Name the checkpoint that the run resumes from when it is started again."""
+    latest = latest_checkpoint(run.config.run_dir)
+    if latest is not None:
+        run.progress.note(f"started again with --resume auto, the run goes on from {latest.resolve()}")
+
+
+# ------------------------------------------------------------------------------------------------------ three openings
+def _open_replay(base: _Base, rollouts: Path) -> Run:
+    """On rollouts that an earlier run kept: no prompts, no engines."""
+    placed = base.place("starting Ray and trainers")
+    placed.launch_trainers()
+    source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
+    placed.trainers.setup()
+    return placed.run(RolloutSide(source, dict), OwnDevices(), reference_of(base.config, placed.trainers))
+
+
+def _open_supervised(base: _Base) -> Run:
+    """On demonstrations: prompts, but no engines."""
+    prompts = base.prompts(need_responses=True)
+    base.start.position(prompts)
+    placed = base.place("starting Ray and trainers")
+    placed.launch_trainers()
+    side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
+    placed.trainers.setup()
+    return placed.run(side, OwnDevices(), reference_of(base.config, placed.trainers))
+
+
+def _open_rl(base: _Base) -> Run:
+    """On rollouts that engines sample."""
+    config, stack = base.config, base.stack
+    prompts = base.prompts(need_responses=False)
+    datasets = held_out(config, base.tokenizer)
+    base.start.position(prompts, LEDGER)
+    placed = base.place("starting Ray, trainers and engines")
+    placement, trainers, progress = placed.placement, placed.trainers, placed.progress
+    transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
+    require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
+    placed.launch_trainers()
+    started = start_engines(config, stack, placement, trainers, progress)
+    engines, devices, pool = started.engines, started.devices, started.references
+    sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
+    sync.connect()
+    scorer = Scorer(config, started.rewards, base.tokenizer)
+    ledger = Ledger.begin(config.run_dir)
+    stack.callback(ledger.close)
+    placed.checkpoints.also_write(ledger.snapshot, LEDGER)
+    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
+    stack.callback(source.close)
+    evaluate: Callable[[int], Metrics] = no_metrics
+    if datasets:
+        evaluate = partial(held_out_metrics, Evaluator(config, engines, scorer, datasets), devices)
+    side = EngineSide(source, prompts, sync, ledger, evaluate, pool)
+    return placed.run(side, devices, reference_of(config, trainers, pool))
+
+
+# ---------------------------------------------------------------------------------------------------- what they share
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A run before anything is written or started; ``stack`` closes what is opened."""
+
+    config: RunConfig
+    stack: ExitStack
+    lock: RunLock
+    start: Start
+    tokenizer: Any
+
+    def prompts(self, need_responses: bool) -> PromptSource:
+        """The training prompts."""
+        data = self.config.data
+        return PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
+
+    def place(self, note: str) -> _Placed:
+        """Make the run directory, start Ray, and reserve the devices.
+
+        Args:
+            note: what is being started, for the user.
+        """
+        config, stack = self.config, self.stack
+        self.start.make_directory(self.lock)
+        metrics = MetricLogger(config.logging, config.run_dir)
+        stack.callback(metrics.close)
+        progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        if self.lock.warning:
+            progress.note(self.lock.warning)
+        progress.note(note)
+        bucket_directories = [config.sync.directory] if config.sync.directory else []
+        logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
+        cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
+        placement = stack.enter_context(Placement(config))
+        if placement.device == "CPU":
+            progress.note(operators_note(config.trainer.cpu_kernels))
+        trainers = TrainerGroup(config, placement)
+        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
+        return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A run whose devices are reserved."""
+
+    base: _Base
+    metrics: MetricLogger
+    progress: Progress
+    placement: Placement
+    run_name: str
+    trainers: TrainerGroup
+    checkpoints: CheckpointStore
+
+    def launch_trainers(self) -> None:
+        """Create the ranks; they import while other parts start."""
+        self.base.stack.callback(self.checkpoints.abandon)  # after the trainers have ended
+        self.base.stack.callback(self.trainers.shutdown)
+        self.trainers.launch()
+
+    def run(self, rollout: RolloutSide, devices: Turns, reference: Reference) -> Run:
+        """The opened run, with the state that it starts from. The trainers are set up."""
+        self.checkpoints.also_link(reference.files, REFERENCE)
+        base, pad = self.base, self.base.tokenizer.pad_token_id
+        replicas = self.trainers.training.data_parallel_size
+        run = Run(
+            config=base.config,
+            finished_steps=base.start.finished_steps,
+            decode=base.tokenizer.decode,
+            rollout=rollout,
+            batcher=ExperienceBatcher(base.config, replicas, pad if pad is not None else 0),
+            trainers=self.trainers,
+            devices=devices,
+            reference=reference,
+            checkpoints=self.checkpoints,
+            metrics=self.metrics,
+            progress=self.progress,
+        )
+        base.start.restore(run)
+        return run

@@ -1,0 +1,179 @@
+"""Where a run's trajectories come from, and what goes back: weights to engines, prompts to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.data.ledger import FILE_NAME as LEDGER
+from slime_like.data.ledger import Ledger
+from slime_like.data.prompts import PromptSource
+from slime_like.observability.names import evaluation_metrics
+from slime_like.observability.records import ReferenceRecord, SyncRecord
+from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.evaluation import Evaluator
+from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.run.sources import ExperienceSource
+from slime_like.orchestration.trainer.checkpoints import Checkpoint
+from slime_like.orchestration.weight_sync import SyncReport, WeightSync
+from slime_like.trajectory import ScoredTrajectory
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFigures:
+    """The rollout side's part of a step's record; the defaults are those of a run without engines.
+
+    Attributes:
+        queued_groups: groups on their way through the engines.
+        ready_groups: groups that wait for training.
+        dropped_prompts: prompts dropped since the last step.
+        gather_s, probe_gap, sync: of the weight sync after the step.
+        sync_line: the weight sync in one line.
+        reference: work of the reference workers since the last step.
+        notes: sentences about the reference workers.
+    """
+
+    queued_groups: int = 0
+    ready_groups: int = 0
+    dropped_prompts: int = 0
+    gather_s: float | None = None
+    probe_gap: float | None = None
+    sync: SyncRecord | None = None
+    sync_line: str = ""
+    reference: ReferenceRecord | None = None
+    notes: Sequence[str] = ()
+
+
+class RolloutSide:
+    """Trajectories from disk: no engine is synced, evaluated or reported on.
+
+    Args:
+        source: yields the trajectories of a step.
+        state: the part of a checkpoint's state; expressible in JSON.
+    """
+
+    def __init__(self, source: ExperienceSource, state: Callable[[], dict[str, Any]]) -> None:
+        self.source = source
+        self.state_dict = state
+
+    def start(self, version: int) -> None:
+        """Before the first step: make engines serve the weights that the trainers hold as ``version``."""
+
+    def sync(self, version: int) -> None:
+        """After the update of step ``version``: make engines serve its weights."""
+
+    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+        """The step is trained and its weights are served: sampling for later steps may go on."""
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from where ``checkpoint`` was written."""
+
+    def evaluate(self, step: int) -> Metrics:
+        """Held-out accuracy under the current weights; empty without an evaluation file."""
+        return {}
+
+    def figures(self, step_s: float) -> RolloutFigures:
+        """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
+        return RolloutFigures()
+
+
+class EngineSide(RolloutSide):
+    """Trajectories that engines sample.
+
+    Args:
+        source: samples them.
+        prompts: what the source reads.
+        sync: sends the weights to the engines.
+        ledger: holds the state of every prompt.
+        evaluate: metrics of held-out prompts after a step.
+        references: the reference workers, where the run has some.
+    """
+
+    _report: SyncReport
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        prompts: PromptSource,
+        sync: WeightSync,
+        ledger: Ledger,
+        evaluate: Callable[[int], Metrics],
+        references: ReferencePool | None,
+    ) -> None:
+        super().__init__(source, source.state_dict)
+        self._samples = source
+        self._prompts = prompts
+        self._sync = sync
+        self._ledger = ledger
+        self._evaluate = evaluate
+        self._references = references
+        self._dropped_prompts = 0
+
+    def start(self, version: int) -> None:
+        self.sync(version)
+        self._samples.synced(version)
+
+    def sync(self, version: int) -> None:
+        self._report = self._sync.run(version)
+
+    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+        self._samples.trained(trajectories, step)
+        self._samples.synced(step)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self._samples.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._ledger.restore(checkpoint.file(LEDGER))
+
+    def evaluate(self, step: int) -> Metrics:
+        return self._evaluate(step)
+
+    def figures(self, step_s: float) -> RolloutFigures:
+        queued, ready = self._samples.queue_sizes()
+        before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
+        reference, notes = reference_work(self._references, step_s)
+        return RolloutFigures(
+            queued_groups=queued,
+            ready_groups=ready,
+            dropped_prompts=self._dropped_prompts - before,
+            gather_s=self._report.gather_s,
+            probe_gap=self._report.probe_gap,
+            sync=self._report.record(),
+            sync_line=str(self._report),
+            reference=reference,
+            notes=notes,
+        )
+
+
+def no_metrics(step: int) -> Metrics:
+    """Without an evaluation file."""
+    return {}
+
+
+def held_out_metrics(evaluator: Evaluator, devices: Turns, step: int) -> Metrics:
+    """Held-out accuracy by the engines, over all files and of each."""
+    devices.generation()
+    result = evaluator.run(step)
+    metrics = evaluation_metrics(result.overall)
+    for name, record in result.datasets.items():
+        metrics |= evaluation_metrics(record, name)
+    return metrics
+
+
+def reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
+    """Work of the reference workers since the last call, and sentences about workers that left or joined."""
+    if pool is None:
+        return None, []
+    work, notes = pool.take_work(), list(pool.news)
+    pool.news.clear()
+    record = ReferenceRecord(
+        total_s=step_s,
+        model_running_s=work.busy_s,
+        waiting_s=max(0.0, step_s - work.busy_s),
+        response_tokens=work.response_tokens,
+        total_tokens=work.total_tokens,
+    )
+    return record, notes

@@ -1,0 +1,45 @@
+"""Run: everything that the training loop holds open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slime_like.config import RunConfig
+from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.progress import Progress
+from slime_like.orchestration.reference.refresh import Reference
+from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore
+from slime_like.orchestration.trainer.group import TrainerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An opened run; see ``slime_like.orchestration.run.opening``.
+
+    Attributes:
+        config: the run's configuration.
+        finished_steps: steps that the resumed checkpoint has behind it; 0 in a new run.
+        decode: token ids to text, by the model's own tokenizer.
+        rollout: gives a step's trajectories; syncs and evaluates where engines run.
+        batcher: packs trajectories.
+        trainers: all trainer ranks.
+        devices: moves trainers and engines, where they share devices.
+        reference: refreshes the reference's weights where ``reference.update_interval`` is set.
+        checkpoints, metrics, progress: where results go.
+    """
+
+    config: RunConfig
+    finished_steps: int
+    decode: Callable[[Sequence[int]], str]
+    rollout: RolloutSide
+    batcher: ExperienceBatcher
+    trainers: TrainerGroup
+    devices: Turns
+    reference: Reference
+    checkpoints: CheckpointStore
+    metrics: MetricLogger
+    progress: Progress

@@ -1,0 +1,100 @@
+"""Weights and gradients out of one rank, in buckets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from slime_like.config import SyncConfig
+from slime_like.interfaces import BucketMetadata, RankCoordinates, TrainerBackend, WeightBucket
+from slime_like.orchestration.cluster.node import node_address
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.weights.transport import Sender, TransportSettings
+from slime_like.weights.transports.registry import open_sender
+
+
+class RankExport:
+    """Gathers one rank's buckets, and sends them to the engines or to the driver.
+
+    Args:
+        backend: set up already.
+        place: of this rank on the parallel axes.
+        training: holds the batch that gradients are computed from.
+    """
+
+    def __init__(
+        self, config: SyncConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._sends = (place.data, place.context, place.tensor) == (0, 0, 0)
+        self._training = training
+        self._sender: Sender | None = None
+        self._buckets: Iterator[WeightBucket] | None = None
+        self._in_flight: deque[BucketMetadata] = deque()
+
+    def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
+        """Open the sending side of the weight transport, anew if it was open; returns what receivers need to join.
+
+        ``None`` from ranks that send nothing: only the first of a pipeline stage does.
+        """
+        self.close()
+        self._in_flight.clear()
+        self._sender = None
+        if not self._sends:
+            return None
+        settings = TransportSettings(node_address(), self._config.directory, self._config.timeout_s, delta)
+        self._sender = open_sender(name, session, settings)
+        return self._sender.rendezvous()
+
+    def begin_export(self) -> None:
+        """Start over. Engines have loaded whatever was sent before, or the transport was opened anew."""
+        self._release(keep=0)
+        self._buckets = self._backend.export_weights()
+
+    def begin_gradient_export(self, index: int, denominator: float) -> None:
+        """Make the gradients of the loaded batch's minibatch ``index`` what ``next_tensors`` gives; update nothing."""
+        self._training.accumulate_minibatch(index, denominator)
+        self._buckets = self._backend.export_gradients(denominator)
+
+    def next_bucket(self) -> BucketMetadata | None:
+        """Gather and send the next bucket; ``None`` when this rank has none to send, or no more.
+
+        Ranks that only take part in a gather yield empty buckets in step with the one that sends.
+        At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
+        """
+        self._release(keep=1)
+        bucket = self._next()
+        if bucket is None:
+            return None
+        if self._sender is None:
+            raise RuntimeError("a rank exports weights, but only first ranks of stages may")
+        self._in_flight.append(self._sender.send(bucket))
+        return self._in_flight[-1]
+
+    def next_tensors(self) -> dict[str, Tensor] | None:
+        """The next bucket itself of the weights or gradients begun, on the host; ``None`` as in ``next_bucket``."""
+        bucket = self._next()
+        if bucket is None:
+            return None
+        # A bucket is valid until the next one only, and may hold views of a larger buffer.
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.tensors}
+
+    def _next(self) -> WeightBucket | None:
+        """The bucket whose turn it is; ``None`` for an empty one, and at the end."""
+        if self._buckets is None:
+            raise RuntimeError("a bucket is asked for before begin_export")
+        bucket = next(self._buckets, None)
+        return bucket if bucket is not None and bucket.tensors else None
+
+    def close(self) -> None:
+        """Close the sending side, if it is open."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _release(self, keep: int) -> None:
+        while self._sender is not None and len(self._in_flight) > keep:
+            self._sender.release(self._in_flight.popleft())

@@ -1,0 +1,195 @@
+"""Scoring and training on one rank: it holds the step's packs, so that they cross the cluster once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
+from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
+from slime_like.interfaces import RankCoordinates, ScoredLogprobs, TrainerBackend
+from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
+
+Minibatch = list[PackedTrajectory]
+Scores = list[ScoredLogprobs]
+Weights = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLogprobs:
+    """(response_len,) logprobs of one sequence as frozen at the start of the step; no reference without a KL term."""
+
+    policy: Tensor
+    reference: Tensor | None
+
+    @property
+    def required_reference(self) -> Tensor:
+        if self.reference is None:
+            raise TrainerError("a sequence has no reference logprobs; score the batch with the reference first")
+        return self.reference
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStep:
+    """One optimizer step whose windows were streamed.
+
+    Attributes:
+        stats: its figures; ``None`` from ranks that do not have them.
+        busy_s: seconds spent on it, waiting for windows not included.
+        reference_s: of these, seconds spent on reference logprobs.
+    """
+
+    stats: GRPOStats | None
+    busy_s: float
+    reference_s: float
+
+
+class RankTraining:
+    """The packs of the current step on one rank, and what is computed from them.
+
+    Args:
+        backend: set up already.
+        place: of this rank on the parallel axes.
+    """
+
+    def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
+        self._config = config
+        self._backend = backend
+        self._place = place
+        self._minibatches: list[Minibatch] = []
+        self._busy_s = self._scoring_s = 0.0
+
+    @property
+    def packs(self) -> Iterator[PackedTrajectory]:
+        """The packs of all minibatches."""
+        return (pack for minibatch in self._minibatches for pack in minibatch)
+
+    # ------------------------------------------------------------------------------------------------ a whole batch
+    def load_batch(self, minibatches: list[Minibatch]) -> None:
+        """Take this replica's micro-batches of the step, by minibatch."""
+        self._minibatches = minibatches
+        for pack in self.packs:
+            pack.old_logprobs = None  # kept rollouts may bring those of the step they were kept from
+
+    def score_batch(self, weights: Weights) -> None:
+        """Fill ``old_logprobs`` (policy) or ``ref_logprobs`` (reference) of the loaded packs, frozen for the step."""
+        self._freeze(list(self.packs), weights)
+
+    def set_advantages(self, advantages: dict[str, float]) -> None:
+        """Replace the advantages of every loaded pack; each sequence of the batch must be named."""
+        for pack in self.packs:
+            values = torch.tensor([advantages[name] for name in pack.sequence_ids], dtype=torch.float32)
+            pack.advantages = values.to(pack.response_lens.device).repeat_interleave(pack.response_lens)
+
+    def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
+        """One optimizer step over the minibatch ``index`` of the loaded batch."""
+        self.accumulate_minibatch(index, denominator)
+        return self._backend.finish_step(denominator)
+
+    def accumulate_minibatch(self, index: int, denominator: float) -> None:
+        """Compute the gradients of minibatch ``index``, without an update."""
+        packs = self._minibatches[index]
+        self._backend.begin_step(denominator, real_tokens(packs))
+        self._backend.accumulate(packs, last=True)
+
+    # ----------------------------------------------------------------------------------------------- streamed windows
+    def begin_stream(self) -> None:
+        """Start an optimizer step whose windows are not all known yet."""
+        started = time.perf_counter()
+        self._minibatches = [[]]
+        self._scoring_s = 0.0
+        self._backend.begin_step()
+        self._busy_s = time.perf_counter() - started
+
+    def train_window(self, packs: list[PackedTrajectory], last: bool) -> None:
+        """Score what the loss needs scored, then accumulate; the weights are those of the start of the step.
+
+        Args:
+            packs: this replica's micro-batches of one window.
+            last: no window follows in this step.
+        """
+        started = time.perf_counter()
+        self._minibatches[0] += packs
+        for pack in packs:
+            pack.old_logprobs = None  # as in load_batch
+        if not self._config.supervised:
+            self._score_window(packs)
+        self._backend.accumulate(packs, last=last)
+        self._busy_s += time.perf_counter() - started
+
+    def _score_window(self, packs: list[PackedTrajectory]) -> None:
+        if self._config.algorithm.scores_policy:
+            self._freeze(packs, "policy")
+        if self._config.reference_in_trainer:
+            started = time.perf_counter()
+            self._freeze(packs, "reference")
+            self._scoring_s += time.perf_counter() - started
+
+    def finish_stream(self, denominator: float) -> StreamedStep:
+        """The update of everything that ``train_window`` was given since ``begin_stream``."""
+        started = time.perf_counter()
+        stats = self._backend.finish_step(denominator)
+        return StreamedStep(stats, self._busy_s + time.perf_counter() - started, self._scoring_s)
+
+    # -------------------------------------------------------------------------------------------------------- scores
+    def score(self, packs: list[PackedTrajectory], weights: Weights) -> Scores | None:
+        """Logprobs and entropies of ``packs`` on the host, from one rank of every replica; ``None`` from the others."""
+        scored = self._backend.score(packs, weights)
+        if scored is None or self._place.tensor > 0 or self._place.context > 0:
+            return None
+        return [ScoredLogprobs(values.logprobs.cpu(), values.entropy.cpu()) for values in scored]
+
+    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
+        """Policy and reference logprobs of those of the named sequences that this rank holds and has scored."""
+        wanted = set(sequence_ids)
+        found: dict[str, FrozenLogprobs] = {}
+        for pack in self.packs:
+            if pack.old_logprobs is None or wanted.isdisjoint(pack.sequence_ids):
+                continue
+            policies = unpack_response_logprobs(pack, pack.old_logprobs)
+            frozen = pack.ref_logprobs
+            references = [None] * len(policies) if frozen is None else unpack_response_logprobs(pack, frozen)
+            for name, policy, reference in zip(pack.sequence_ids, policies, references, strict=True):
+                if name in wanted:
+                    host = None if reference is None else reference.cpu()
+                    found.setdefault(name, FrozenLogprobs(policy.cpu(), host))
+        return found
+
+    def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
+        """Teacher-forced logprobs at temperature 1 of every token but the first, all sequences end to end."""
+        pack = pack_sequences([_as_trajectory(tokens, index) for index, tokens in enumerate(sequences)])
+        scored = self._backend.score([pack], "policy")
+        return None if scored is None else scored[0].logprobs.cpu().numpy()
+
+    def _freeze(self, packs: list[PackedTrajectory], weights: Weights) -> None:
+        scored = self._backend.score(packs, weights)
+        if scored is None:
+            return
+        for pack, values in zip(packs, scored, strict=True):
+            if weights == "policy":
+                pack.old_logprobs = values.logprobs
+            else:
+                pack.ref_logprobs = values.logprobs
+
+
+def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:
+    response = torch.tensor(tokens[1:], dtype=torch.int64)
+    return UnscoredTrajectory(
+        prompt_tokens=torch.tensor(tokens[:1], dtype=torch.int64),
+        response_tokens=response,
+        prompt_len=1,
+        response_len=len(response),
+        logprobs=None,
+        answer="",
+        sequence_id=f"probe-{index}",
+        policy_version=0,
+        group_id=index,
+        loss_mask=torch.ones(len(response), dtype=torch.bool),
+    )

@@ -1,0 +1,125 @@
+"""One process group of a sender and its receivers, over gloo or NCCL, and the store through which they meet."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+
+GLOO, NCCL = "gloo", "nccl"
+_LOOK_EVERY_S = 0.0005
+_ASK_EVERY_S = 0.25
+"""Between a waiting receiver's looks at whether the group is broken: gloo does not report it to every member."""
+
+
+@dataclass(slots=True)
+class BroadcastGroup:
+    """One process group, formed when it is first used: that waits for all of its members.
+
+    Attributes:
+        own: address of the interface that this member listens on.
+        host, port: the sender's store.
+    """
+
+    backend: str
+    own: str
+    host: str
+    port: int
+    generation: int
+    rank: int
+    size: int
+    timeout_s: float
+    _group: Any = None
+
+    def broadcast(self, data: Tensor, is_broken: Callable[[], bool] = lambda: False) -> None:
+        """Copy ``data`` of rank 0 into ``data`` of all others; return when it is there.
+
+        Raises:
+            RuntimeError, TimeoutError: a member was lost, or ``is_broken`` says so, or time ran out.
+        """
+        if data.is_cuda:
+            torch.cuda.set_device(data.device)  # of this thread
+        timeout = timedelta(seconds=self.timeout_s)
+        if self._group is None:
+            # A connection of its own: waiting for the others must not keep other users from the store.
+            store = join_store(self.host, self.port, self.timeout_s)
+            own_part = dist.PrefixStore(f"group/{self.generation}", store)
+            self._group = _FORM[self.backend](own_part, self.rank, self.size, self.own, timeout)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
+        work = self._group.broadcast([data], options)
+        _wait_completed(work, self.timeout_s, is_broken)
+        work.wait(timeout)  # raises what went wrong
+        if self.backend == NCCL:
+            torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
+
+
+def _form_gloo(store: dist.Store, rank: int, size: int, own: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=own)]  # the one interface it listens on
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _form_nccl(store: dist.Store, rank: int, size: int, _: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_FORM: Mapping[str, Callable[[dist.Store, int, int, str, timedelta], Any]] = {GLOO: _form_gloo, NCCL: _form_nccl}
+
+
+def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) -> None:
+    started = asked = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - asked > _ASK_EVERY_S:
+            asked = now
+            if is_broken():
+                raise RuntimeError("the sender has given this group up")
+        if now - started > timeout_s:
+            raise TimeoutError("no end of the broadcast")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def serve_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # By itself the store would listen on every interface of the machine.
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(
+            f"weight sync: no sender listens on {host}:{port} ({one_line(error)}): the sender has ended, or the "
+            "network between engine and trainer is closed"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

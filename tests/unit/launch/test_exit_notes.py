@@ -1,0 +1,69 @@
+"""A node that ends before Ray connects it leaves a note, and the nodes that wait for it end with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.launch import LaunchOptions
+from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict
+
+
+def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:
+    options = LaunchOptions(None, (), 2, rank, head="127.0.0.2", silence_s=silence_s, nodes_timeout_s=nodes_timeout_s)
+    return ExitNotes(tmp_path / "run", options)
+
+
+def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
+    with pytest.raises(NodeEndedError) as ended:
+        waiting.require_none_ended([rank])
+    return ended.value.verdict.sentence
+
+
+def test_a_note_that_comes_while_a_node_waits_counts_at_once(tmp_path: Path) -> None:
+    own, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
+    waiting.require_none_ended()
+    own.leave(Verdict(2, "no model"))
+    assert sentence_of(waiting) == "no model"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
+
+
+def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes(tmp_path, 0).leave(Verdict(2, "no model"))
+    notes(tmp_path, 1).require_none_ended()
+    impatient = notes(tmp_path, 1, silence_s=1e-4)
+    time.sleep(0.01)
+    left_at = tmp_path.joinpath(".run.cluster", "ended-0.json").stat().st_mtime
+    monkeypatch.setattr(time, "time", lambda: left_at + 5)
+    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not started again: no model"
+    again = notes(tmp_path, 0)
+    impatient.require_none_ended()  # it has been started again,
+    again.leave(Verdict(1, "busy port"))
+    assert sentence_of(impatient) == "busy port"  # and has ended again
+
+
+def test_an_old_note_does_not_count(tmp_path: Path) -> None:
+    notes(tmp_path, 0).leave(Verdict(2, "no model"))
+    long_ago = time.time() - 3600
+    os.utime(tmp_path.joinpath(".run.cluster", "ended-0.json"), (long_ago, long_ago))
+    waiting = notes(tmp_path, 1, silence_s=1e-4)
+    time.sleep(0.01)
+    waiting.require_none_ended()
+
+
+def test_a_note_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
+    waiting, path = notes(tmp_path, 0), tmp_path.joinpath(".run.cluster", "ended-1.json")
+    path.parent.mkdir()
+    path.write_text("{")
+    assert sentence_of(waiting, rank=1).startswith(f"node 1 has ended, and {path} does not say why")
+
+
+def test_a_note_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".run.cluster").touch()
+    notes(tmp_path, 0).leave(Verdict(1, "gone"))
+    assert "ended-0.json cannot be written (File exists)" in capsys.readouterr().err

@@ -1,0 +1,331 @@
+"""Both sides of a launch against a GCS in this process: each case ends with a sentence that names node and cause."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.config.launch import LaunchOptions, launch_directory
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError, LaunchError, SlimeLikeError
+from slime_like.launch import agreement, coordinator, participant
+from slime_like.launch.agreement import Agreement, facts
+from slime_like.launch.exit import RefusedError, Verdict
+from slime_like.launch.launcher import launch
+from slime_like.orchestration.cluster import gcs
+from slime_like.orchestration.cluster.ray_node import Ready
+from tests.conftest import Tiny
+from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
+
+NODE_0 = "node 0 (gpu-0, 10.0.0.0)"
+REMEDY = "restart to resume from the last checkpoint"
+
+
+class Node(threading.Thread):
+    """``launch`` in a thread."""
+
+    def __init__(self, config: RunConfig, rank: int, port: int, **fields: object) -> None:
+        super().__init__(daemon=True)
+        given = {"nodes": 3, "head": HOST, "address": f"127.0.0.{rank + 2}", "plan": False, **fields}
+        self._options = LaunchOptions(config=None, flags=(), node_rank=rank, port=port, **given)  # type: ignore[arg-type]
+        self._config = config
+        self.place = f"node {rank} ({socket.gethostname()}, 127.0.0.{rank + 2})"
+        self.verdict: Verdict | None = None
+        self.error: SlimeLikeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.verdict = launch(self._options, self._config)
+        except SlimeLikeError as error:
+            self.error = error
+
+    def ended(self) -> Node:
+        self.join(30)
+        assert not self.is_alive()
+        return self
+
+
+class FakeRay:
+    """In place of ``RayNode``: joins the GCS of the test, without a process."""
+
+    gcs: GcsServer
+    port: int
+    death = ""
+
+    def __init__(self, spec: Any, environment: Any, timeout_s: float) -> None:
+        self._rank = spec.rank
+
+    def __enter__(self) -> FakeRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gcs.leave(self._rank)
+
+    def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
+        watch()
+        self.gcs.join(self._rank)
+        return Ready(f"{HOST}:{self.port}", 0, "/logs")
+
+    def problem(self) -> str | None:
+        return self.death or None
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = ((coordinator, "_POLL_S", 0.05), (coordinator, "_LINGER_S", 0.2), (participant, "_POLL_S", 0.05))
+    for module, name, seconds in (*waits, (agreement, "_SEE_FILE_S", 0.2), (gcs, "_REFUSED_S", 0.3)):
+        monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.fixture
+def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
+    token = launch_directory(tmp_path / "run") / "key"
+    token.parent.mkdir()
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    return load_config(Path("configs/quickstart.yaml"), tiny.rl_flags(tmp_path / "run")[2:])
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+    with gcs_server() as (found, port):
+        ray = type("Ray", (FakeRay,), {"gcs": found, "port": port})
+        for side in (coordinator, participant):
+            monkeypatch.setattr(side, "RayNode", ray)
+        monkeypatch.setattr(coordinator, "_require_free", lambda address, port: None)
+        found.port, found.ray = port, ray  # type: ignore[attr-defined]
+        yield found
+
+
+def begin(server: GcsServer, config: RunConfig, rank: int = 1, **fields: object) -> Node:
+    return Node(config, rank, server.port, **fields)  # type: ignore[attr-defined]
+
+
+def publish(server: GcsServer, config: RunConfig, **fields: object) -> None:
+    """What node 0 does."""
+    directory = launch_directory(config.run_dir)
+    (directory / "marker").touch()
+    stored = asdict(Agreement(NODE_0, 3, str(directory / "marker"), facts(config))) | fields
+    server.values[b"agreement"] = json.dumps(stored).encode()
+
+
+def settled(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def problem(server: GcsServer) -> Verdict:
+    """What a node that cannot go on reports to node 0, which answers with its verdict."""
+    settled(lambda: b"problem" in server.values)
+    server.values[b"verdict"] = b'{"code": 1, "sentence": "over"}'
+    return Verdict(**json.loads(server.values[b"problem"]))
+
+
+def test_a_node_joins_and_ends_with_the_verdict_of_node_0(server: GcsServer, config: RunConfig) -> None:
+    publish(server, config)
+    node = begin(server, config)
+    settled(lambda: 1 in server.nodes)
+    server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
+    assert node.ended().verdict == Verdict(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("torch", "torch={own}: " + NODE_0 + " has 0; use one environment, or one image, on all nodes"),
+        ("steps", "steps={own}: " + NODE_0 + " has 0; give the same settings on all nodes"),
+    ],
+)
+def test_what_differs_from_node_0_ends_the_run(server: GcsServer, config: RunConfig, name: str, sentence: str) -> None:
+    own = facts(config)
+    publish(server, config, facts=own | {name: "0"})
+    node = begin(server, config)
+    expected = Verdict(1, f"{node.place}: {sentence.format(own=own[name])}")
+    assert problem(server) == expected == node.ended().verdict
+    assert 1 not in server.nodes
+
+
+def test_another_directory_behind_run_dir_ends_the_run(server: GcsServer, config: RunConfig) -> None:
+    publish(server, config, marker="/nowhere/marker")
+    node = begin(server, config)
+    found = problem(server)
+    assert found.sentence.startswith(f"{node.place}: run_dir={config.run_dir} is not the directory that node 0 sees")
+    assert node.ended().verdict == found
+
+
+def test_a_configuration_that_is_refused_on_one_node_ends_the_run(server: GcsServer, config: RunConfig) -> None:
+    publish(server, config)
+    data = config.data.model_copy(update={"train": [Path("none.jsonl")]})
+    node = begin(server, config.model_copy(update={"data": data}))
+    found = problem(server)
+    assert found.code == 2 and found.sentence.startswith(node.place) and "none.jsonl" in found.sentence
+
+
+def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConfig) -> None:
+    publish(server, config)
+    node = begin(server, config)
+    settled(lambda: 1 in server.nodes)
+    server.ray.death = "Ray ended by itself"  # type: ignore[attr-defined]
+    assert problem(server) == Verdict(1, f"{node.place}: Ray ended by itself")
+
+
+def test_an_interrupt_on_a_node_ends_the_run(
+    server: GcsServer, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(participant, "require_valid", interrupted)
+    publish(server, config)
+    node = begin(server, config)
+    assert problem(server) == Verdict(1, f"{node.place}: interrupted there")
+    assert node.ended().verdict == Verdict(130, f"interrupted on {node.place}")
+
+
+def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
+    """The run goes on without the second node, which leaves no note either."""
+    publish(server, config, nodes=2)
+    first = begin(server, config)
+    settled(lambda: 1 in server.nodes)
+    for rank, why in ((1, f"{first.place} has it already"), (2, "of NODES=2 it is 1 to 1")):
+        refused = begin(server, config, rank).ended().error
+        assert isinstance(refused, RefusedError)
+        assert str(refused) == f"NODE_RANK={rank} on {socket.gethostname()} is refused: {why}"
+    assert b"problem" not in server.values and list(launch_directory(config.run_dir).glob("ended-*")) == []
+    assert first.is_alive()
+    server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
+    first.ended()
+
+
+def test_another_token_is_a_sentence_on_both_sides(server: GcsServer, config: RunConfig, tmp_path: Path) -> None:
+    """Ray turns the node away; its note reaches node 0."""
+    other = tmp_path / "other"
+    other.write_text("w" * 32)
+    other.chmod(0o600)
+    head = begin(server, config, 0)
+    settled(lambda: b"agreement" in server.values)
+    node = begin(server, config, token_file=other)
+    error = str(node.ended().error)
+    assert error.startswith(f"{node.place}: {HOST}:") and "does not accept this node's key; give every node" in error
+    assert head.ended().verdict == Verdict(1, error)
+
+
+def test_node_0_that_is_gone_is_lost(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gcs_server() as (found, port):
+        monkeypatch.setattr(participant, "RayNode", type("Ray", (FakeRay,), {"gcs": found, "port": port}))
+        publish(found, config)
+        node = Node(config, 1, port)
+        settled(lambda: 1 in found.nodes)
+    verdict = node.ended().verdict
+    assert verdict is not None and verdict.code == 1
+    assert verdict.sentence.startswith(f"{node.place} has lost node 0 ({HOST}): its connection ended")
+
+
+def test_node_0_that_never_answers(config: RunConfig) -> None:
+    with socket.socket() as unused:  # bound, so that no other process gets the port, and not listening
+        unused.bind((HOST, 0))
+        port = unused.getsockname()[1]
+        error = Node(config, 1, port, nodes_timeout_s=1.0).ended().error
+    assert str(error).startswith(f"node 0 did not answer at {HOST}:{port} within 1 s (Connection refused)")
+
+
+def test_a_node_that_never_comes(server: GcsServer, config: RunConfig) -> None:
+    head = begin(server, config, 0, nodes_timeout_s=2.0)
+    settled(lambda: b"agreement" in server.values)
+    came = begin(server, config, 1)
+    sentence = f"of 3 nodes, node 2 did not come to {head.place} within 2 s; start the same command there with its"
+    verdict = head.ended().verdict
+    assert verdict is not None and verdict.sentence.startswith(sentence)
+    assert came.ended().verdict == verdict
+    late = begin(server, config, 2)
+    late.ended()  # its note lies there, too
+
+
+def test_a_problem_of_one_node_ends_all(server: GcsServer, config: RunConfig) -> None:
+    head = begin(server, config, 0)
+    settled(lambda: b"agreement" in server.values)
+    came = begin(server, config, 1)
+    settled(lambda: 1 in server.nodes)
+    stray = begin(server, config, 2, address="192.0.2.7").ended()
+    assert isinstance(stray.error, ConfigError)
+    (sentence,) = stray.error.problems
+    assert sentence.startswith("NODE_ADDR=192.0.2.7 is no address of")
+    assert head.ended().verdict == came.ended().verdict == Verdict(2, sentence)
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"), [("health check failed", "health check failed"), ("", "it left")], ids=["silent", "left"]
+)
+def test_a_node_that_is_lost_ends_the_run(server: GcsServer, config: RunConfig, why: str, expected: str) -> None:
+    head = begin(server, config, 0)
+    settled(lambda: b"agreement" in server.values)
+    server.join(1)
+    time.sleep(0.5)
+    server.leave(1, why)
+    verdict = head.ended().verdict
+    assert verdict is not None and verdict.code == 1
+    assert verdict.sentence == (f"node 1 (gpu-1, 10.0.0.1) was lost during `start`: {expected}; {REMEDY}")
+
+
+def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -> None:
+    head = begin(server, config, 0)
+    settled(lambda: b"agreement" in server.values)
+    server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
+    verdict = head.ended().verdict
+    assert verdict == Verdict(1, f"{head.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}")
+
+
+def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunConfig, tmp_path: Path) -> None:
+    """The first reads its note at once, the second when node 0 has stayed away for twice the bound on silence."""
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))
+        port = unused.getsockname()[1]
+        early = Node(config, 1, port)
+        time.sleep(0.5)  # it waits for node 0's GCS
+        data = config.data.model_copy(update={"train": [tmp_path / "none.jsonl"]})
+        head = Node(config.model_copy(update={"data": data}), 0, port).ended()
+        assert isinstance(head.error, ConfigError)
+        (sentence,) = head.error.problems
+        assert early.ended().verdict == Verdict(2, sentence)
+        late = Node(config, 2, port, silence_s=0.1).ended().verdict
+    assert late is not None and late.code == 2
+    assert late.sentence.endswith(f"s ago and was not started again: {sentence}")
+
+
+def test_a_port_that_is_taken_on_node_0(config: RunConfig) -> None:
+    with socket.socket() as holder:
+        holder.bind((HOST, 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        early = Node(config, 1, port)
+        time.sleep(0.5)
+        head = Node(config, 0, port).ended()
+        assert isinstance(head.error, LaunchError)
+        assert str(head.error).startswith(f"port {port} of {HOST} cannot be listened on (Address already in use)")
+        assert early.ended().verdict == Verdict(1, str(head.error))
+
+
+def test_an_interrupt_before_ray_connects_a_node_leaves_a_note(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(participant, "find_place", interrupted)
+    node = Node(config, 1, 6380).ended()
+    sentence = f"interrupted on node 1 ({socket.gethostname()})"
+    assert node.verdict == Verdict(130, sentence)
+    note = launch_directory(config.run_dir) / "ended-1.json"
+    assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}

@@ -1,0 +1,46 @@
+"""Ray's token: made once, whole, for its owner alone."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.launch import launch_directory
+from slime_like.errors import LaunchError
+from slime_like.orchestration.cluster.token import await_token, create_token
+
+
+def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
+    path = launch_directory(tmp_path / "runs" / "first") / "key"
+    assert path == tmp_path / "runs" / ".first.cluster" / "key"  # not in the run directory, which may be moved aside
+    found: list[str] = []
+    waiting = threading.Thread(target=lambda: found.append(await_token(path, 20)))
+    waiting.start()
+    key = create_token(path)
+    waiting.join()
+    assert found == [key] == [create_token(path)] and len(key) >= 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [entry.name for entry in path.parent.iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "problem"),
+    [(0o640, "x" * 32, "may be read by others"), (0o604, "x" * 32, "read by others"), (0o600, "short", "shorter than")],
+)
+def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str, problem: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    for read in (create_token, lambda path: await_token(path, 1)):
+        with pytest.raises(LaunchError, match=problem):
+            read(path)
+
+
+def test_a_key_that_never_comes(tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=r"no cluster key .* within 0 s: .* not on a file system that all nodes share"
+    ):
+        await_token(tmp_path / "key", 0.2)
