@@ -50,7 +50,9 @@ def test_an_engine_in_another_interpreter_is_the_same_engine(
     pids = new_children(before)
     try:
         under_test = EngineUnderTest(engine, references, loop)
-        host = next(psutil.Process(pid) for pid in pids if "engine_main" in " ".join(psutil.Process(pid).cmdline()))
+        host = next(
+            psutil.Process(pid) for pid in pids if "slime_like.hosting.main" in " ".join(psutil.Process(pid).cmdline())
+        )
         assert host.cmdline()[0] == str(other)
         assert not any("ray" in Path(row.path).parts for row in host.memory_maps())
         health = under_test.run(engine.health())

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
 
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import open_sender
 from slime_like.weights.transports.shared_memory import SharedMemorySender
 from tests.unit.weights.test_transports import bucket, left
+
+
+@pytest.fixture
+def session() -> Iterator[str]:
+    name = f"transport-test-{uuid.uuid4().hex}"
+    yield name
+    assert cleanup(name) == []
 
 
 def test_another_process_sees_the_same_bytes(session: str) -> None:
