@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-"""What a command ends with, and a node of a launch, that did not do what it was told."""
+"""Exit codes of a command, or a node of a launch, that did not succeed."""
 
 
 class SlimeLikeError(Exception):
@@ -23,8 +23,8 @@ class ConfigError(SlimeLikeError):
 
     Attributes:
         problems: every fault found, each with field, value and remedy.
-        rest: the configuration with defaults for the fields that are wrong, where that makes one: for whoever looks for
-            what else is wrong.
+        rest: the configuration with defaults for the fields that are wrong, where that makes one: for further
+            checks.
     """
 
     def __init__(self, problems: list[str], rest: Any = None) -> None:

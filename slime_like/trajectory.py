@@ -230,7 +230,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
 
 @dataclass(slots=True, kw_only=True)
 class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
-    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a segment of its own.
+    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a separate segment.
 
     T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
     ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe the real sequences only. Trailing padding has

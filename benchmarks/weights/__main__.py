@@ -96,7 +96,7 @@ def _changes(scratch: Path) -> str:
 def _engine(scratch: Path) -> str:
     rows = engine.measure(scratch)
     lines = [
-        "## Engines\n\nBuckets of 256 MiB over shared memory into real engines, each in a process of its own with one "
+        "## Engines\n\nBuckets of 256 MiB over shared memory into real engines, each in a separate process with one "
         "thread, as in a run, bfloat16: a whole update with its own loading and, on vLLM, repacking. Verification is "
         "what of the hashing on both sides is not hidden behind other work, and the engine's part of the probe; both "
         "are upper bounds. Goal: at most "

@@ -1,6 +1,6 @@
 """SGLang's own process: its tokenizer manager, and the parent of its schedulers.
 
-A process of its own, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
+A separate process, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
 every child of the process when it shuts down, and it replaces the event loop's policy.
 """
 

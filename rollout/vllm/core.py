@@ -70,7 +70,7 @@ class EngineCore:
         timeout = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout):
-                # In a call of its own: something that vLLM imports keeps the importing frames, and all they refer to.
+                # In its own call: something that vLLM imports keeps the importing frames, and all they refer to.
                 await asyncio.to_thread(self._import)
                 llm: AsyncLLM = await asyncio.to_thread(self._build)
                 self._llm = llm

@@ -1,4 +1,4 @@
-"""From rewards to advantages. Groups are told apart by id, never by position, and may be uneven.
+"""From rewards to advantages. Groups are identified by id, never by position, and may be uneven.
 
 Every estimator computes in float64. A group whose rewards lie within ``eps`` of each other, and so every group of one,
 has advantage exactly 0: float noise divided by float noise teaches nothing.
@@ -149,7 +149,7 @@ def compute_advantages(
 
     Raises:
         ValueError: unknown estimator (the known ones are listed) or option (the same), shapes that differ, group ids
-            that are no integers, a reward that is not finite, an ``eps`` below 0, or an estimator (of one's own) whose
+            that are no integers, a reward that is not finite, an ``eps`` below 0, or a custom estimator whose
             advantages are not one finite number per sample.
 
     Example:

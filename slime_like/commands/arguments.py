@@ -1,4 +1,4 @@
-"""What subcommands share: configuration flags between their own, and a run directory that nobody has to name."""
+"""Arguments shared by subcommands: configuration flags and an optional run directory."""
 
 from __future__ import annotations
 

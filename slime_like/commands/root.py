@@ -28,7 +28,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.system.interrupts import InterruptHandler
-from slime_like.system.memory import made_to_stay
+from slime_like.system.memory import permanent_allocations
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
@@ -159,7 +159,7 @@ def _train(path: Path | None, flags: list[str]) -> int:
     config = _loaded(path, flags)
     require_valid(config)
     InterruptHandler().install()
-    with made_to_stay():
+    with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 
     with traceback_kept(config.run_dir):

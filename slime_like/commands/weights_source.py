@@ -24,8 +24,8 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
     """What kind of checkpoint this is, and where its model's dimensions are.
 
     Raises:
-        ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model cannot
-            be told.
+        ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model
+            cannot be found.
     """
     if (checkpoint / "config.json").is_file():
         if has_flag(flags, "model.path"):

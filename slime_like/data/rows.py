@@ -92,7 +92,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python keeps the last of equal keys, and other readers the first: whoever wrote both meant neither."""
+    """Reject repeated keys: Python keeps the last of them, other readers the first."""
     values = dict(pairs)
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -71,7 +71,7 @@ class Owner:
 
     def end(self) -> None:
         """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
-        self._ending.acquire()  # for good: whoever comes second must not end the process half-way
+        self._ending.acquire()  # for good: a second caller must not end the process half-way
         end_processes(descendants(os.getpid()), grace_s=0.0)
         self._remove_files()
         shutil.rmtree(self._scratch, ignore_errors=True)

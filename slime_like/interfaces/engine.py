@@ -36,7 +36,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTask:
-    """What an environment is told of a prompt's row.
+    """The part of a prompt's row that an environment receives.
 
     Attributes:
         answer: ground truth.

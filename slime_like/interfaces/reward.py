@@ -14,7 +14,7 @@ GroupFunction = TypeVar("GroupFunction", bound="Callable[..., list[RewardResult]
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """One function's word on one response.
+    """One reward function's result for one response.
 
     Attributes:
         reward: finite number, unweighted.
@@ -22,7 +22,7 @@ class RewardResult:
         metadata: whatever explains the reward; small, and expressible in JSON.
 
     Raises:
-        TypeError: a field is of another kind. Told here, where the traceback has the line that made the result.
+        TypeError: a field has another type. Raised here, where the traceback has the line that made the result.
     """
 
     reward: float

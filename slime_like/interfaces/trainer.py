@@ -86,7 +86,7 @@ class TrainerBackend(Protocol):
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
         """Zero the gradients and the step's sums.
 
-        Both arguments are needed only where the objective has a term with a denominator of its own
+        Both arguments are needed only where the objective has a term with its own denominator
         (``algorithm.moe_aux_loss_coef``), whose share in the gradient must be right while it is accumulated.
 
         Args:

@@ -1,4 +1,4 @@
-"""Are a Hugging Face checkpoint's weights there, and whole? Told from file sizes and headers, without torch."""
+"""Check that a Hugging Face checkpoint's weights are complete, from file sizes and headers, without torch."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def _header(file: Path) -> dict[str, Any]:
     size = file.stat().st_size
     length, header = _read_header(file, size)
     there = size - _LENGTH_BYTES - length
-    told = max(map(_end, _tensors(header).values()), default=0)
-    if there != told:
+    expected = max(map(_end, _tensors(header).values()), default=0)
+    if there != expected:
         lost = _cut_off(header, there)
         lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
         raise WeightFilesError(
-            f"{file} has {size} bytes, but its header tells of {size - there + told}: it is "
-            f"{'cut off' if there < told else 'too long'} or damaged{lacks}; "
+            f"{file} has {size} bytes, but its header describes {size - there + expected}: it is "
+            f"{'cut off' if there < expected else 'too long'} or damaged{lacks}; "
             f"{_AGAIN}"
         )
     return header

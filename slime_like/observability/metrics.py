@@ -181,7 +181,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _refuse_reserved(names: Iterable[str], reserved: tuple[str, ...]) -> None:
     taken = sorted(set(reserved).intersection(names))
     if taken:
-        raise ValueError(f"{', '.join(taken)}: every line has this field of its own; rename the value")
+        raise ValueError(f"{', '.join(taken)}: this field name is reserved; rename the value")
 
 
 # ----------------------------------------------------------------------------------------------------------- trackers

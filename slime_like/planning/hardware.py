@@ -93,7 +93,7 @@ class Hardware:
         return flops / (self.gpu.tflops * 1e12 * self.efficiency.attention)
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Time in which a GPU reads or writes so many bytes of its own memory."""
+        """Time in which a GPU reads or writes so many bytes of its memory."""
         return nbytes / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
     def host_seconds(self, nbytes: float) -> float:

@@ -34,7 +34,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     """Plan ``config``. Problems are collected; nothing is raised for them.
 
     Args:
-        note: told what is being worked on.
+        note: receives progress messages.
 
     Raises:
         ConfigError: the model's ``config.json`` cannot be read, or the backend is unknown or cannot be planned.

@@ -29,7 +29,7 @@ def _room(path: Path) -> str:
     try:
         usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
     except OSError as error:  # the disk is gone
-        return f"how much is free cannot be told: {error.strerror or error}"
+        return f"free space is unknown: {error.strerror or error}"
     return f"{usage.free} of {usage.total} bytes are free"
 
 

@@ -31,12 +31,12 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def made_to_stay() -> Iterator[None]:
+def permanent_allocations() -> Iterator[None]:
     """For imports of large packages: what is made inside is taken to live as long as the process.
 
     Python looks for garbage again and again while a trainer's packages make a million objects, a sixth of the time that
     their import takes, and later looks through all of them each time. Here it looks neither inside nor, afterwards, at
-    what is there. When the process ends it does once more, for packages complain of what they made and nobody freed.
+    what is there. When the process ends it does once more, since packages warn of objects that were not freed.
     """
     was_on = gc.isenabled()
     gc.disable()

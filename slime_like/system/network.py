@@ -46,7 +46,7 @@ def resolve(host: str) -> str:
     """The first address of ``host``; an address is its own.
 
     Raises:
-        OSError: nobody knows that name.
+        OSError: the name does not resolve.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(found[0][4][0])

@@ -14,7 +14,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """What a sender is told; every transport takes what it needs.
+    """Settings of a sender; every transport takes what it needs.
 
     Attributes:
         address: of the interface that network transports listen on, and reach receivers by.

@@ -617,7 +617,7 @@ def test_conversations_go_on_through_a_weight_update(
     assert spanning > 0 and observed > 100
 
 
-def test_its_death_is_told(engine: EngineUnderTest) -> None:
+def test_its_death_is_reported(engine: EngineUnderTest) -> None:
     """The last one here: nothing is left to answer."""
     processes = engine.run(engine.engine.health()).process_ids
     if not processes:

@@ -43,7 +43,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
         while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
             assert command.process.poll() is None, command.output
             time.sleep(0.1)
-        assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # nobody else's business
+        assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # loopback only
         command.named(*victim).kill()
         killed = time.monotonic()
         finished = command.finish(timeout_s=60)
@@ -83,9 +83,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
         assert row.get("rollout/staleness_max", 0) <= ahead
 
 
-def test_a_rank_killed_while_an_engine_is_waited_for_is_told_before_the_engine_answers(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny, tmp_path: Path) -> None:
     """An engine that joins a transport waits for the rank that opened it, for minutes."""
     with Command(quick(tiny, tmp_path / "run"), tmp_path / "log") as command:
         engine = _running(command, "ray::EngineActor.start")

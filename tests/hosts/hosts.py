@@ -1,11 +1,11 @@
-"""Several hosts on one machine: each with a network, a host name, processes, /tmp and /dev/shm of its own.
+"""Several hosts on one machine: each with its own network, host name, processes, /tmp and /dev/shm.
 
 Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
 directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
 with it: its process 1 is killed, and the kernel kills the rest.
 
 Where namespaces are forbidden, two loopback addresses of this machine stand for the two nodes, which then share all but
-their address, and nobody is outside. A host's processes are known there by a variable that they inherit.
+their address, and there is no outsider. A host's processes are known there by a variable that they inherit.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card
 
 
 def _furnish(host: Host, shared: Path) -> None:
-    """/tmp and /dev/shm of its own; what lies below them that every host has stays there."""
+    """Mount a separate /tmp and /dev/shm; what lies below them that every host has stays there."""
     found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared}
     found_everywhere |= {path.resolve() for path in found_everywhere}
     for replaced in (Path("/tmp"), Path("/dev/shm")):

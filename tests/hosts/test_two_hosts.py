@@ -99,7 +99,7 @@ def trained(network: Network, tiny: Tiny) -> Trained:
 
 
 def knock(network: Network) -> Knocking | None:
-    """``None`` where nobody is outside."""
+    """``None`` without an outsider."""
     if network.outsider is None:
         return None
     listeners = network.nodes[0].listening()
@@ -154,7 +154,7 @@ def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -
 @pytest.fixture
 def knocking(trained: Trained, network: Network) -> Knocking:
     if trained.knocking is None:
-        pytest.skip(f"nobody is outside, for these nodes are loopback addresses: {network.why_loopback}")
+        pytest.skip(f"no outsider, for these nodes are loopback addresses: {network.why_loopback}")
     return trained.knocking
 
 
@@ -178,7 +178,7 @@ def test_nothing_answers_at_the_other_network_but_ray_which_wants_the_key(knocki
 
 
 def test_nothing_serves_a_stranger_who_is_routed_to_the_cluster(knocking: Knocking) -> None:
-    """Who does reach the cluster's own address, but has no key, is served by nobody."""
+    """Requests that reach the cluster's address without the key are rejected."""
     assert str(PORT) in knocking.across
     for port, answers in knocking.across.items():
         assert not [answer for answer in answers if answer.startswith("OK")], (port, answers)

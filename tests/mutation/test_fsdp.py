@@ -51,7 +51,7 @@ def positions_begin_anew_on_every_rank() -> None:
 
 
 def ranks_are_averaged() -> None:
-    """What FSDP does unless it is told otherwise."""
+    """FSDP's default."""
     FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
 
 
@@ -92,7 +92,7 @@ def only_the_last_micro_batch_is_summed() -> None:
 
 
 def gradients_are_not_synchronised() -> None:
-    """Every rank goes on with its own rows of its own gradient."""
+    """Every rank goes on with its rows of its unreduced gradient."""
 
     def reduce(
         params: Any, grads: Any, group: Any, stream: Any, comm: Any, dtype: Any, reduce_dtype: Any, *rest: Any

@@ -1,4 +1,4 @@
-"""What a real rank holds for the length of a run, told by its tensors; written apart from the planner's count."""
+"""Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held:
 
 
 def held_by(trainer: Any) -> Held:
-    """Of a trainer that has taken a step. Storages are told apart by their address."""
+    """Of a trainer that has taken a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     storages = _storages(weights)
     state: list[Tensor] = []

@@ -321,9 +321,7 @@ def small_disk() -> Any:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_told_with_the_tensors_and_shows_nothing(
-    tmp_path: Path, small_disk: Callable[[int], None]
-) -> None:
+def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     small_disk(150_000)

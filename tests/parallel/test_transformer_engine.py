@@ -227,7 +227,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert attention_of(auto, PUBLISHED["DeepSeek-V3"], on_cuda=True) == "ring"
 
 
-def test_a_machine_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
         for module in ("backends.megatron.attention_choice", "slime_like.checks.attention"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)

@@ -109,7 +109,7 @@ def test_in_the_users_home_where_the_package_cannot_be_written(package: Path) ->
     assert hits == 1 and Path(directory).is_relative_to(package / "home")
 
 
-def test_where_numba_may_not_compile_it_is_told_in_a_sentence(package: Path) -> None:
+def test_a_start_without_compiling_fails_with_one_sentence(package: Path) -> None:
     """Also by Numba's own file, which no check of the environment sees."""
     (package / ".numba_config.yaml").write_text("disable_jit: 1")
     with pytest.raises(subprocess.CalledProcessError) as failed:

@@ -240,7 +240,7 @@ def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEv
         ({"name": "calculator", "options": {"opening": ""}}, "must not be empty"),
     ],
 )
-def test_an_unusable_environment_is_told_at_the_start(
+def test_an_unusable_environment_is_rejected_at_the_start(
     loop: asyncio.AbstractEventLoop, environment: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(EnvironmentFailure, match=reason):

@@ -15,7 +15,7 @@ HIDDEN = ("ray", "megatron", "math_verify", "ring_flash_attn", "tensorboard", "m
 
 
 def make_interpreter(root: Path, version: str = slime_like.__version__) -> Path:
-    """A virtual environment of its own, whose packages are those of this one, without the trainer's."""
+    """A virtual environment with the packages of this one, without the trainer's."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True, timeout=60)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(root)}))
     here = Path(slime_like.__file__).parents[1]

@@ -97,7 +97,7 @@ def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
-    # Wide types first: every tensor then begins at a multiple of its own type.
+    # Wide types first: every tensor then begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
     return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
 

@@ -94,7 +94,7 @@ class Loss:
 
         Raises:
             ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
-                policy term (of one's own) gives something else than (R,) values in ``PolicyTerms``.
+                custom policy term returns something else than (R,) values in ``PolicyTerms``.
         """
         self._check(inputs)
         inputs = inputs.cut_masked()

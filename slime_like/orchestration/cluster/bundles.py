@@ -13,7 +13,7 @@ RANK_LABEL = "slime-like.io/node-rank"
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices,
+    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each separate engine,
     then one for each rank of the reference workers.
 
     Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
@@ -56,7 +56,7 @@ class NodeRoom:
 
     Attributes:
         address: the node's.
-        free: devices that nobody uses.
+        free: number of unused devices.
     """
 
     address: str

@@ -6,8 +6,8 @@ stay for ever.
 
 Run as ``python -m slime_like.orchestration.cluster.orphan_reaper DRIVER_PID RAY_DIRECTORY SINCE LOGS
 RUN_NAME BUCKET_DIRECTORY...``
-with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is
-ending; its end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
+with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver is ending with a
+message of its error; end of file alone means that the driver was killed, which only this process can report.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def start(
         run_name,
         *map(str, bucket_directories),
     ]
-    # A session of its own: Ctrl-C on the terminal is the driver's business.
+    # A separate session: Ctrl-C on the terminal is handled by the driver.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

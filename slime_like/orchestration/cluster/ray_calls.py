@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 5.0
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
-def nobody() -> None:
-    """Nobody else to look at."""
+def watch_none() -> None:
+    """Check no other worker while waiting."""
 
 
 def gather(
@@ -33,7 +33,7 @@ def gather(
     phase: str,
     timeout_s: float,
     error: type[SlimeLikeError],
-    watch: Callable[[], None] = nobody,
+    watch: Callable[[], None] = watch_none,
 ) -> list[Any]:
     """Wait for every reference; the first failure ends the wait.
 

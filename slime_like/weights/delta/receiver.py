@@ -32,7 +32,7 @@ class DeltaReceiver:
     """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
 
     A wrong copy cannot go unnoticed: changes are refused where the copy's checksum is not that of the sender's, and
-    whoever receives compares the hash of the result with the entry.
+    the receiver compares the hash of the result with the entry.
     """
 
     def __init__(self, inner: Receiver) -> None:

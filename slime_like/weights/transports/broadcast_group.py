@@ -50,7 +50,7 @@ class BroadcastGroup:
             torch.cuda.set_device(data.device)  # of this thread
         timeout = timedelta(seconds=self.timeout_s)
         if self._group is None:
-            # A connection of its own: waiting for the others must not keep other users from the store.
+            # A separate connection: waiting for the others must not keep other users from the store.
             store = join_store(self.host, self.port, self.timeout_s)
             own_part = dist.PrefixStore(f"group/{self.generation}", store)
             self._group = _FORM[self.backend](own_part, self.rank, self.size, self.own, timeout)

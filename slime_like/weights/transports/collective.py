@@ -1,7 +1,7 @@
 """Buckets by broadcast, over gloo (hosts) or NCCL (GPUs): one sender, any number of receivers, on any host.
 
-The process group is an object of its own, never torch's default one, which trainer and engine use for themselves. Its
-members find each other through a store that the sender serves, on the one interface it is told:
+The process group is a separate object, never torch's default one, which trainer and engine use for themselves. Its
+members find each other through a store that the sender serves, on one given interface:
 
     joined            how many receivers have ever connected; each takes its number from here
     left/NUMBER       that receiver has closed
@@ -122,7 +122,7 @@ class CollectiveSender:
         hashing = Stopwatch()
         entries = write_bucket(bucket, data, hashing)
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has a stream of its own
+            torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has its own stream
         delivery = _Delivery(lambda: group.broadcast(data), self._last)
         location = {
             "sender": self._id,

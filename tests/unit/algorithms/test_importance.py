@@ -79,7 +79,7 @@ def test_the_off_policy_threshold_belongs_to_the_kept() -> None:
 
 
 def test_correction_scales_the_policy_term_alone() -> None:
-    """KL and entropy are of the current policy, whoever sampled."""
+    """KL and entropy are of the current policy, independent of the sampler."""
     inputs = make_inputs()
     common = {"kl_coef": 0.3, "entropy_coef": 0.1}
     plain = build_loss(AlgorithmConfig(**common))(inputs)

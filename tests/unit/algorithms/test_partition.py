@@ -30,7 +30,7 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
     assert len(partition) == ranks and all(own and all(own) for own in partition)
     assert sorted(i for own in partition for batch in own for i in batch) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= budget for own in partition for batch in own)
-    # Counts differ only where there is nothing left to split: every sequence has a micro-batch of its own.
+    # Counts differ only where there is nothing left to split: every sequence has its own micro-batch.
     assert len({len(own) for own in partition}) == 1 or all(len(batch) == 1 for own in partition for batch in own)
 
 

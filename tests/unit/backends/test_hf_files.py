@@ -91,7 +91,7 @@ def test_a_file_that_is_cut_off_is_named_with_the_tensors_it_lacks(keep: int, tm
     assert str(caught.value) == problem
 
 
-def test_a_file_with_more_than_its_header_tells_of_is_refused(tmp_path: Path) -> None:
+def test_a_file_longer_than_its_header_describes_is_rejected(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
     size = file.stat().st_size
@@ -99,8 +99,8 @@ def test_a_file_with_more_than_its_header_tells_of_is_refused(tmp_path: Path) ->
         stream.write(bytes(3))
     with pytest.raises(CheckpointError) as caught:
         _require(tmp_path)
-    told = f"{file} has {size + 3} bytes, but its header tells of {size}: it is too long or damaged; copy or download"
-    assert str(caught.value).startswith(told)
+    message = f"{file} has {size + 3} bytes, but its header describes {size}: it is too long or damaged; copy or"
+    assert str(caught.value).startswith(message)
 
 
 def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:

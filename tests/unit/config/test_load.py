@@ -252,7 +252,7 @@ def test_what_is_wrong_is_refused_with_place_value_and_remedy(
     assert problems[0].startswith(sentence.replace("FILE", str(path)))
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "steps: 0\nsteps: 1\nrollout: {num_engines: 0, enigne: x}\nbogus: 1\n")
     problems = problems_of(path, ["--trainer.parallel.tensor", "a", "--nope", "1"])
     for name in ("steps", "rollout.num_engines", "rollout.enigne", "bogus", "trainer.parallel.tensor", "--nope"):

@@ -306,7 +306,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         PromptSource([path], TOKENIZER, CONFIG, seed=0)
 
 
-def test_a_tokenizer_without_template_or_eos_is_told_what_to_do(file: Path) -> None:
+def test_a_tokenizer_without_template_or_eos_gets_a_remedy(file: Path) -> None:
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(DataError, match=r":1: the tokenizer has no chat template; set data.apply_chat_template: false"):

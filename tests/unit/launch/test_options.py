@@ -99,7 +99,7 @@ def test_slots_without_gpus(
     assert slots_per_node(config(tmp_path, **sections), nodes) == expected
 
 
-def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
     flags += ["--rollout.engine", "sglang"]
     own = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]

@@ -36,7 +36,7 @@ def test_their_gpus_are_counted() -> None:
     (problem,) = checks.placement_problems(run, Hardware.of(run))
     assert "trainer.parallel needs 8, engines 4, reference workers 8; use 3 nodes" in problem
     assert trainer_gpus(run, Hardware.of(run)) == 16 - 4 - 8
-    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term nobody scores
+    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
     assert checks.gpus_needed(unused).references == 0
 
 

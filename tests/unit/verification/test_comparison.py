@@ -203,7 +203,7 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
     assert parity.gradients == pytest.approx(1.0)
 
 
-def test_a_tensor_too_few_or_too_many_is_told() -> None:
+def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
     add_weights(parity, [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")])
     assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]

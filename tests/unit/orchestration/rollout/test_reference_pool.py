@@ -39,7 +39,7 @@ def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
 
 
 class Worker:
-    """Its logprob of a token is minus the token. Works when it may; fails when it is told to."""
+    """Its logprob of a token is minus the token. Works when it may; fails when the test says so."""
 
     def __init__(self, name: str, may_work: bool = True) -> None:
         self.name = name
@@ -178,7 +178,7 @@ def test_a_worker_that_never_starts_again_ends_the_run() -> None:
 
 
 def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
-    """Also by a worker that has to be started again for it. Weights that may be being read are told."""
+    """Also by a worker that has to be restarted for it. Weights that may be in use are reported."""
     pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):

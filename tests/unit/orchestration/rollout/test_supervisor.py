@@ -265,7 +265,7 @@ def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[.
     assert run.supervisor.serving == [kept]
     assert not run.supervisor.has_dead
     run.supervisor.admit()
-    assert run.supervisor.serving == [kept, kept + 1]  # a number of its own
+    assert run.supervisor.serving == [kept, kept + 1]  # a new number
 
 
 def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:

@@ -39,7 +39,7 @@ def group(step: int, advantage: float) -> list[ScoredTrajectory]:
     return trajectories
 
 
-def test_steps_whose_rewards_are_alike_are_told_once(tmp_path: Path) -> None:
+def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
     own, notes = recorder(load_config(None, flags))
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):

@@ -48,7 +48,7 @@ def test_a_service_that_fails(url: str) -> None:
 
 def test_a_service_that_is_restarted_costs_no_reward() -> None:
     results: list[RewardResult] = []
-    with socket.socket() as place:  # bound, not listening: connections are refused, and nobody else gets the port
+    with socket.socket() as place:  # bound, not listening: connections are refused, and no other process gets the port
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
