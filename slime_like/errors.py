@@ -19,7 +19,7 @@ class SlimeLikeError(Exception):
 
 
 class ConfigError(SlimeLikeError):
-    """The configuration is refused.
+    """The configuration is rejected.
 
     Attributes:
         problems: every fault found, each with field, value and remedy.

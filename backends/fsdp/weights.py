@@ -21,7 +21,7 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
     """This rank's rows; a view."""
     if not isinstance(parameter, DTensor):
-        raise TypeError(f"a {type(parameter).__name__} is no sharded tensor")
+        raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
     return parameter.to_local()
 
 

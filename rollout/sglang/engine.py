@@ -39,7 +39,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         """Start SGLang's processes and load the model.
 
         Raises:
-            EngineError: an engine argument is refused, the start fails, or it takes longer than
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
         check_arguments("sglang", self._config.rollout)

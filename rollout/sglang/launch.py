@@ -45,7 +45,7 @@ def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) 
         descriptor: the link's, which forked schedulers must not keep open.
 
     Raises:
-        EngineError: an engine argument is refused, or a scheduler failed; the message is the scheduler's own.
+        EngineError: an engine argument is rejected, or a scheduler failed; the message is the scheduler's own.
     """
     stand_ins.install()
     from sglang.srt.arg_groups.arg_utils import record_fields

@@ -84,7 +84,7 @@ class Groups:
             ValueError: another ``ddof``.
         """
         if ddof not in (0, 1):
-            raise ValueError(f"ddof={ddof} is no standard deviation; use 1 (of a sample) or 0 (of a population)")
+            raise ValueError(f"ddof={ddof} is not supported; use 1 (of a sample) or 0 (of a population)")
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 

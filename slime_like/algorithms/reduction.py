@@ -164,7 +164,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
     """
     require_tensors(x=x)
     if not all(isinstance(mask, Tensor) for mask in loss_masks):
-        raise ValueError("loss_masks hold something that is no tensor; give one tensor (response_len,) per sample")
+        raise ValueError("loss_masks must be tensors; give one tensor (response_len,) per sample")
     if x.ndim != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
     lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)

@@ -12,7 +12,7 @@ from slime_like.config.base import require_path
 
 
 def given_path(text: str) -> Path:
-    """``type`` of a positional path: text that can name no file is refused."""
+    """``type`` of a positional path: text that can name no file is rejected."""
     try:
         require_path(text)
     except ValueError as error:

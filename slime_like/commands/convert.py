@@ -146,7 +146,7 @@ def size_in_bytes(text: str) -> int:
     """ "500MB", "1.5GiB" or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ArgumentTypeError(f"{text!r} is no size; give one such as 500MB, 5GB or 2GiB")
+        raise ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB, 5GB or 2GiB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < _SMALLEST:
         raise ArgumentTypeError(f"{text!r} is less than {_SMALLEST} bytes; give a larger size, such as 500MB")
@@ -161,7 +161,7 @@ def size_text(nbytes: int) -> str:
 
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
+        raise ArgumentTypeError(f"{text!r} is not a number of threads; give 1 or more")
     return int(text)
 
 

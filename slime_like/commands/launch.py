@@ -87,14 +87,14 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
 def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number of seconds") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
 
 
 def run(arguments: Sequence[str]) -> int:

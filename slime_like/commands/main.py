@@ -1,6 +1,6 @@
 """The command ``slime-like``: errors meant for people as sentences, and exit codes.
 
-Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is refused; 130 interrupted (Ctrl-C).
+Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is rejected; 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Ledger:
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise DataError(f"{path}: {error}; it is no ledger, or not on a local disk") from error
+            raise DataError(f"{path}: {error}; not a ledger, or not on a local disk") from error
 
     @classmethod
     def begin(cls, run_dir: Path) -> Ledger:
@@ -188,7 +188,7 @@ def audit_run(run_dir: Path) -> Audit:
                 "SELECT group_id, state, step, reason FROM events ORDER BY group_id, number"
             ).fetchall()
     except sqlite3.Error as error:
-        raise DataError(f"{path}: {error}; it is no ledger, or damaged") from error
+        raise DataError(f"{path}: {error}; not a ledger, or damaged") from error
     return audit_events(rows)
 
 

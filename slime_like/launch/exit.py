@@ -90,7 +90,7 @@ class ExitNotes:
                 raise NodeEndedError(self._read(rank))
             age_s = max(0.0, time.time() - modified)
             if age_s < self._patience_s and time.monotonic() > self._return_at:
-                note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not started again"
+                note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not restarted"
                 raise NodeEndedError(Verdict(note.code, f"{ago}: {note.sentence}"))
 
     def _read(self, rank: int) -> Verdict:

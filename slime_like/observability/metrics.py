@@ -158,8 +158,8 @@ def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
             rest = rest[file.write(rest) :]
     except OSError as error:
         raise SlimeLikeError(
-            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and start again: the "
-            "run goes on from its last checkpoint"
+            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and restart to "
+            "resume from the last checkpoint"
         ) from error
 
 

@@ -41,8 +41,8 @@ class Plan:
     """Everything ``slime-like plan`` says.
 
     Attributes:
-        kinds: every kind of trainer rank; empty where the layout itself is refused.
-        references: every kind of rank of a reference worker; empty without workers, or where theirs is refused.
+        kinds: every kind of trainer rank; empty where the layout itself is rejected.
+        references: every kind of rank of a reference worker; empty without workers, or where theirs is rejected.
         engine: one engine; ``None`` without engines.
         engine_phase: the GPU of an engine that has its own.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.

@@ -11,8 +11,8 @@ from pathlib import Path
 def refusal(path: Path, reason: str) -> str:
     """One sentence: what could not be written, why, how much is free there, and what to do."""
     return (
-        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and start again: the run goes on "
-        "from its last checkpoint"
+        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and restart "
+        "to resume from the last checkpoint"
     )
 
 

@@ -88,7 +88,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert "engine 0 (transformers) was started again" in finished.stderr
+    assert "engine 0 (transformers) was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 12 * 16, audit.problems
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -493,7 +493,7 @@ def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[lis
 
 
 def expect_failed_update(engine: EngineUnderTest, scenario: Any, message: str, prompt: list[int]) -> None:
-    """The update raises, sampling is refused until a whole update comes, and then all is well."""
+    """The update raises, sampling is rejected until a whole update comes, and then all is well."""
     with pytest.raises(WeightSyncError, match=message):
         engine.run(scenario())
     with pytest.raises(EngineError, match="mixed weights"):

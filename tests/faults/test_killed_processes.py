@@ -74,7 +74,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
         finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert f"engine 0 ({engine}) was started again (" in finished.stderr
+    assert f"engine 0 ({engine}) was restarted (" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
@@ -107,7 +107,7 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert "reference worker 0 left the logprob pool (" in finished.stderr
-    assert "reference worker 0 was started again" in finished.stderr
+    assert "reference worker 0 was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())

@@ -38,7 +38,7 @@ def checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
         raise ValueError("cannot pack an empty list of sequences; give at least one")
     kinds = set(map(type, sequences))
     if odd := [kind for kind in kinds if not issubclass(kind, UnscoredTrajectory)]:
-        raise ValueError(f"a {odd[0].__name__} is no sequence; give UnscoredTrajectory or ScoredTrajectory objects")
+        raise ValueError(f"a {odd[0].__name__} is not a sequence; give UnscoredTrajectory or ScoredTrajectory objects")
     if len(kinds) > 1:
         raise ValueError("scored and unscored sequences cannot share a pack; pack each kind by itself")
     return sequences
@@ -66,7 +66,7 @@ def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) ->
     given = {"target_tokens_per_batch": budget, "pad_token_id": pad_token_id, "ignore_index": ignore_index}
     for name, value in given.items():
         if not isinstance(value, Integral) and not (value is None and name == "target_tokens_per_batch"):
-            raise ValueError(f"{name}={value!r} is no whole number; give an integer")
+            raise ValueError(f"{name}={value!r} must be an integer")
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
 

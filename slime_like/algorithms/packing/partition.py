@@ -234,14 +234,14 @@ def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Seque
 
 def _check_ranks(num_ranks: int) -> None:
     if not isinstance(num_ranks, Integral):
-        raise ValueError(f"num_ranks={num_ranks!r} is no number of ranks; give a whole one")
+        raise ValueError(f"num_ranks={num_ranks!r} must be an integer")
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
 
 
 def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     if not isinstance(max_tokens, Integral):
-        raise ValueError(f"max_tokens={max_tokens!r} is no number of tokens; give a whole one")
+        raise ValueError(f"max_tokens={max_tokens!r} must be an integer")
     for index, length in enumerate(lengths):
         if not isinstance(length, Integral):
             raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")

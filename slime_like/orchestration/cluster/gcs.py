@@ -93,7 +93,7 @@ class Gcs:
         """
         Raises:
             UnreachableError: no answer in time.
-            WrongTokenError: the token is refused.
+            WrongTokenError: the token is rejected.
         """
         began = time.monotonic()
         while True:

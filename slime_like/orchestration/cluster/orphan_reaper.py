@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.2
 _LAST_WORDS = (
     "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
     "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
-    "what it had started was ended, too; a training run goes on from its latest checkpoint when started again"
+    "its processes were ended too; restart a training run to resume from the last checkpoint"
 )
 
 

@@ -12,7 +12,7 @@ class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
 
     def starting_engines(self) -> None:
-        """Before a dead engine is started again."""
+        """Prepare for the restart of a dead engine."""
 
     def training(self) -> None:
         """Before scoring, training and saving."""

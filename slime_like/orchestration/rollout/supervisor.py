@@ -149,7 +149,7 @@ class EngineSupervisor:
             for index in dead:
                 del self._dead[index]
         for index, death in dead.items():
-            self._note(f"{self.engines.name(index)} was started again ({death})")
+            self._note(f"{self.engines.name(index)} was restarted ({death})")
 
     def admit(self) -> None:
         """Every engine that lives has the current weights: let it serve."""

@@ -68,10 +68,10 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _report_resume_point(run: Run) -> None:
-    """Name the checkpoint that the run resumes from when it is started again."""
+    """Name the checkpoint that the run resumes from."""
     latest = latest_checkpoint(run.config.run_dir)
     if latest is not None:
-        run.progress.note(f"started again with --resume auto, the run goes on from {latest.resolve()}")
+        run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
 
 
 # ------------------------------------------------------------------------------------------------------ three openings
@@ -103,7 +103,7 @@ def _open_rl(base: _Base) -> Run:
     base.start.position(prompts, LEDGER)
     placed = base.place("starting Ray, trainers and engines")
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
-    transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
+    transport_of(config, placement)  # one that does not reach is rejected before minutes of starting,
     require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
     placed.launch_trainers()
     started = start_engines(config, stack, placement, trainers, progress)

@@ -86,7 +86,7 @@ class RewardFailures:
 
 
 class BatchTimeouts:
-    """Responses of one batch that hang: broken functions are refused at the eighth, not after hundreds."""
+    """Responses of one batch that hang: broken functions are rejected at the eighth, not after hundreds."""
 
     def __init__(self, failures: RewardFailures) -> None:
         self._failures = failures

@@ -94,7 +94,7 @@ def _ground_truth(answer: str) -> Any:
     delimited = _NUMBER.fullmatch(plain) or "$" in plain or "\\boxed" in plain
     parsed = parse(plain if delimited else f"\\boxed{{{plain}}}", parsing_timeout=None)
     if not parsed:
-        raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
+        raise ValueError(f"the ground truth {answer!r} is not a mathematical expression")
     return parsed
 
 

@@ -31,7 +31,7 @@ class _Held:
 class DeltaReceiver:
     """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
 
-    A wrong copy cannot go unnoticed: changes are refused where the copy's checksum is not that of the sender's, and
+    A wrong copy cannot go unnoticed: changes are rejected where the copy's checksum is not that of the sender's, and
     the receiver compares the hash of the result with the entry.
     """
 

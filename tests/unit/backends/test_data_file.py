@@ -31,7 +31,7 @@ def test_a_full_disk_is_reported_in_the_system_s_words(entries: list[tuple[Any, 
         write_data_file(FULL, "__0_0.distcp", entries)
     sizes = re.fullmatch(
         r"/dev/full: could not be written \(No space left on device; (\d+) of (\d+) bytes are free\); free space "
-        "there, and start again: the run goes on from its last checkpoint",
+        "there, and restart to resume from the last checkpoint",
         str(caught.value),
     )
     assert sizes is not None

@@ -1,4 +1,4 @@
-"""A checkpoint that is not exactly the model of its config.json is refused, and the message names the tensors."""
+"""A checkpoint that is not exactly the model of its config.json is rejected, and the message names the tensors."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_options_that_make_no_sense_are_refused(root: Path, options: list[str]) 
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
-    with pytest.raises(ArgumentTypeError, match="is no size; give one such as 500MB"):
+    with pytest.raises(ArgumentTypeError, match="is not a size; give one such as 500MB"):
         size_in_bytes(f"{text}x")
 
 

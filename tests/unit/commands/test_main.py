@@ -76,7 +76,7 @@ def test_eval_names_what_it_cannot_do_without(
     assert not (tmp_path / "run").exists()
 
 
-# flags that a training run is refused for, and an evaluation does not look at
+# flags that a training run is rejected for, and an evaluation does not look at
 NOT_EVALUATED = [
     ["--algorithm.loss", "sft"],
     ["--algorithm.loss", "unknown"],

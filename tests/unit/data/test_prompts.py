@@ -1,4 +1,4 @@
-"""Prompts: what is read, in which order, and what is refused."""
+"""Prompts: what is read, in which order, and what is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of token ids: what is read, and every way in which a row is refused, by file and line."""
+"""Rows of token ids: what is read, and every way in which a row is rejected, by file and line."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     time.sleep(0.01)
     left_at = tmp_path.joinpath(".run.cluster", "ended-0.json").stat().st_mtime
     monkeypatch.setattr(time, "time", lambda: left_at + 5)
-    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not started again: no model"
+    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not restarted: no model"
     again = notes(tmp_path, 0)
     impatient.require_none_ended()  # it has been started again,
     again.leave(Verdict(1, "busy port"))

@@ -31,11 +31,11 @@ def options(**fields: object) -> LaunchOptions:
         ({"nodes": 0}, "--nodes=0"),
         ({"node_rank": 2}, "--node_rank=2 is not 0 to 1"),
         ({"head": ""}, "--head is needed with --nodes=2"),
-        ({"port": 70_000}, "--port=70000 is no port"),
-        ({"port": 0}, "--port=0 is no port"),
-        ({"silence_s": 0.0}, "--silence_s=0 is no number of seconds above 0"),
-        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan is no number of seconds"),
-        ({"stop_s": math.inf}, "--stop_s=inf is no number of seconds"),
+        ({"port": 70_000}, "--port=70000 must be 1024 to 65535"),
+        ({"port": 0}, "--port=0 must be 1024 to 65535"),
+        ({"silence_s": 0.0}, "--silence_s=0 must be a number of seconds above 0"),
+        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan must be a number of seconds"),
+        ({"stop_s": math.inf}, "--stop_s=inf must be a number of seconds"),
     ],
 )
 def test_refused(fields: dict[str, object], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Which transport ``auto`` is, and which are refused where they do not reach."""
+"""Which transport ``auto`` is, and which are rejected where they do not reach."""
 
 from __future__ import annotations
 

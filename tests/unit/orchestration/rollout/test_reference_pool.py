@@ -155,7 +155,7 @@ def test_a_worker_that_fails_is_started_again_and_gets_what_it_had() -> None:
     assert pool.news == [
         "bad left the logprob pool (bad rank 0 died while scoring)",
         *["bad did not start again (bad rank 0 gave no answer while setting up)"] * 2,
-        "bad was started again",
+        "bad was restarted",
     ]
     assert not bad.closed.is_set()
     bad.fails = True  # no restart is left

@@ -223,7 +223,7 @@ def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str,
         run.sample()  # a death at the very last call is found here, and mended by the next sync
         run.sync.run(STEPS)
         assert run.supervisor.generation == 1, dies_at
-        assert [note.startswith("engine 0 was started again (") for note in run.notes] == [True]
+        assert [note.startswith("engine 0 was restarted (") for note in run.notes] == [True]
         assert len(run.supervisor.serving) == count
         assert all(engine.alive and engine.version == STEPS for engine in run.engines.all)
 

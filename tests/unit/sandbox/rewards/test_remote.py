@@ -68,7 +68,7 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"url": "file:///etc/passwd"}, "neither http nor https"),
     ({"url": 80}, "neither http nor https"),
-    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' is no number of seconds"),
+    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' must be a number of seconds"),
     ({"url": "http://a", "headers": "X-Key: 1"}, "is no mapping"),
 ]
 
