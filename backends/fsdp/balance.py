@@ -49,11 +49,11 @@ class Routers:
         """
         total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
         biases: Sequence[Tensor | None] = self.biases or [None] * len(logits)
-        for own, bias in zip(logits, biases, strict=True):
-            probability = self._probability(own)
-            load = sequence_load(self._chosen(own, bias), tokens, self.top_k, context)
+        for layer_logits, bias in zip(logits, biases, strict=True):
+            probability = self._probability(layer_logits)
+            load = sequence_load(self._chosen(layer_logits, bias), tokens, self.top_k, context)
             # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>.
-            loss = own.shape[-1] * (probability * load[tokens.sequence]).sum()
+            loss = layer_logits.shape[-1] * (probability * load[tokens.sequence]).sum()
             tokens.loss.sums.append(loss.detach().double())
             total = total + loss
         return tokens.loss.scale * total

@@ -60,9 +60,9 @@ class CheckpointWriter(RankWriting):
         """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""
         planner, first = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, is_coordinator=first)
-        own = planner.create_local_plan()
+        local_plan = planner.create_local_plan()
         gathered: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(own, gathered)
+        dist.gather_object(local_plan, gathered)
         settled: list[Any] = [None]
         everyones: list[Any] | None = None
         if gathered is not None:
@@ -95,7 +95,7 @@ class CheckpointWriter(RankWriting):
                 json.dump(self._common, file, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-            pieces = {file: own for files, _ in written for file, own in files.items()}
+            pieces = {file: entries for files, _ in written for file, entries in files.items()}
             Checksums.of_directory(self._directory, pieces, PLAIN_FILES).write()
 
 

@@ -61,7 +61,7 @@ class FsdpSource:
             if stored.startswith(MODEL):
                 shapes = stored_shapes(stored.removeprefix(MODEL), shape)
                 dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
-                self.tensors |= {name: TensorInfo(dtype, own) for name, own in shapes.items()}
+                self.tensors |= {name: TensorInfo(dtype, shape) for name, shape in shapes.items()}
                 self.groups.append(list(shapes))
                 self._parameters[next(iter(shapes))] = stored
 

@@ -159,8 +159,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     _shard(model, config, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, buffer)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
     return model
 
 
@@ -187,8 +187,8 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         )
     except (ValueError, ImportError, KeyError) as error:
         # A model with a class for each kind of attention looks the name up among its own.
-        own = isinstance(error, KeyError) and error.args == (attention.NAME,)
-        reason = "its attention has another class" if own else f"{type(error).__name__}: {error}"
+        unknown_attention = isinstance(error, KeyError) and error.args == (attention.NAME,)
+        reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(
             [
                 f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "

@@ -94,8 +94,8 @@ class BatchBuilder:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
         return [
-            MicroBatch(own, pack, shard, self._layout(pack, shard, balance))
-            for own, pack, shard in zip(given, packs, shards, strict=True)
+            MicroBatch(entry, pack, shard, self._layout(pack, shard, balance))
+            for entry, pack, shard in zip(given, packs, shards, strict=True)
         ]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:

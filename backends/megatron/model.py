@@ -127,12 +127,12 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
 
 
 def _dense_and_shared(dimensions: ModelDimensions) -> dict[str, Any]:
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if dimensions.dense_layers:
-        own["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
+        settings["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
     if dimensions.moe_shared_ffn_hidden_size:
-        own["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
-    return own
+        settings["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
+    return settings
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class Communication:
                 continue
             replicas = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
-                own = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=replicas)
+                shard = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

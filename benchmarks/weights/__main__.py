@@ -83,8 +83,8 @@ def _changes(scratch: Path) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for rate in changes.RATES:
-        own = [row for row in rows if row.rate == rate]
-        shares, ratios = [100 * row.changed_fraction for row in own], [row.ratio for row in own]
+        selected = [row for row in rows if row.rate == rate]
+        shares, ratios = [100 * row.changed_fraction for row in selected], [row.ratio for row in selected]
         goal = _met(min(ratios) >= _FEWER_BYTES_GOAL) if rate == changes.RATES[0] else ""
         lines.append(
             f"| {rate:g} | {shares[0]:.2f} % | {median(shares):.2f} % | {shares[-1]:.2f} % | {ratios[0]:.1f} | "

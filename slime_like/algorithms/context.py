@@ -200,10 +200,10 @@ def _check_belong_together(shards: Sequence[ContextShard], slots: Tensor) -> Non
     first = shards[0]
     for shard in shards:
         for name in ("layout", "cp_size", "num_responses"):
-            own, others = getattr(shard, name), getattr(first, name)
-            if own != others:
+            one, others = getattr(shard, name), getattr(first, name)
+            if one != others:
                 raise ValueError(
-                    f"the shard of rank {shard.cp_rank} has {name}={own}, that of rank {first.cp_rank} {others}; give "
+                    f"the shard of rank {shard.cp_rank} has {name}={one}, that of rank {first.cp_rank} {others}; give "
                     "shards of one pack under one layout"
                 )
     if not torch.equal(slots.sort().values, torch.arange(first.num_responses, device=slots.device)):

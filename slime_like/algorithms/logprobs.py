@@ -104,8 +104,8 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
     """(R,) float64 divisors of the logits; ``None`` where all are 1."""
     if temperature is None:
         require_temperatures(packed.temperatures)
-        own = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
-        return own.to(torch.float64)
+        per_token = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
+        return per_token.to(torch.float64)
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} cannot scale logits; give a positive one (1 for greedy samples)")
     for sequence_id, sampled in zip(packed.sequence_ids, packed.temperatures.tolist(), strict=True):

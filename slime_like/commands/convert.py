@@ -264,9 +264,9 @@ def _conversion(options: argparse.Namespace) -> ConversionOptions:
     return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan)
 
 
-def _checked(own: Sequence[str], flags: Sequence[str]) -> RunConfig:
+def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
-    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *own, *flags])
+    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *arguments, *flags])
     problems = check_trainer(config)
     if problems:
         raise ConfigError(problems)

@@ -99,10 +99,10 @@ def _seconds(text: str) -> float:
 
 def run(arguments: Sequence[str]) -> int:
     """Everything behind ``slime-like launch``; the exit code, the same on every node."""
-    own, flags = _split(arguments)
+    launch_flags, flags = _split(arguments)
     parser = argparse.ArgumentParser(prog="slime-like launch", usage=USAGE, add_help=False, allow_abbrev=False)
     _add_options(parser)
-    given = parser.parse_args(own)
+    given = parser.parse_args(launch_flags)
     for name in _OWN_FIELDS:
         if has_flag(flags, name):
             raise ConfigError(

@@ -138,10 +138,12 @@ def _evaluate(path: Path | None, flags: list[str]) -> int:
         print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
         result = evaluate(config, temporary=config.run_dir == temporary)
-    for name, own in {"held-out": result.overall, **result.datasets}.items():
-        passes = "".join(f", pass@{k} {value:.3f}" for k, value in own.pass_at.items())
-        print(f"{name} accuracy: {own.accuracy:.3f}{passes} over {own.num_responses} responses")
-        print(f"{name} response length: {own.response_length_mean:.1f} tokens, {own.truncated_fraction:.1%} truncated")
+    for name, part in {"held-out": result.overall, **result.datasets}.items():
+        passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(
+            f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
+        )
     return 0
 
 

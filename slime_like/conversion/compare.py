@@ -50,7 +50,7 @@ def compare_sources(
             alike.add(name)
     # Tensors that one side reads together are compared together.
     groups = a.groups if max(map(len, a.groups), default=0) > 1 else b.groups
-    jobs = [own for group in groups if (own := [name for name in group if name in alike])]
+    jobs = [job for group in groups if (job := [name for name in group if name in alike])]
     total = sum(prod(a.tensors[name].shape) for name in alike)
 
     def compare(names: list[str], tracker: Tracker) -> list[Difference]:

@@ -47,9 +47,9 @@ class Agreement:
         Raises:
             LaunchError: this node differs.
         """
-        own = facts(config)
-        for name in sorted({*self.facts, *own}):
-            here, there = own.get(name, "(none)"), self.facts.get(name, "(none)")
+        expected = facts(config)
+        for name in sorted({*self.facts, *expected}):
+            here, there = expected.get(name, "(none)"), self.facts.get(name, "(none)")
             if here != there:
                 remedy = "use one environment, or one image," if name in _DISTRIBUTIONS else "give the same settings"
                 raise LaunchError(f"{name}={here}: {self.head} has {there}; {remedy} on all nodes")

@@ -38,8 +38,8 @@ def is_converted(checkpoint: Path) -> bool:
     """Is it such a checkpoint, whole or damaged, and not a run's?"""
     if (checkpoint / DESCRIPTION).is_file():
         return True
-    own = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
-    return own and not (checkpoint / "state.json").is_file()
+    has_both = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
+    return has_both and not (checkpoint / "state.json").is_file()
 
 
 def training_checkpoint(path: Path) -> Path | None:
@@ -47,13 +47,13 @@ def training_checkpoint(path: Path) -> Path | None:
 
     ``None`` of everything else, a Hugging Face directory for one.
     """
-    own = path.parent if path.name == WEIGHTS else path
-    if (path / "config.json").is_file() or not (own / WEIGHTS).is_dir():
+    root = path.parent if path.name == WEIGHTS else path
+    if (path / "config.json").is_file() or not (root / WEIGHTS).is_dir():
         return None
-    return own if is_converted(own) or (own / "state.json").is_file() else None
+    return root if is_converted(root) or (root / "state.json").is_file() else None
 
 
-def again(weights: Path, otherwise: str) -> str:
+def damage_remedy(weights: Path, otherwise: str) -> str:
     """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
     return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
 
@@ -73,8 +73,8 @@ def _faults(checkpoint: Path) -> Iterator[str]:
         content = json.loads(text)
         if content["format"] == _WITHOUT_FILES and not {_FILES, _OWN} & content.keys():
             return
-        own, files = content.pop(_OWN), content[_FILES].items()
-        whole = own == zlib.crc32(_text(content)) and text == _text(content | {_OWN: own})
+        checksum, files = content.pop(_OWN), content[_FILES].items()
+        whole = checksum == zlib.crc32(_text(content)) and text == _text(content | {_OWN: checksum})
     except FileNotFoundError:
         yield f"{DESCRIPTION} is missing"
         return

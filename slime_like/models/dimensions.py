@@ -115,12 +115,12 @@ class ModelDimensions:
         """Elements of one layer's attention matrices."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        own = self.latent
-        direct = self.hidden_size if own.query_rank is None else own.query_rank
-        query = self.num_heads * self.head_dim * direct + self.hidden_size * (own.query_rank or 0)
-        keys = self.hidden_size * (own.kv_rank + own.rope_dim)
-        keys += own.kv_rank * self.num_heads * (own.nope_dim + own.value_dim)
-        return query + keys + self.num_heads * own.value_dim * self.hidden_size
+        latent = self.latent
+        direct = self.hidden_size if latent.query_rank is None else latent.query_rank
+        query = self.num_heads * self.head_dim * direct + self.hidden_size * (latent.query_rank or 0)
+        keys = self.hidden_size * (latent.kv_rank + latent.rope_dim)
+        keys += latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        return query + keys + self.num_heads * latent.value_dim * self.hidden_size
 
     def mlp_parameters(self, experts: int) -> int:
         """Elements of all layers' feed-forward matrices, ``experts`` of each layer's experts and routers included."""
@@ -231,8 +231,8 @@ class ModelDimensions:
         sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
         if raw.get("mlp_only_layers") or sparse != (1, 1):
             raise config_json.UnsupportedError("layers without experts lie between layers with them")
-        own = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
-        fields = {**config_json.sizes(raw), **config_json.rope(raw), **own}
+        features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
+        fields = {**config_json.sizes(raw), **config_json.rope(raw), **features}
         eos = config_json.eos_ids(raw, path.parent, fields["vocab_size"])
         return cls(family=family, eos_token_ids=eos, **fields)
 

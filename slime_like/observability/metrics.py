@@ -114,12 +114,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps, rising, and finite values of one metric; of a run that went on from an earlier step, what counts now."""
-    by_step = {record["step"]: record[name] for record in that_count(records) if record.get(name) is not None}
+    by_step = {record["step"]: record[name] for record in current_records(records) if record.get(name) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
 
 
-def that_count(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Without what a run that was resumed has left behind: where steps go back, those from there on were run again."""
     kept: list[Mapping[str, Any]] = []
     for record in records:

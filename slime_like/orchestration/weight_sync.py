@@ -159,7 +159,7 @@ class WeightSync:
             self._supervisor.admit()
             return report
 
-    def send_again(self) -> None:
+    def resend(self) -> None:
         """See ``WeightSource``."""
         self.run(self._version)
 

@@ -176,16 +176,16 @@ def _work_out(
     if plan.engine is not None and config.cluster.placement == "separate":
         plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
     plan.host = host_memory(config, dimensions, estimates, plan.engine, plan.transport)
-    scoring = references.reference_seconds(config, hardware, workload, [own.estimate for own in plan.references])
+    scoring = references.reference_seconds(config, hardware, workload, [kind.estimate for kind in plan.references])
     plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
     """Nothing where their layout does not suit their model: the problem has been noted."""
-    own = worker_config(config)
-    if layout_problems(own.trainer.parallel, ModelDimensions.from_checkpoint(own.model.path)):
+    worker = worker_config(config)
+    if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
         return
-    for kind, estimate in estimated_kinds(own, backend, references.reference_kinds(config, backend), note):
+    for kind, estimate in estimated_kinds(worker, backend, references.reference_kinds(config, backend), note):
         phase = references.reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 

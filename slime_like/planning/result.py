@@ -67,8 +67,8 @@ class Plan:
 
     @property
     def phases(self) -> list[PhaseMemory]:
-        own = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
-        return own + ([self.engine_phase] if self.engine_phase is not None else [])
+        phases = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
+        return phases + ([self.engine_phase] if self.engine_phase is not None else [])
 
     @property
     def tightest(self) -> PhaseMemory | None:
@@ -82,8 +82,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """All of it, sums and verdicts included."""
         written = asdict(self)
-        for own, phase in zip(_phase_dicts(written), self.phases, strict=True):
-            own |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
+        for entry, phase in zip(_phase_dicts(written), self.phases, strict=True):
+            entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
         if self.host is not None:
             checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
             written["host"] |= {"total": self.host.total, **checked}
@@ -93,5 +93,5 @@ class Plan:
 
 
 def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    own = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
-    return own + ([written["engine_phase"]] if written["engine_phase"] is not None else [])
+    phases = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
+    return phases + ([written["engine_phase"]] if written["engine_phase"] is not None else [])

@@ -85,12 +85,12 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
             ]
         )
     backend = plannable_backend(config)
-    own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
+    admitted = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
     room = hardware.memory_bytes - TRAINER_RESERVE_BYTES
-    possible = [tried for tried in own if _least_bytes(tried, dimensions) < room]
+    possible = [tried for tried in admitted if _least_bytes(tried, dimensions) < room]
     found: list[Candidate] = []
     refusals: list[list[str]] = []
-    for index, tried in enumerate(sorted(possible, key=lambda own: _rough_time(own, dimensions)), start=1):
+    for index, tried in enumerate(sorted(possible, key=lambda layout: _rough_time(layout, dimensions)), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
         if problems := _problems(tried, dimensions, hardware, backend):
             refusals.append(problems)
@@ -158,10 +158,10 @@ def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
     experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
     experts *= dimensions.moe_ffn_hidden_size
     shards = layout.tensor * layout.pipeline
-    own = (dimensions.num_parameters - experts) / shards
-    own += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
+    parameters = (dimensions.num_parameters - experts) / shards
+    parameters += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
     sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
-    return own * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
+    return parameters * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
 
 
 def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
@@ -209,10 +209,10 @@ def _candidate(
     phases, estimates = [], []
     for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
         ((_, estimate),) = estimated_kinds(config, backend, [kind])
-        own = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
-        if not all(phase.fits for phase in own):
+        added = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
+        if not all(phase.fits for phase in added):
             return None
-        phases += own
+        phases += added
         estimates.append(estimate)
     if not host_memory(config, dimensions, estimates, engine, _transport(config, hardware, engine)).fits:
         return None

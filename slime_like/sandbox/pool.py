@@ -164,7 +164,7 @@ class WorkerPool:
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"
         what = late if ended.reason == "timeout" else "ended while starting"
-        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_words()}")
+        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_output()}")
 
     def _replace(self, worker: WorkerProcess) -> None:
         if self._remove(worker):

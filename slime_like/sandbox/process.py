@@ -94,7 +94,7 @@ class WorkerProcess:
         """After ``WorkerEnded``: whether SIGKILL ended it, which no code of this package sends to a worker at work."""
         return self._exit_code() == -signal.SIGKILL
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it wrote to standard error."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()

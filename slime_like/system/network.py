@@ -25,7 +25,7 @@ def interface_of(address: str) -> str | None:
     """
     known = interfaces()
     if address not in known and is_loopback(address):
-        return next((name for own, name in known.items() if is_loopback(own)), None)
+        return next((name for address, name in known.items() if is_loopback(address)), None)
     return known.get(address)
 
 

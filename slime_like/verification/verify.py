@@ -87,13 +87,13 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
         stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
         resources = ray.cluster_resources()
-        reasons |= {own.name: reasons[own.name] or device_misfit(own, resources) for own in everyone}
+        reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(request, reasons)
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        own = baseline.compare(baseline.own, Gaps())
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, own)]
+        comparison = baseline.compare(baseline.own, Gaps())
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, comparison)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")

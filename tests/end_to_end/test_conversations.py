@@ -96,8 +96,8 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     # The calculator's own judgement is nearly math-verify's, which makes sense of more: "1776]", say.
-    own = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
-    assert rewards == pytest.approx(own, abs=0.05)
+    means = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
+    assert rewards == pytest.approx(means, abs=0.05)
     accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
     assert accuracies[-1] > accuracies[0]
     # Observations are in no figure: their logprob of 0 would be a gap of several nats.

@@ -578,8 +578,8 @@ def test_conversations_go_on_through_a_weight_update(
     before, after = engine.reference, engine.references[1 - engine.current]
 
     def request(prompt: list[int]) -> GenerationRequest:
-        own = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
-        return replace(own, task=ConversationTask("", {}))
+        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
+        return replace(request, task=ConversationTask("", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
         await actor._start_conversations()

@@ -146,8 +146,8 @@ def test_an_unusable_interpreter_is_rejected_before_anything_starts(tmp_path: Pa
 
 
 def answering(path: Path, packages: str, engines: str = '"vllm", "mine"') -> Path:
-    own = f'"slime-like": "{slime_like.__version__}"'
-    return script(path, f"""echo '{{"python": [3, 12], "packages": {{{own}{packages}}}, "engines": [{engines}]}}'""")
+    entry = f'"slime-like": "{slime_like.__version__}"'
+    return script(path, f"""echo '{{"python": [3, 12], "packages": {{{entry}{packages}}}, "engines": [{engines}]}}'""")
 
 
 def test_the_engine_must_be_there_and_an_untested_version_is_named(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ def _running(command: Command, call: str) -> psutil.Process:
     """The first process seen at ``call``, which Ray shows as the title of an actor's process."""
     while True:
         assert command.process.poll() is None, command.output
-        for own in command.descendants():
-            if _runs(own, call):
-                return own
+        for process in command.descendants():
+            if _runs(process, call):
+                return process
         time.sleep(0.01)
 
 

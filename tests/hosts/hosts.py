@@ -108,8 +108,8 @@ class Host:
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
         # Another machine has not what engines set in this process when other tests started them in it.
-        own = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        variables = [f"{name}={value}" for name, value in {**own, **(environment or {}), _MARK: self._mark}.items()]
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        variables = [f"{name}={value}" for name, value in {**kept, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(
                 self.command(["env", "-i", "-C", str(REPO), *variables, *arguments]),
@@ -130,8 +130,8 @@ class Host:
 
     def _has(self, process: psutil.Process) -> bool:
         if self.init:
-            own = _pid_namespace(self.init)
-            return process.pid != self.init and bool(own) and _pid_namespace(process.pid) == own
+            namespace = _pid_namespace(self.init)
+            return process.pid != self.init and bool(namespace) and _pid_namespace(process.pid) == namespace
         try:
             return process.environ().get(_MARK) == self._mark
         except psutil.Error:

@@ -196,8 +196,8 @@ class LostNode:
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
     """The second start, with vLLM on two ranks of which it shares one's place; node 1 loses its power in the middle."""
     flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
-    own = {"ENGINE": "vllm", "SILENCE_S": "12"}
-    runs = [start(host, rank, network, tiny, "second", flags, **own) for rank, host in enumerate(network.nodes)]
+    variables = {"ENGINE": "vllm", "SILENCE_S": "12"}
+    runs = [start(host, rank, network, tiny, "second", flags, **variables) for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
     network.nodes[1].power_off()
     began = time.monotonic()

@@ -99,8 +99,8 @@ def gradients_are_not_synchronised() -> None:
     ) -> Any:
         for parameter, gradient in zip(params, grads, strict=True):
             rows = -(-gradient.shape[0] // group.size())
-            own = gradient[group.rank() * rows : (group.rank() + 1) * rows].contiguous()
-            shard = parameter.to_sharded_dtensor(own)
+            part = gradient[group.rank() * rows : (group.rank() + 1) * rows].contiguous()
+            shard = parameter.to_sharded_dtensor(part)
             known = parameter.sharded_param.grad
             parameter.sharded_param.grad = shard if known is None else known + shard
         grads.clear()
@@ -171,13 +171,13 @@ def test_a_wrong_forward_pass_is_noticed_at_the_start(bug: Callable[[], None], c
 
 def _start_with(placement: RankPlacement, bug: Callable[[], None], config: RunConfig) -> str:
     bug()
-    own = trainer.FsdpTrainer(config, placement)
+    built = trainer.FsdpTrainer(config, placement)
     try:
-        own.setup()
+        built.setup()
     except ConfigError as error:
         return str(error)
     finally:
-        own.shutdown()
+        built.shutdown()
     return "nothing"
 
 

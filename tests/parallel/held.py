@@ -34,12 +34,12 @@ def held_by(trainer: Any) -> Held:
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
         for moments in inner.state.values():
             state += [moments["exp_avg"], moments["exp_avg_sq"]]
-    own = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
+    extra = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
     return Held(
         parameters=sum(weight.numel() for weight in weights),
         parameter_bytes=sum(storages.values()),
         gradient_bytes=sum(_storages(weight.main_grad for weight in weights).values()),
-        optimizer_bytes=sum(own.values()),
+        optimizer_bytes=sum(extra.values()),
     )
 
 

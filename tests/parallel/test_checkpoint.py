@@ -492,4 +492,4 @@ def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_pat
     (read,) = run_ranks(
         _score_with, 1, tmp_path / "second", _config(model, tmp_path, {}, "bfloat16"), tmp_path / "weights"
     )
-    _same(read, {name: tensor for own in wrote for name, tensor in own.items()}, 0.0)
+    _same(read, {name: tensor for tensors in wrote for name, tensor in tensors.items()}, 0.0)

@@ -152,10 +152,10 @@ def test_several_senders_of_one_session(engines: Start) -> None:
     senders = [new_sender(), new_sender(address="127.0.0.2")]
     engine = engines(join_rendezvous([sender.rendezvous() for sender in senders]))
     buckets = [bucket(seed) for seed in range(2)]
-    sent = [sender.send(own) for sender, own in zip(senders, buckets, strict=True)]
-    for metadata, own in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
+    sent = [sender.send(weights) for sender, weights in zip(senders, buckets, strict=True)]
+    for metadata, weights in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
         engine.tell(metadata)
-        assert engine.answer() == [(name, tensor_checksum(tensor)) for name, tensor in own.tensors]
+        assert engine.answer() == [(name, tensor_checksum(tensor)) for name, tensor in weights.tensors]
     for sender, metadata in zip(senders, sent, strict=True):
         sender.release(metadata)
         sender.close()

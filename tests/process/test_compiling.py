@@ -52,9 +52,9 @@ def package(tmp_path: Path) -> Path:
     kernels.mkdir(parents=True)
     for folder in (kernels, *kernels.parents[:2]):
         (folder / "__init__.py").touch()
-    own = Path(slime_like.cpu.kernels.__path__[0])
-    shutil.copy(own / "compiling.py", kernels)
-    shutil.copy(own.parents[1] / "errors.py", tmp_path / "slime_like")
+    package = Path(slime_like.cpu.kernels.__path__[0])
+    shutil.copy(package / "compiling.py", kernels)
+    shutil.copy(package.parents[1] / "errors.py", tmp_path / "slime_like")
     (kernels / "example.py").write_text(KERNEL)
     (kernels / "helper.py").write_text(HELPER % 1)
     return tmp_path

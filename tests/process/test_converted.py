@@ -92,8 +92,8 @@ def test_every_command_rejects_the_damaged_checkpoint(
 
 
 def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tmp_path: Path) -> None:
-    own = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
-    flags = [*sound_flags(tmp_path), *own]
+    given = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
+    flags = [*sound_flags(tmp_path), *given]
     assert check(load_config(None, flags)) == []
     _flip(converted / "model" / "tokenizer.json", 1000)
     [problem] = check(load_config(None, flags))

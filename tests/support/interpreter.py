@@ -21,8 +21,8 @@ def make_interpreter(root: Path, version: str = slime_like.__version__) -> Path:
     here = Path(slime_like.__file__).parents[1]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r}))"
     (packages / "shared.pth").write_text(f"{blocked}\n{here}\n{sysconfig.get_path('purelib')}\n")
-    own = packages / f"slime_like-{version}.dist-info"
-    own.mkdir()
-    (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {version}\n")
-    (own / "entry_points.txt").write_text(metadata.distribution("slime-like").read_text("entry_points.txt") or "")
+    info = packages / f"slime_like-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(metadata.distribution("slime-like").read_text("entry_points.txt") or "")
     return root / "bin" / "python"

@@ -89,18 +89,18 @@ def _flash_attn_varlen_backward(
     split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     kernel = CpuFlash()
     near = split.near_keys
-    own = kernel.backward(
+    local = kernel.backward(
         dout, q, k[near], v[near], out, softmax_lse, split.queries, split.queries, True, softmax_scale
     )
-    dq.copy_(own[0])
-    dk[near], dv[near] = own[1], own[2]
+    dq.copy_(local[0])
+    dk[near], dv[near] = local[1], local[2]
     if split.far is not None:
         rows, keys = split.far.query_rows, split.far.key_rows
         far = kernel.backward(
             dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous(),
             split.far.queries, split.far.keys, False, softmax_scale,
         )  # fmt: skip
-        dq[rows] = own[0][rows] + far[0]
+        dq[rows] = local[0][rows] + far[0]
         dk[keys], dv[keys] = far[1], far[2]
 
 

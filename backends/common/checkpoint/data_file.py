@@ -79,10 +79,10 @@ def _of_system(error: BaseException) -> OSError | None:
     """What the system refused: the error itself, or one that torch raised its own over."""
     if isinstance(error, OSError):
         return error
-    behind = [own for own, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    behind = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     if error.__context__ is not None:
         behind.append(error.__context__)
-    return next((cause for own in behind if (cause := _of_system(own)) is not None), None)
+    return next((cause for failure in behind if (cause := _of_system(failure)) is not None), None)
 
 
 def _name(index: MetadataIndex) -> str:

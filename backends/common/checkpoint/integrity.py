@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
-from slime_like.models.converted import again
+from slime_like.models.converted import damage_remedy
 from slime_like.system.disk import length_fault
 
 CHECKSUMS_FILE = "checksums.json"
@@ -83,9 +83,9 @@ class Checksums:
     ) -> None:
         self._directory = directory
         self._files = dict(files)
-        self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
+        self._pieces = {(file, piece.offset): piece for file, entries in pieces.items() for piece in entries}
         self._lengths = {
-            file: max((piece.offset + piece.length for piece in own), default=0) for file, own in pieces.items()
+            file: max((piece.offset + piece.length for piece in entries), default=0) for file, entries in pieces.items()
         }
 
     @classmethod
@@ -201,14 +201,14 @@ class Checksums:
 
 def damaged(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
-    remedy = again(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
+    remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
     return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
 
 
 def not_whole(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a checkpoint that lacks what is written last, or was never one."""
     return CheckpointError(
-        f"{directory}: not a whole training checkpoint ({reason}); {again(directory, 'use another one')}"
+        f"{directory}: not a whole training checkpoint ({reason}); {damage_remedy(directory, 'use another one')}"
     )
 
 

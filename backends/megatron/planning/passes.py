@@ -217,10 +217,10 @@ def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
 def total(counted: Sequence[Counted]) -> Counted:
     """The sum over chunks."""
     whole = Counted()
-    for own in counted:
-        whole.matmul_flops += own.matmul_flops
-        whole.attention_flops += own.attention_flops
-        for ranks, (nbytes, calls) in own.sent.items():
+    for chunk in counted:
+        whole.matmul_flops += chunk.matmul_flops
+        whole.attention_flops += chunk.attention_flops
+        for ranks, (nbytes, calls) in chunk.sent.items():
             before = whole.sent.get(ranks, (0, 0))
             whole.sent[ranks] = (before[0] + nbytes, before[1] + calls)
     return whole

@@ -80,9 +80,9 @@ def check_sizes(
     Raises:
         ValueError: the first that is not so.
     """
-    for name, own in (("prompt", prompts), ("response", responses)):
-        if min(own) < 1:
-            where = sequences[own.index(min(own))].sequence_id
+    for name, parts in (("prompt", prompts), ("response", responses)):
+        if min(parts) < 1:
+            where = sequences[parts.index(min(parts))].sequence_id
             raise ValueError(f"sequence {where!r} has an empty {name}: nothing could be scored; drop it before packing")
     actual = sum(prompts) + sum(responses)
     if actual > packed:

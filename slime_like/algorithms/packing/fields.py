@@ -145,7 +145,7 @@ def _gathered(
     tensors = list(map(attrgetter(name), sequences))
     found = list(map(count, tensors))
     if found != lengths:
-        where = next(i for i, (own, stated) in enumerate(zip(found, lengths, strict=True)) if own != stated)
+        where = next(i for i, (length, stated) in enumerate(zip(found, lengths, strict=True)) if length != stated)
         raise ValueError(
             f"sequence {sequences[where].sequence_id!r}: {name} has {found[where]} entries, its stated length is "
             f"{lengths[where]}"

@@ -58,7 +58,7 @@ def partition_by_tokens(
     costs = lengths if costs is None else costs
     shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
-    partition = [[[share[k] for k in members] for members in own] for share, own in zip(shares, bins, strict=True)]
+    partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
     if equal_counts is not False and not _even_out(partition, lengths, costs):
         evened = _even_partition(lengths, max_tokens, num_ranks, costs)
         if evened is None and equal_counts:
@@ -68,7 +68,7 @@ def partition_by_tokens(
                 "fill up with zero_weight_pack"
             )
         partition = evened or partition
-    return [sorted(sorted(members) for members in _levelled(own, lengths)) for own in partition]
+    return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +149,32 @@ def training_flops(
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     """The same sequences in as many bins, the fullest of which holds less; as they are where none such is found."""
-    members = [i for own in bins for i in own]
+    members = [i for batch in bins for i in batch]
     even = [[members[k] for k in part] for part in balance([lengths[i] for i in members], len(bins))]
-    return min((bins, even), key=lambda each: max(sum(lengths[i] for i in own) for own in each))
+    return min((bins, even), key=lambda each: max(sum(lengths[i] for i in batch) for batch in each))
 
 
 # -------------------------------------------------------------------------------------------------------- equal counts
 def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[float]) -> bool:
     """Bring every rank to the largest count of any, with as little change as possible; whether all got there."""
-    most = max(len(own) for own in partition)
-    for own in partition:
-        _split_up(own, lengths, most)
-    for own in partition:
-        while len(own) < most:
+    most = max(len(batches) for batches in partition)
+    for batches in partition:
+        _split_up(batches, lengths, most)
+    for batches in partition:
+        while len(batches) < most:
             moved = _take_cheapest(partition, costs)
             if moved is None:
                 return False
-            own.append([moved])
+            batches.append([moved])
     return True
 
 
 def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
     """Take a sequence out of a micro-batch that holds others too: the cheapest of the rank that bears most."""
-    donors = [own for own in partition if any(len(members) > 1 for members in own)]
+    donors = [batches for batches in partition if any(len(members) > 1 for members in batches)]
     if not donors:
         return None
-    donor = max(donors, key=lambda own: sum(costs[i] for members in own for i in members))
+    donor = max(donors, key=lambda batches: sum(costs[i] for members in batches for i in members))
     _, slot, index = min((costs[i], k, i) for k, members in enumerate(donor) if len(members) > 1 for i in members)
     donor[slot].remove(index)
     return index

@@ -139,9 +139,9 @@ def _generate_norm_back(*given: Any) -> Any:
     total = code.times(code.times(code.sum_of(projection), code.times(rstd, rstd)), code.inverse(width))
     shares = code.splat(total)
     with code.pieces(width) as d:
-        own = code.times(code.load(grad, grad_at, d), code.load(weight, d))
-        own = code.minus(own, code.times(code.load(x, x_at, d), shares))
-        code.store(code.times(own, factors), x, x_at, d)
+        term = code.times(code.load(grad, grad_at, d), code.load(weight, d))
+        term = code.minus(term, code.times(code.load(x, x_at, d), shares))
+        code.store(code.times(term, factors), x, x_at, d)
     return code.nothing
 
 

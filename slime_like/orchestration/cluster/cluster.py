@@ -65,7 +65,7 @@ class Cluster:
         sessions = Sessions.from_now_on(Path(get_default_ray_temp_dir()), os.getpid())
         self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
-            with _own_signals(), _few_helpers(), _own_process_groups(), _no_paragraphs():
+            with _own_signals(), _limited_idle_workers(), _own_process_groups(), _without_error_listener():
                 ray.init(**self._arguments())
             take_signals_back()
             raise_if_interrupted()
@@ -119,7 +119,7 @@ def _own_signals() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _few_helpers() -> Iterator[None]:
+def _limited_idle_workers() -> Iterator[None]:
     """A cluster of our own neither grows, nor repeats the workers' words here, nor shows pages: ``ray.init`` starts a
     process for each, and has no argument that says no."""
     module = ray._private.parameter
@@ -128,12 +128,12 @@ def _few_helpers() -> Iterator[None]:
         yield
 
 
-def _no_paragraphs() -> AbstractContextManager[None]:
+def _without_error_listener() -> AbstractContextManager[None]:
     """Keep Ray's paragraphs on dead actors out of the terminal: its logs have them, the run reports one sentence."""
     return replaced(ray._private.worker, "listen_error_messages", lambda worker, stopped: None)
 
 
-class _InGroupOfItsOwn(services.ConsolePopen):
+class _SeparateGroupProcess(services.ConsolePopen):
     """What ``ray.init`` starts a daemon with; see ``_own_process_groups``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ def _own_process_groups() -> AbstractContextManager[None]:
     gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
     driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
     """
-    return replaced(services, "ConsolePopen", _InGroupOfItsOwn)
+    return replaced(services, "ConsolePopen", _SeparateGroupProcess)
 
 
 def _require_reachable(address: str) -> None:

@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
-_LAST_WORDS = (
+_KILLED_MESSAGE = (
     "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
     "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
     "its processes were ended too; restart a training run to resume from the last checkpoint"
@@ -87,7 +87,7 @@ def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Seq
     for session in sessions.directories():
         put_away(session, logs)
     if not word:  # last, for the terminal may be gone as well
-        print(_LAST_WORDS.format(driver=sessions.driver, logs=logs), file=sys.stderr)
+        print(_KILLED_MESSAGE.format(driver=sessions.driver, logs=logs), file=sys.stderr)
 
 
 def end_orphans(sessions: Sessions) -> None:

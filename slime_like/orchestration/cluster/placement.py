@@ -181,7 +181,7 @@ class Placement:
         ranks = list(range(self._num_ranks))
         if self.device == "GPU":
             options = [self._in_bundle(bundle, gpus=1) for bundle in ranks]
-            asked = [ray.remote(_own_device).options(**own).remote() for own in options]
+            asked = [ray.remote(_own_device).options(**actor_options).remote() for actor_options in options]
             devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
             ranks = along_devices(wanted[: self._num_ranks], devices)
         return ranks + list(range(self._num_ranks, len(self._sizes)))

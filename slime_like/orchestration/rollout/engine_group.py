@@ -65,7 +65,7 @@ class EngineGroup:
         """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
         self._start(range(len(self)), "starting")
 
-    def start_again(self, indexes: Sequence[int]) -> None:
+    def restart_engines(self, indexes: Sequence[int]) -> None:
         """End these engines, and start others in their places.
 
         Raises:

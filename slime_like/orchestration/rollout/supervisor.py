@@ -15,7 +15,7 @@ from slime_like.orchestration.rollout.engine_group import EngineGroup
 class WeightSource(Protocol):
     """Brings engines up to date: the run's weight sync."""
 
-    def send_again(self) -> None:
+    def resend(self) -> None:
         """Replace dead engines; on return all of them serve the current weights."""
 
 
@@ -142,7 +142,7 @@ class EngineSupervisor:
         """
         with self._lock:
             dead = dict(self._dead)
-        self.engines.start_again(list(dead))
+        self.engines.restart_engines(list(dead))
         self._add(dead)
         with self._lock:
             self.generation += len(dead)
@@ -168,7 +168,7 @@ class EngineSupervisor:
         if not self.has_dead:
             raise EngineError("no engine has been started")
         if self.weights is not None:
-            self.weights.send_again()
+            self.weights.resend()
             return
         self.replace_dead()
         self.admit()

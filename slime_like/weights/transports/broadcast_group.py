@@ -63,10 +63,10 @@ class BroadcastGroup:
             torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
 
 
-def _form_gloo(store: dist.Store, rank: int, size: int, own: str, timeout: timedelta) -> Any:
+def _form_gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=own)]  # the one interface it listens on
+    options._devices = [gloo.create_device(hostname=address)]  # the one interface it listens on
     options._timeout = timeout
     return gloo(store, rank, size, options)
 

@@ -227,9 +227,9 @@ class CollectiveReceiver:
                     f"weight sync over {self._backend}: this receiver is not in the sender's group; connect again"
                 )
             rank, size = members.index(self._number) + 1, len(members) + 1
-            own = address_towards(self._host, self._port)
+            address = address_towards(self._host, self._port)
             self._group = BroadcastGroup(
-                self._backend, own, self._host, self._port, generation, rank, size, self._timeout_s
+                self._backend, address, self._host, self._port, generation, rank, size, self._timeout_s
             )
             self._generation = generation
         return self._group

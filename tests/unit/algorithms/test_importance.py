@@ -125,9 +125,9 @@ def test_off_policy_mask_in_the_loss() -> None:
     expected = 0.0
     for start, n in zip(STARTS, LENGTHS, strict=True):
         part = slice(start, start + n)
-        own = kept[part]
-        gap = (inputs.behaviour_logprobs - inputs.logprobs)[part][own]
-        if own.any() and inputs.advantages[start] < 0 and gap.mean() > 0:
+        mask = kept[part]
+        gap = (inputs.behaviour_logprobs - inputs.logprobs)[part][mask]
+        if mask.any() and inputs.advantages[start] < 0 and gap.mean() > 0:
             continue
         alone = build_loss(AlgorithmConfig())(replace(inputs, loss_mask=kept & _only(part)))
         expected += alone.loss.item()

@@ -268,6 +268,6 @@ def test_large_but_finite_values_are_packed() -> None:
 
 def test_a_graph_stays_behind() -> None:
     """Logprobs of a pack are data: what made them is no part of it."""
-    own = scored(0)
-    found = pack_sequences([replace(own, logprobs=own.logprobs.clone().requires_grad_())])
-    assert not found.logprobs.requires_grad and found.logprobs.equal(own.logprobs)
+    sequence = scored(0)
+    found = pack_sequences([replace(sequence, logprobs=sequence.logprobs.clone().requires_grad_())])
+    assert not found.logprobs.requires_grad and found.logprobs.equal(sequence.logprobs)

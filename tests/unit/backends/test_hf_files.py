@@ -116,9 +116,9 @@ def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
     assert expected_tensors(tmp_path) == shapes
     names = sorted(tensors)
     parts = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-    for part, own in parts.items():
-        save_file({name: tensors[name] for name in own}, tmp_path / part)
-    weight_map = {name: part for part, own in parts.items() for name in own}
+    for part, held in parts.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / part)
+    weight_map = {name: part for part, held in parts.items() for name in held}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=r"model\.safetensors and an .*index\.json that does not list it"):

@@ -93,12 +93,12 @@ def test_bad_files_are_reported_together_with_wrong_settings(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own, file = sound_flags(tmp_path), tmp_path / "eval.jsonl"
+    sound, file = sound_flags(tmp_path), tmp_path / "eval.jsonl"
     file.write_text(rows)
     if foreign:
         write_checkpoint(tmp_path / "model", architectures=["GPT2LMHeadModel"], model_type="gpt2")
         (tmp_path / "model" / "tokenizer_config.json").unlink()
-    assert main(["train", *own, "--evaluation.files", str(file), *flags]) == _REFUSED
+    assert main(["train", *sound, "--evaluation.files", str(file), *flags]) == _REFUSED
     first, *problems = capsys.readouterr().err.splitlines()
     assert first == f"slime-like: {len(sentences)} problems", problems
     for sentence in sentences:

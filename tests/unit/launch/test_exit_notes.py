@@ -24,9 +24,9 @@ def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
 
 
 def test_a_note_that_comes_while_a_node_waits_counts_at_once(tmp_path: Path) -> None:
-    own, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
+    leaver, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
     waiting.require_none_ended()
-    own.leave(Verdict(2, "no model"))
+    leaver.leave(Verdict(2, "no model"))
     assert sentence_of(waiting) == "no model"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
 

@@ -149,10 +149,10 @@ def test_a_node_joins_and_ends_with_the_verdict_of_node_0(server: GcsServer, con
     ],
 )
 def test_what_differs_from_node_0_ends_the_run(server: GcsServer, config: RunConfig, name: str, sentence: str) -> None:
-    own = facts(config)
-    publish(server, config, facts=own | {name: "0"})
+    local = facts(config)
+    publish(server, config, facts=local | {name: "0"})
     node = begin(server, config)
-    expected = Verdict(1, f"{node.place}: {sentence.format(own=own[name])}")
+    expected = Verdict(1, f"{node.place}: {sentence.format(own=local[name])}")
     assert problem(server) == expected == node.ended().verdict
     assert 1 not in server.nodes
 

@@ -102,8 +102,8 @@ def test_slots_without_gpus(
 def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
     flags += ["--rollout.engine", "sglang"]
-    own = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
-    assert command.run([*own, "--", *flags]) == 0
+    options = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
+    assert command.run([*options, "--", *flags]) == 0
     said = capsys.readouterr().out
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said

@@ -83,10 +83,10 @@ def drain(pool: ReferencePool) -> Iterator[RewardedGroup]:
 
 
 def check(found: list[RewardedGroup], numbers: range) -> None:
-    assert sorted(own.group.group_id for own in found) == list(numbers)
-    for own in found:
-        assert own.reference is not None
-        for trajectory, logprobs in zip(own.group.trajectories, own.reference, strict=True):
+    assert sorted(scored.group.group_id for scored in found) == list(numbers)
+    for scored in found:
+        assert scored.reference is not None
+        for trajectory, logprobs in zip(scored.group.trajectories, scored.reference, strict=True):
             assert torch.equal(logprobs, -trajectory.response_tokens.float())
 
 

@@ -53,7 +53,7 @@ class Engines:
 
     def start(self) -> None: ...
 
-    def start_again(self, indexes: Sequence[int]) -> None:
+    def restart_engines(self, indexes: Sequence[int]) -> None:
         for index in indexes:
             assert not self.all[index].alive
             self.all[index] = Engine()
