@@ -67,5 +67,5 @@ class LaunchError(SlimeLikeError):
 
 
 def exit_code(error: SlimeLikeError) -> int:
-    """What the command ends with that the error has ended."""
+    """Return the command's exit code for an error."""
     return REFUSED if isinstance(error, ConfigError) else FAILED

@@ -1,4 +1,4 @@
-"""From rewards to advantages. Groups are identified by id, never by position, and may be uneven.
+"""Advantages from rewards. Groups are identified by id, never by position, and may be uneven.
 
 Every estimator computes in float64. A group whose rewards lie within ``eps`` of each other, and so every group of one,
 has advantage exactly 0: float noise divided by float noise teaches nothing.

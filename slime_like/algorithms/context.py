@@ -1,4 +1,4 @@
-"""Which tokens of a pack a context-parallel rank holds, and the exact way back.
+"""Split of a pack over context-parallel ranks, and its exact inverse.
 
 Two layouts. *Zigzag*: every sequence is padded to a multiple of ``2 * cp``, cut into ``2 * cp`` chunks, and rank r
 holds chunks r and ``2 * cp - 1 - r``: causal work is balanced (ring attention, Transformer Engine). *Contiguous*: the

@@ -148,7 +148,7 @@ def _scaled_logits(
 
 
 def _softcap_slope(scaled: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
-    """What capped logits change with the product's, from the capped and scaled: ``1 - tanh^2``."""
+    """Derivative of the soft cap, from capped and scaled logits: ``1 - tanh^2``."""
     slope = scaled * (temperatures.to(scaled.dtype)[:, None] / softcap)
     return slope.square_().neg_().add_(1)
 

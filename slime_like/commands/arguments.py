@@ -21,7 +21,7 @@ def given_path(text: str) -> Path:
 
 
 def has_flag(flags: Sequence[str], name: str) -> bool:
-    """Is ``--name`` among configuration flags, as ``--name value`` or ``--name=value``?"""
+    """Return whether the flags hold ``--name value`` or ``--name=value``."""
     return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
 
 

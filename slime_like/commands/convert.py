@@ -154,7 +154,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """In the largest unit that it is at least one of; in KB where it is less."""
+    """Format a size in the largest fitting unit, KB or above."""
     unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "KB")
     return f"{nbytes / _UNITS[unit]:.2f} {unit}"
 
@@ -167,7 +167,7 @@ def _at_least_one(text: str) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- running
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like convert``."""
+    """Run ``slime-like convert``."""
     what, *rest = arguments
     names = ("A", "B") if what == "check" else ("HF_DIR" if what == "to-megatron" else "CHECKPOINT", "OUT")
     if len(rest) < 2 or rest[0].startswith("--") or rest[1].startswith("--"):
@@ -253,7 +253,7 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
 
 
 def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    """For what is the same for both: flags are validated, wherever the model is."""
+    """Validate the flags shared by both directions, wherever the model is."""
     path = [] if has_flag(flags, "model.path") else ["--model.path", str(options.a)]
     return load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *path, *flags])
 

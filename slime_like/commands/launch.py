@@ -98,7 +98,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like launch``; the exit code, the same on every node."""
+    """Run ``slime-like launch``; returns the exit code, the same on every node."""
     launch_flags, flags = _split(arguments)
     parser = argparse.ArgumentParser(prog="slime-like launch", usage=USAGE, add_help=False, allow_abbrev=False)
     _add_options(parser)
@@ -125,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What is ours, and what follows the first ``--``."""
+    """Split the arguments at the first ``--``."""
     everything = list(arguments)
     if "--" not in everything:
         return everything, ()

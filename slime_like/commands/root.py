@@ -1,4 +1,4 @@
-"""All subcommands of ``slime-like``: their arguments, and what each one runs."""
+"""Subcommands of ``slime-like``: arguments and entry points."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _add_make_tiny_model(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _loaded(path: Path | None, flags: list[str], temporary: Path | None = None) -> RunConfig:
-    """For training, or for an evaluation that leaves nothing behind where no run directory is named."""
+    """Load the configuration; an evaluation without a run directory gets a temporary one."""
     try:
         return load_config(path, flags, temporary)
     except ConfigError as error:

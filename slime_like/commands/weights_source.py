@@ -21,7 +21,7 @@ class WeightsSource:
 
 
 def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
-    """What kind of checkpoint this is, and where its model's dimensions are.
+    """Find the kind of a checkpoint and its model's dimensions.
 
     Raises:
         ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model

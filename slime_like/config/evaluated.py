@@ -1,4 +1,4 @@
-"""What ``slime-like eval`` looks at, of a configuration that may be a training run's."""
+"""The part of a configuration that ``slime-like eval`` uses."""
 
 from __future__ import annotations
 

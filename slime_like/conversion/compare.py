@@ -1,4 +1,4 @@
-"""Are two checkpoints the same: names, types, shapes, and every bit of the values?"""
+"""Exact comparison of two checkpoints: names, types, shapes and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same, and how."""
+    """One differing tensor."""
 
     name: str
     how: str
@@ -28,7 +28,7 @@ class Difference:
 def compare_sources(
     a: TensorSource, b: TensorSource, workers: int, report: Callable[[int, int], None]
 ) -> list[Difference]:
-    """Every difference, by name; values are compared where type and shape agree.
+    """List the differences by name; values are compared where type and shape agree.
 
     Args:
         workers: threads; each holds one parameter of either side in memory.

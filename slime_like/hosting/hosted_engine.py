@@ -104,7 +104,7 @@ class HostedEngine:
         return received
 
     async def health(self) -> EngineHealth:
-        """What the engine says of itself; dead where its process does not answer."""
+        """Return the engine's health; dead if its process does not answer."""
         process = self._process
         if process is None:
             return EngineHealth(False, self._version, 0, 0)
@@ -160,5 +160,5 @@ class _Hosted(ChildProcess):
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """As here, but what another interpreter would take for its own home."""
+    """Copy this environment without variables that redirect another interpreter."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}

@@ -57,7 +57,7 @@ class Owner:
         await asyncio.Event().wait()
 
     def end_with(self, processes: Sequence[BaseProcess]) -> None:
-        """From now on, end this process as soon as one of ``processes`` has ended.
+        """End this process as soon as one of ``processes`` has ended.
 
         The files they share need no name any more, and without one nothing of them can be left.
         """

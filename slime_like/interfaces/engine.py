@@ -15,7 +15,7 @@ from slime_like.trajectory import Conversation
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample.
+    """Sampling parameters.
 
     Attributes:
         temperature: 0 means greedy.

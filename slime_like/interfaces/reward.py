@@ -1,4 +1,4 @@
-"""What a reward function returns, and how one of a whole group is declared."""
+"""Results of reward functions, and the declaration of group functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be the same on all nodes: installed versions, settings, and the directory behind ``run_dir``."""
+"""Agreement of all nodes on versions, settings and the directory behind ``run_dir``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What every other node compares with node 0.
+    """Facts that other nodes compare with node 0's.
 
     Attributes:
         head: node 0, as in messages.

@@ -22,7 +22,7 @@ def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
 
 
 def plan_arguments(options: LaunchOptions, config: RunConfig) -> list[str]:
-    """For the cluster that is started; the plan is also written to a file."""
+    """Build the arguments of ``plan`` for the started cluster; the plan is also written to a file."""
     devices = devices_per_node(config, options.nodes, options.gpus_per_node)
     preflight = ["--preflight", "--output", str(_plan_path(config))]
     size = ["--cluster.nodes", str(options.nodes), "--cluster.gpus_per_node", str(devices)]

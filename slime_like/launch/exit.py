@@ -36,7 +36,7 @@ class NodeEndedError(LaunchError):
 
 
 class RefusedError(LaunchError):
-    """This node is not part of the run, which goes on without it."""
+    """Rejection of this node by a run, which continues without it."""
 
 
 def failure(error: SlimeLikeError, who: str = "") -> Verdict:

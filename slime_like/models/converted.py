@@ -1,4 +1,4 @@
-"""What `slime-like convert to-megatron` wrote: what lies in it, and whether its small files are as they were written.
+"""Checkpoints of `slime-like convert to-megatron`: their contents, and checks of their small files.
 
 The weights have checksums of their own, compared as they are read. Here are the others: the model's configuration and
 tokenizer, and the description itself. Needs neither torch nor Ray.
@@ -35,7 +35,7 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 
 def is_converted(checkpoint: Path) -> bool:
-    """Is it such a checkpoint, whole or damaged, and not a run's?"""
+    """Return whether it is a converted checkpoint, even a damaged one, and not a run's."""
     if (checkpoint / DESCRIPTION).is_file():
         return True
     has_both = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
@@ -54,12 +54,12 @@ def training_checkpoint(path: Path) -> Path | None:
 
 
 def damage_remedy(weights: Path, otherwise: str) -> str:
-    """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
+    """Remedy for damage in ``weights``, Megatron's files; ``otherwise`` where a run wrote them."""
     return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
 
 
 def converted_problem(checkpoint: Path) -> str | None:
-    """Which of its small files are damaged or missing, as the end of a sentence with its remedy; ``None`` if none is.
+    """Describe its damaged or missing small files, with the remedy; ``None`` if there are none.
 
     Checkpoints of the first format recorded nothing of them, and are taken as they are.
     """

@@ -27,7 +27,7 @@ class WeightFilesError(ValueError):
 
 
 def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
-    """What is wrong with the safetensors files of ``directory``, each a sentence with its remedy.
+    """List problems of the safetensors files of ``directory``, each with its remedy.
 
     Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
     ``config.json`` that speaks of another number of layers than is stored.
@@ -100,7 +100,7 @@ def _listed_files(index: Path) -> list[str]:
 
 
 def file_problem(file: Path) -> str | None:
-    """What is wrong with one file, and its remedy, as far as its length and its header tell."""
+    """Describe the problem of one file and its remedy, from its length and header."""
     try:
         _header(file)
     except WeightFilesError as error:
@@ -152,7 +152,7 @@ def _tensors(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end, counted from the header's end."""
+    """End offset of a tensor's bytes after the header."""
     return int(entry["data_offsets"][1])
 
 

@@ -120,7 +120,7 @@ def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 
 
 def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without what a run that was resumed has left behind: where steps go back, those from there on were run again."""
+    """Drop records that a resumed run has superseded: where steps go back, later ones were run again."""
     kept: list[Mapping[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] > record["step"]:

@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a live display on a terminal, plain lines in a log file."""
+"""Progress output: a live display on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 

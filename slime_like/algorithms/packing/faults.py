@@ -45,7 +45,7 @@ def checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Where a pack may go.
+    """Return the device of a pack.
 
     Raises:
         ValueError: no device's name, or a GPU where torch sees none.
@@ -75,7 +75,7 @@ def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) ->
 def check_sizes(
     sequences: Sequence[Trajectory], prompts: list[int], responses: list[int], packed: int, pad_token_id: int
 ) -> None:
-    """Nothing empty, nothing over the length of the pack, and padding that is a token.
+    """Reject empty parts, sizes over the pack's length, and padding that is no token.
 
     Raises:
         ValueError: the first that is not so.
@@ -154,7 +154,7 @@ def _fault(sequence: Trajectory) -> str | None:
 
 
 def _entries(name: str, described: TensorField) -> str:
-    """What a field holds, in words."""
+    """Describe a field's values."""
     if described.over == "functions":
         return "numbers, one per reward function"
     if described.over == "sequence":
@@ -166,7 +166,7 @@ def _entries(name: str, described: TensorField) -> str:
 
 
 def _fits(dtype: torch.dtype, described: torch.dtype) -> bool:
-    """Whether entries of a type become the described type: numbers any, integers integers, bools bools."""
+    """Check that a type converts to the described one: numbers to any, integers to integers, bools to bools."""
     if described == torch.bool or dtype == torch.bool:
         return described.is_floating_point or dtype == described
     return not dtype.is_complex if described.is_floating_point else not (dtype.is_floating_point or dtype.is_complex)

@@ -80,7 +80,7 @@ class StreamedPartition:
 
 
 def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> StreamedPartition:
-    """What can be sent already while sequences still arrive: whole rounds of micro-batches that no further one fits in.
+    """Partition a growing list of sequences: whole rounds of full micro-batches, which can be sent already.
 
     Micro-batches are filled in order of arrival. One is full when the next sequence no longer fits; full ones are given
     out in rounds of one per rank, and everything else is spare and belongs in front of the next call's sequences.

@@ -1,4 +1,4 @@
-"""What a run left in its directory, read back for a report."""
+"""A run's directory, read back for a report."""
 
 from __future__ import annotations
 
