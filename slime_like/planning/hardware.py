@@ -74,11 +74,11 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one GPU."""
+        """Memory of one GPU."""
         return int(self.gpu.memory_gib * GIB)
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
-        """Do these trainer ranks, numbered along nodes, lie on several?"""
+        """Return whether these trainer ranks, numbered along nodes, lie on several."""
         return len({rank // self.gpus_per_node for rank in ranks}) > 1
 
     def link_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:

@@ -24,7 +24,7 @@ def reference_kinds(config: RunConfig, backend: type[TrainerBackend]) -> list[Ra
 
 
 def backend_problems(config: RunConfig, backend: type[TrainerBackend]) -> Iterator[str]:
-    """What the backend refuses of the workers and not of the trainers."""
+    """List problems that the backend has with the workers but not with the trainers."""
     for problem in backend.check(worker_config(config)):
         yield problem.replace("trainer.parallel", "reference.parallel")
 

@@ -14,7 +14,7 @@ from slime_like.planning.step_time import LinkTraffic, StepTime, Workload
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command says beside the configuration.
+    """Options of the command besides the configuration.
 
     Attributes:
         mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
@@ -38,7 +38,7 @@ class KindPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """Everything ``slime-like plan`` says.
+    """Result of ``slime-like plan``.
 
     Attributes:
         kinds: every kind of trainer rank; empty where the layout itself is rejected.
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def tightest(self) -> PhaseMemory | None:
-        """Where least memory is left."""
+        """Phase with the least free memory."""
         return min(self.phases, key=lambda phase: phase.margin, default=None)
 
     @property
@@ -80,7 +80,7 @@ class Plan:
         return all(phase.fits for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, sums and verdicts included."""
+        """Convert to JSON values, with sums and verdicts."""
         written = asdict(self)
         for entry, phase in zip(_phase_dicts(written), self.phases, strict=True):
             entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}

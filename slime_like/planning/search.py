@@ -57,7 +57,7 @@ class Candidate:
         return " ".join([*sizes, f"--trainer.recompute {self.recompute}"])
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, and what is worked out from it."""
+        """Convert to JSON values, with derived figures."""
         return {
             **asdict(self),
             "parallel": self.parallel.model_dump(),
@@ -137,12 +137,12 @@ def _admitted(
 def _problems(
     config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, backend: type[TrainerBackend]
 ) -> list[str]:
-    """For which a plan would refuse a layout before it reckons with memory."""
+    """List the problems of a layout apart from memory."""
     return [*check_settings(config, dimensions), *backend.check(config), *checks.placement_problems(config, hardware)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:
-    """What all of them say, else what the first one says."""
+    """Return the problems common to all, else those of the first."""
     first, *others = refusals
     return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
 
@@ -185,7 +185,7 @@ def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
 
 
 def _rough_time(config: RunConfig, dimensions: ModelDimensions) -> float:
-    """Only an order in which to try: idle stages, recomputation, and messages of tensor and context parallelism."""
+    """Estimate a sort key of layouts: idle stages, recomputation, and messages of tensor and context parallelism."""
     layout = config.trainer.parallel
     micro_batches = Workload.of(config, None, None).micro_batches
     idle = (micro_batches + layout.pipeline - 1) / micro_batches
@@ -222,7 +222,7 @@ def _candidate(
 
 
 def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None) -> str | None:
-    """What weights travel by; ``None`` also where they do not get there: no layout would mend it."""
+    """Choose the weight transport; ``None`` also where none reaches, whatever the layout."""
     if engine is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""How long a step should take: arithmetic on what ranks compute and send, and on what is assumed of the hardware."""
+"""Predicted time of a step, from the ranks' computation and messages and assumed hardware figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HIDDEN = frozenset({"context"})
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step consists of.
+    """Workload of a step.
 
     Attributes:
         samples: sequences of a step.
@@ -141,7 +141,7 @@ def predict(
 def traffic_per_step(
     config: RunConfig, hardware: Hardware, workload: Workload, estimate: RankEstimate
 ) -> list[LinkTraffic]:
-    """What one rank sends in training, by axis and link; scoring's messages are left out."""
+    """Messages of one rank in training, by axis and link; scoring's messages are left out."""
     updates = config.algorithm.epochs * config.algorithm.minibatches
     found: dict[tuple[str, str], tuple[float, float]] = {}
     full = updates * workload.micro_batches * workload.filled
@@ -171,7 +171,7 @@ def generation_seconds(
 
 
 def _weights_read(dimensions: ModelDimensions, engine: EnginePlan, at_once: int) -> float:
-    """Of a mixture of experts, no more than the experts of so many tokens."""
+    """Bytes of weights read; of a mixture of experts, at most the experts of so many tokens."""
     share = min(1.0, at_once * dimensions.active_parameters / dimensions.num_parameters)
     return engine.weight_bytes * share
 

@@ -23,7 +23,7 @@ _WIDTH = 120
 
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
-    """Everything, the verdict last."""
+    """Print the plan, the verdict last."""
     stream = stream or sys.stdout
     console = _console(stream)
     console.print(_cluster_line(config, plan))

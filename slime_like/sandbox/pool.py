@@ -19,7 +19,7 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What the workers of a pool run, and what messages call them.
+    """Kind of a pool's workers: their module, and their names in messages.
 
     Attributes:
         module: run as ``python -m``; it calls ``serving.serve``.
@@ -105,7 +105,7 @@ class WorkerPool:
                 self._free.put_nowait(worker)
 
     def fail(self, failure: Exception) -> None:
-        """From now on every request raises ``failure``."""
+        """Make every later request raise ``failure``."""
         self._failure = failure
         self._free.put_nowait(None)
 

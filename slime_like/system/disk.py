@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def refusal(path: Path, reason: str) -> str:
-    """One sentence: what could not be written, why, how much is free there, and what to do."""
+    """Describe a failed write: the path, the reason, the free space and the remedy."""
     return (
         f"{path}: could not be written ({reason}; {_room(path)}); free space there, and restart "
         "to resume from the last checkpoint"
@@ -17,7 +17,7 @@ def refusal(path: Path, reason: str) -> str:
 
 
 def length_fault(found: int, written: int) -> str | None:
-    """What is wrong with a file of ``found`` bytes of which ``written`` were written, behind its name."""
+    """Describe a file of ``found`` bytes of which ``written`` were written; follows its name."""
     if found == written:
         return None
     if found > written:

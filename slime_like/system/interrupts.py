@@ -29,7 +29,7 @@ class InterruptHandler:
         sys.unraisablehook = self._swallowed
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Python prints what it must ignore, e.g. in a fork's callbacks. An interrupt is not lost: it is remembered."""
+        """Suppress the report of an ignored interrupt, e.g. in a fork's callbacks: it is noted already."""
         if not (self.noted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
 

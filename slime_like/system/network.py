@@ -61,7 +61,7 @@ def is_loopback(address: str) -> bool:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As text; brackets keep an IPv6 address apart from the port."""
+    """Format host and port; brackets keep an IPv6 address apart from the port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -83,7 +83,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether ``listen`` would succeed now."""
+    """Return whether ``listen`` would succeed now."""
     try:
         listen(address, port).close()
     except OSError:

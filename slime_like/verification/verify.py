@@ -1,4 +1,4 @@
-"""One batch through every parallel layout that fits the machine: does each compute what one rank computes?"""
+"""Comparison of every parallel layout that fits the machine with one rank, on one batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CPU_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayoutsRequest:
-    """What to compare.
+    """Request to compare layouts.
 
     Attributes:
         baseline: the layout that the others are compared with.
@@ -150,14 +150,14 @@ def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
 
 @dataclass(slots=True)
 class Gaps:
-    """How far every tensor is from the baseline's: the first step's gradients, and the weights after training."""
+    """Deviation of every tensor from the baseline's: the first step's gradients, and the weights after training."""
 
     gradients: list[TensorGap] = field(default_factory=list)
     weights: list[TensorGap] = field(default_factory=list)
 
 
 class Baseline:
-    """What the baseline computed, its gradients and its weights before and after training on disk.
+    """Results of the baseline, with its gradients and its weights before and after training on disk.
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
@@ -231,7 +231,7 @@ def _train(
     logprobs: list[Tensor],
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
-    """All optimizer steps; ``gradients`` is given those of the first one, bucket by bucket."""
+    """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
     packed = ExperienceBatcher(config, trainers.training.data_parallel_size, pad_token_id=0).batch(batch)
     trainers.training.load_batch(packed.replicas)
     _drain(trainers.export.gradient_tensors(0, packed.denominators[0]), gradients)

@@ -49,7 +49,7 @@ def host_chunk_hashes(view: memoryview) -> list[int]:
 
 
 def _on_host(data: Tensor) -> list[int]:
-    """Of (n,) uint8."""
+    """Hash (n,) uint8 on the host."""
     return host_chunk_hashes(memoryview(data.numpy().data))
 
 

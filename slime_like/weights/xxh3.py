@@ -85,7 +85,7 @@ def _hashes(words: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, keys: Tensor) -> Tensor:
-    """What (..., lanes) words add to the accumulators: a 32 by 32 bit product, and the neighbouring lane's word."""
+    """Addends of (..., lanes) words to the accumulators: a 32 by 32 bit product, and the neighbouring lane's word."""
     keyed = words ^ keys
     product = (keyed & _LOW) * _shifted(keyed, 32)
     return product.add_(words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))

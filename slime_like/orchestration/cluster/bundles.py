@@ -1,4 +1,4 @@
-"""How many devices a run takes, in which pieces, and which node each piece goes to. Pure: no Ray."""
+"""Bundles of devices of a run, and their nodes. Pure: no Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bo
 
 
 def num_reference_ranks(config: RunConfig) -> int:
-    """Of all reference workers together."""
+    """Number of ranks of all reference workers."""
     return config.reference_workers * config.reference.parallel.world_size
 
 
@@ -101,7 +101,7 @@ def assign_nodes(
 
 
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
-    """Can a whole run be placed on empty nodes with so many devices each?"""
+    """Return whether the run fits on empty nodes with so many devices each."""
     references = reference_blocks(config)
     others = bundle_sizes(config)[config.trainer.parallel.world_size :]
     engines = others[: len(others) - sum(references)]

@@ -87,7 +87,7 @@ class Cluster:
         self._end(in_order=kind is None)
 
     def _end(self, in_order: bool) -> None:
-        """What was interrupted while it started may still be starting: then the guard looks once more."""
+        """Shut Ray down; after an interrupted start the orphan reaper looks once more."""
         ray.shutdown()
         cleanup(self.run_name, self._bucket_directories)
         if in_order:
@@ -134,14 +134,14 @@ def _without_error_listener() -> AbstractContextManager[None]:
 
 
 class _SeparateGroupProcess(services.ConsolePopen):
-    """What ``ray.init`` starts a daemon with; see ``_own_process_groups``."""
+    """``Popen`` of Ray's daemons; see ``_own_process_groups``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, process_group=0)
 
 
 def _own_process_groups() -> AbstractContextManager[None]:
-    """Ray's daemons leave the driver's process group, so that a signal to all of it reaches the driver alone.
+    """Start Ray's daemons outside of the driver's process group, whose signals then reach the driver alone.
 
     ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
     gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the

@@ -77,7 +77,7 @@ def hand_over(guard: subprocess.Popen[bytes]) -> None:
 
 
 def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
-    """Until standard input says something, or ends."""
+    """Wait for a message or end of file on standard input."""
     word = sys.stdin.readline()
     if word == "done\n":
         return

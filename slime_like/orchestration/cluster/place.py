@@ -96,7 +96,7 @@ def _resolved_head(name: str, address: str) -> str:
 
 
 def _is_loopback_address(host: str) -> bool:
-    """Whether loopback is given as an address: then several nodes of one machine are meant."""
+    """Return whether a loopback address is given, which means several nodes on one machine."""
     try:
         return is_loopback(host)
     except ValueError:

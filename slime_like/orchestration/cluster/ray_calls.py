@@ -102,7 +102,7 @@ def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLi
 
 
 def _death(cause: RayActorError) -> str:
-    """Of an actor's process that ended without an exception Ray says no more than that, and its id."""
+    """Describe an actor's death, of which Ray reports only the process id."""
     process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)

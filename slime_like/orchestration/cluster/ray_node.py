@@ -1,4 +1,4 @@
-"""This node's part of Ray: started, watched and ended by process id, whatever else of Ray runs on the machine."""
+"""This node's Ray processes: started, watched and ended by process id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RayNodeSpec:
-    """How one node of Ray is started.
+    """Specification of one Ray node.
 
     Attributes:
         rank: the node's rank.

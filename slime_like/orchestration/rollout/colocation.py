@@ -15,16 +15,16 @@ class Turns(Protocol):
         """Prepare for the restart of a dead engine."""
 
     def training(self) -> None:
-        """Before scoring, training and saving."""
+        """Prepare the devices for scoring, training and saving."""
 
     def generation(self) -> None:
-        """Before sampling."""
+        """Prepare the devices for sampling."""
 
     def begin_sync(self) -> None:
-        """Before weights travel: trainers still need theirs, engines need room for theirs."""
+        """Prepare for a weight sync, in which trainers and engines both hold weights."""
 
     def end_sync(self) -> None:
-        """When weights have arrived, before engines sample again."""
+        """Release the trainers' weights after a sync, before engines sample again."""
 
 
 class OwnDevices:

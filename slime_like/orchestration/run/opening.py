@@ -76,7 +76,7 @@ def _report_resume_point(run: Run) -> None:
 
 # ------------------------------------------------------------------------------------------------------ three openings
 def _open_replay(base: _Base, rollouts: Path) -> Run:
-    """On rollouts that an earlier run kept: no prompts, no engines."""
+    """Open a run on kept rollouts: no prompts, no engines."""
     placed = base.place("starting Ray and trainers")
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
@@ -85,7 +85,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
 
 
 def _open_supervised(base: _Base) -> Run:
-    """On demonstrations: prompts, but no engines."""
+    """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
     base.start.position(prompts)
     placed = base.place("starting Ray and trainers")
@@ -96,7 +96,7 @@ def _open_supervised(base: _Base) -> Run:
 
 
 def _open_rl(base: _Base) -> Run:
-    """On rollouts that engines sample."""
+    """Open a run on rollouts that engines sample."""
     config, stack = base.config, base.stack
     prompts = base.prompts(need_responses=False)
     datasets = held_out(config, base.tokenizer)

@@ -18,7 +18,7 @@ _BASE_LOST = "delta base lost"
 
 
 def is_base_lost(error: BaseException) -> bool:
-    """Whether a sync failed because a receiver does not hold what the changes were made for: a whole one helps."""
+    """Return whether a sync failed because a receiver lacks the base of the changes; a whole sync helps."""
     return _BASE_LOST in str(error)
 
 

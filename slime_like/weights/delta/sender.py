@@ -17,7 +17,7 @@ from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 
 @dataclass(slots=True)
 class _Base:
-    """What every receiver holds of one tensor, and its checksum."""
+    """The receivers' copy of one tensor, and its checksum."""
 
     tensor: Tensor
     checksum: int

@@ -1,4 +1,4 @@
-"""Which transport reaches from the trainers to the engines, and which one ``auto`` is."""
+"""Reach of transports from trainers to engines, and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_PRECISION = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where the weights come from and where they go.
+    """Location of trainers and engines.
 
     Attributes:
         on_cuda: trainers and engines compute on GPUs.
@@ -42,7 +42,7 @@ def choose_transport(name: str, situation: Situation) -> str:
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
-    """Whether only changes are sent.
+    """Return whether only changes are sent.
 
     Automatically where bytes cross a network or a disk, and weights are of 16 bits, most of which one step leaves
     as they are. Inside a host, finding the changes takes longer than copying everything.
