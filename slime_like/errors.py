@@ -1,4 +1,4 @@
-"""Errors meant for people: one sentence that says what, where, and the remedy. The CLI prints no traceback for them."""
+"""Errors for users: one sentence with the problem, the place and the remedy. The CLI prints no traceback for them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CheckpointWriter(RankWriting):
             self._entries = [(item, _host_copy(data)) for item, data in self._entries]
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
-        """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""
+        """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
         planner, first = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, is_coordinator=first)
         local_plan = planner.create_local_plan()
@@ -86,7 +86,7 @@ class CheckpointWriter(RankWriting):
         together(lambda: self._complete(written), what, self._device)
 
     def _complete(self, written: list[Any] | None) -> None:
-        """On rank 0: the index, the plain values and, last, the checksums of everything."""
+        """Write, on rank 0, the index, the plain values and, last, all checksums."""
         if written is None or self._metadata is None:
             return
         with refused_by_disk(self._directory):

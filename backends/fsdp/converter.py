@@ -1,4 +1,4 @@
-"""This backend's side of ``slime-like convert``."""
+"""Converter of ``slime-like convert`` for this backend."""
 
 from __future__ import annotations
 

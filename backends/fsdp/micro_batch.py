@@ -1,4 +1,4 @@
-"""From a pack to what one rank feeds its model: its contiguous part, boundaries and response rows."""
+"""One rank's model input from a pack: its contiguous part, boundaries and response rows."""
 
 from __future__ import annotations
 

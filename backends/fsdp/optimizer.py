@@ -60,7 +60,7 @@ class Optimizer:
         }
 
     def _fill_state(self) -> None:
-        """What AdamW otherwise makes in its first step: so that there is something to save, or to load into."""
+        """Create AdamW's state before its first step, to save it or to load into it."""
         for shard in self._shards.values():
             self.adamw.state[shard] = {
                 "step": torch.tensor(0.0, device=shard.device),
@@ -89,7 +89,7 @@ class Optimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of the whole gradient: every element lies on exactly one rank. Collective over the world."""
+        """Norm of the whole gradient: every element lies on exactly one rank. Collective over the world."""
         gradients = [gradient for gradient in self.gradients().values() if gradient.numel()]
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         if gradients:

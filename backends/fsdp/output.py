@@ -1,4 +1,4 @@
-"""How a Hugging Face model turns its last hidden states into logits, for a head that never has all of them."""
+"""Output scaling of a Hugging Face model, for a head that computes logits in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what replaces a model's attention and head the same function? Its own forward pass says so when a trainer starts.
+"""Check of the replaced attention and head against the model's unchanged forward pass, when a trainer starts.
 
 A pack of a few short sequences goes through packed attention and the chunked head, and each of them by itself through
 the model as transformers computes it, with its own masks and logits: logits that are scaled on the way show, and

@@ -79,7 +79,7 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def converter() -> FsdpConverter:
-        """What ``slime-like convert`` works with. Needs neither device nor process group."""
+        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
         from backends.fsdp.converter import FsdpConverter
 
         return FsdpConverter()

@@ -26,7 +26,7 @@ def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
 
 
 def first_row(parameter: nn.Parameter | Tensor) -> int:
-    """Where this rank's rows begin: FSDP cuts the first axis as ``torch.chunk`` does."""
+    """First row of this rank: FSDP cuts the first axis as ``torch.chunk`` does."""
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = parameter.shape[0]
     return min(rank * -(-rows // size), rows)

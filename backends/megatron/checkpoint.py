@@ -215,7 +215,7 @@ def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
 
 def _without_settings(value: Any) -> Any:
     """Keep only tensors for the disk. Everything else (parameter groups) follows from configuration and schedule, and
-    is laid out differently where, say, experts have an optimizer of their own."""
+    is laid out differently where, say, experts have a separate optimizer."""
     if isinstance(value, dict):
         return {key: _without_settings(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""From a checkpoint's dimensions to this rank's Megatron model chunks."""
+"""Construction of this rank's Megatron model chunks."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
-    """Which layers lie where, given only if they do not divide evenly: Megatron assumes that they do."""
+    """Layers of each stage, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
     layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:

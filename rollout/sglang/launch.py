@@ -103,7 +103,7 @@ def _raise_failure(number: int, frame: FrameType | None) -> None:
 
 
 class _SignalHandler:
-    """What SGLang's tokenizer manager does about signals once it serves: end with everything, at once."""
+    """Signal handler of SGLang's tokenizer manager: ends all processes at once."""
 
     def __init__(self, owner: Owner, manager: Any) -> None:
         self._owner = owner

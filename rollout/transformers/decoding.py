@@ -39,7 +39,7 @@ class DecodeBatch:
 
     @property
     def is_fused(self) -> bool:
-        """If tokens are decoded by kernels of ours instead of transformers' forward."""
+        """True if this project's kernels decode instead of transformers' forward."""
         return self._decoder is not None
 
     def add(self, samples: Sequence[Sample]) -> None:

@@ -63,7 +63,7 @@ def gives_memory_back(config: RunConfig, engine: str) -> bool:
 
 
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
-    """Everything vLLM is started with. Call after ``prepare_environment``.
+    """Build vLLM's arguments. Call after ``prepare_environment``.
 
     Raises:
         EngineError: ``rollout.engine_args`` names an argument that vLLM does not have or this adapter owns.

@@ -117,7 +117,7 @@ class EngineCore:
             task.cancel()
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """What every worker's method gives.
+        """Return the results of every worker's method.
 
         Raises:
             WeightSyncError: it failed on one of them; the first one's reason.

@@ -253,7 +253,7 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
 
 
 def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    """Validate the flags shared by both directions, wherever the model is."""
+    """Load the configuration from flags alone, with ``a`` as the default model."""
     path = [] if has_flag(flags, "model.path") else ["--model.path", str(options.a)]
     return load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *path, *flags])
 

@@ -166,7 +166,7 @@ def _read_only(path: Path) -> str:
 
 @contextmanager
 def _refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses."""
+    """Turn SQLite's errors of a failed write into one sentence."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,6 +1,6 @@
 """Checkpoints of `slime-like convert to-megatron`: their contents, and checks of their small files.
 
-The weights have checksums of their own, compared as they are read. Here are the others: the model's configuration and
+The weights have separate checksums, compared as they are read. Here are the others: the model's configuration and
 tokenizer, and the description itself. Needs neither torch nor Ray.
 """
 

@@ -69,7 +69,7 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens on ``address`` alone; port 0 has the system choose.
 
     Raises:
-        OSError: somebody else does, or the address is not this host's.
+        OSError: another process does, or the address is not this host's.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger

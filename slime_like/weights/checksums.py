@@ -7,7 +7,7 @@ are cut into chunks of ``CHUNK_BYTES``, the last one shorter, and
 
 XXH3 is sequential: the chunks are what lets an accelerator work on all of them at once (``xxh3.py``). On a CPU the
 library xxhash hashes at twice the speed of a copy. The hash finds damage and mix-ups; it is no protection against
-somebody who forges weights.
+forged weights.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     check_logprobs(engine.reference, prompt, generation, COLD)
 
 
-def test_a_seed_gives_the_same_ids_whoever_else_runs(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_a_seed_gives_the_same_ids_beside_any_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     def seeded(prompt: list[int], seed: int, count: int) -> GenerationRequest:
         return engine.request(prompt, seed=seed, num_samples=count, max_new_tokens=12, stop_token_ids=NO_STOP)
 

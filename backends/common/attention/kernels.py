@@ -188,7 +188,7 @@ class FlashAttention:
 
 
 def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, scale: float) -> dict[str, Any]:
-    """What both functions of flash-attn take beside tensors of tokens."""
+    """Common arguments of flash-attn's two functions."""
     return {
         "cu_seqlens_q": q_segments.device,
         "cu_seqlens_k": k_segments.device,

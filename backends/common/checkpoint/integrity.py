@@ -62,7 +62,7 @@ class ChecksumStream:
         self._file.flush()
 
     def piece(self, name: str) -> Piece:
-        """What was written since the stream was made, or since the last piece; the next one begins here."""
+        """End a piece: what was written since the last one."""
         end = self._file.tell()
         piece = Piece(name, self._start, end - self._start, self._crc32)
         self._start, self._crc32 = end, 0
@@ -92,12 +92,12 @@ class Checksums:
     def of_directory(
         cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
     ) -> Checksums:
-        """With the checksums of the plain files beside the data files, which are read for it."""
+        """Create it with the checksums of the plain files beside the data files, which it reads."""
         return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
 
     @classmethod
     def read(cls, directory: Path) -> Checksums:
-        """What ``write`` wrote there.
+        """Read what ``write`` wrote.
 
         Raises:
             CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
@@ -229,7 +229,7 @@ class VerifyingReader(FileSystemReader):
 
 
 def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
-    """Of a part of an open file, in bounded memory; ``None`` if the file ends before it."""
+    """Hash a part of an open file, in bounded memory; ``None`` if the file ends before it."""
     file.seek(offset)
     crc32 = 0
     while length:

@@ -61,7 +61,7 @@ def _alone_as(config: RunConfig, rank: int) -> Iterator[Groups]:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """What is gathered at once: numbers of parameters of every layer, and of all else."""
+    """Units that are gathered at once: numbers of parameters of every layer, and of all else."""
 
     layers: tuple[int, ...]
     root: int
@@ -213,13 +213,13 @@ def _rows(parameter: nn.Parameter) -> int:
 
 
 def _forget_gradient(parameter: Tensor) -> None:
-    """It is summed, and leaves, as soon as it is whole."""
+    """Free a gradient as soon as it is complete and summed."""
     parameter.grad = None
 
 
 @contextlib.contextmanager
 def _head_labelled(trace: Trace) -> Iterator[None]:
-    """What the head makes is counted as the head's."""
+    """Count the head's tensors as the head's."""
     function = head._FusedLogprobs
     originals = function.forward, function.backward
 

@@ -58,7 +58,7 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
 
 
 def holdings(config: RunConfig, rank: int) -> Holdings:
-    """What ``rank`` holds for the length of a run; exact, and quicker than ``estimate``, for no pass is followed."""
+    """Memory that ``rank`` holds throughout a run; exact, and faster than ``estimate``."""
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     local = _with_own_layers(config)
     with alone_as(local, rank, on_meta=True):

@@ -1,4 +1,4 @@
-"""What one rank holds for the length of a run, counted from its own tensors: on shapes, or in a real trainer."""
+"""Memory that one rank holds throughout a run, counted from its own tensors: on shapes, or in a real trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOST_COPIES = 4
 def holdings_of(
     chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
 ) -> Holdings:
-    """Of one rank, after the optimizer's first step.
+    """Count one rank's memory after the optimizer's first step.
 
     Args:
         chunks, wrapped: its model chunks, bare and inside DDP.

@@ -1,4 +1,4 @@
-"""Whose activations a pipeline stage keeps at once, under Megatron's schedules."""
+"""Activations that a pipeline stage keeps at once, under Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOWS_OF_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """What one chunk's pass over one micro-batch needs, in bytes above what was there before.
+    """Memory of one chunk's pass over one micro-batch, in bytes above what was there before.
 
     Attributes:
         saved: kept from forward to backward.

@@ -34,7 +34,7 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class ChunkPasses:
-    """What one chunk does with one micro-batch.
+    """Passes of one chunk over one micro-batch.
 
     Attributes:
         memory: of training.
@@ -147,7 +147,7 @@ class Passes:
 
 
 class _HostShapes:
-    """What ``ActivationOffload`` would do, on shapes: bytes leave the device's count for the host's."""
+    """``ActivationOffload`` on shapes: bytes leave the device's count for the host's."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
@@ -172,7 +172,7 @@ def _to_device(saved: Any) -> Tensor:
 
 
 def _head_labels(trace: Trace) -> list[Patch]:
-    """What the head makes is counted as the head's."""
+    """Count the head's tensors as the head's."""
     function = head._FusedLogprobs
 
     def forward(ctx: Any, *arguments: Any) -> Any:

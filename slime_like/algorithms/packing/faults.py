@@ -166,7 +166,7 @@ def _entries(name: str, described: TensorField) -> str:
 
 
 def _fits(dtype: torch.dtype, described: torch.dtype) -> bool:
-    """Check that a type converts to the described one: numbers to any, integers to integers, bools to bools."""
+    """Return whether a type converts to the described one: numbers to floats, integers to integers, bools to bools."""
     if described == torch.bool or dtype == torch.bool:
         return described.is_floating_point or dtype == described
     return not dtype.is_complex if described.is_floating_point else not (dtype.is_floating_point or dtype.is_complex)

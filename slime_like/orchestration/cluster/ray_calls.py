@@ -43,7 +43,7 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         error: class of the error to raise.
-        watch: called every few seconds of waiting; raises where an answer needs somebody who has died.
+        watch: called every few seconds of waiting; raises where an answer needs a dead worker.
 
     Raises:
         error: a worker died, raised, or did not answer in time.

@@ -12,7 +12,7 @@ class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
 
     def starting_engines(self) -> None:
-        """Prepare for the restart of a dead engine."""
+        """Prepare the devices for starting engines."""
 
     def training(self) -> None:
         """Prepare the devices for scoring, training and saving."""
@@ -24,7 +24,7 @@ class Turns(Protocol):
         """Prepare for a weight sync, in which trainers and engines both hold weights."""
 
     def end_sync(self) -> None:
-        """Release the trainers' weights after a sync, before engines sample again."""
+        """Give the devices to the engines after a sync."""
 
 
 class OwnDevices:

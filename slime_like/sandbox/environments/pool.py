@@ -87,7 +87,7 @@ class EnvironmentPool:
         await self._workers.close()
 
     def _broken(self, last: StepFailed) -> EnvironmentFailure:
-        """Check for an environment that fails on everything; one bad turn costs one conversation only."""
+        """Build the error of an environment that fails on everything; one bad turn costs one conversation."""
         return EnvironmentFailure(
             f"environment {self._name} had no outcome for any of its first {_SUSPICIOUS_STEPS} steps, last by {last}; "
             "correct it, or raise rollout.environment.timeout_s"

@@ -166,7 +166,7 @@ def test_a_value_is_not_clipped_to_less_than_nothing() -> None:
         (lambda logprobs: logprobs, r"returned a Tensor; return PolicyTerms"),
     ],
 )
-def test_a_loss_of_ones_own_gives_a_value_per_token(
+def test_a_custom_loss_gives_a_value_per_token(
     made: Callable[[Tensor], object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
@@ -185,7 +185,7 @@ def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
 one_too_few, without_threshold = (AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
 
 
-def test_an_estimator_of_ones_own_gives_a_finite_advantage_per_sample() -> None:
+def test_a_custom_estimator_gives_a_finite_advantage_per_sample() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 1.0]), [1, 1, 2]
     with pytest.raises(ValueError, match=r"'.*:one_too_few' gave shape \(2,\) for 3 rewards"):
         compute_advantages(rewards, groups, f"{__name__}:one_too_few")

@@ -1,4 +1,4 @@
-"""What every rank of a layout stores, worked out in one process: groups that move nothing, models without memory."""
+"""Stored tensors of every rank of a layout, computed in one process without memory or messages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes: parameters whose main copy it holds, and what Megatron stores beside them."""
+    """Files of one rank: parameters whose main copy it holds, and what Megatron stores beside them."""
 
     rank: int
     parameters: tuple[ParameterPlan, ...]
@@ -137,7 +137,7 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
 
 
 def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
-    """Do (start, length) ranges follow each other from 0 to ``length``?"""
+    """Return whether (start, length) ranges follow each other from 0 to ``length``."""
     end = 0
     for start, size in sorted(ranges):
         if start != end:
@@ -147,5 +147,5 @@ def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
 
 
 def _fill(entries: list[tuple[tuple[int, ...], int]], numel: int) -> bool:
-    """Have entries, which lie on one grid, different places and as many elements as the whole?"""
+    """Return whether entries on one grid have different places and together all elements."""
     return len({offset for offset, _ in entries}) == len(entries) and sum(size for _, size in entries) == numel

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a Megatron checkpoint of any layout, one parameter at a time."""
+"""Conversion of a Hugging Face directory to a Megatron checkpoint, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What every job needs."""
+    """Shared state of all jobs."""
 
     source: Path
     checkpoint: HfCheckpoint
