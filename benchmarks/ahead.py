@@ -137,8 +137,8 @@ def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threadi
             try:
                 title = " ".join(process.cmdline())
                 if "EngineActor" in title:
-                    for own in (process, *process.children(recursive=True)):
-                        own.cpu_affinity([engine_core])
+                    for member in (process, *process.children(recursive=True)):
+                        member.cpu_affinity([engine_core])
                 elif "TrainerRank" in title:
                     process.cpu_affinity([trainer_core])
             except psutil.NoSuchProcess:
@@ -151,9 +151,9 @@ def report(found: dict[Manner, Figures], engine: str, steps: int, load: float) -
     bound = (turns.sampling + turns.training) / max(turns.sampling, turns.training)
     ratio = turns.step / found[best].step
     table = "\n".join(
-        f"| {manner} | {own.step:.3f} | {turns.step / own.step:.2f} | {100 * own.idle / own.step:.0f} % | "
-        f"{own.length:.0f} | {own.staleness:.2f} |"
-        for manner, own in found.items()
+        f"| {manner} | {run.step:.3f} | {turns.step / run.step:.2f} | {100 * run.idle / run.step:.0f} % | "
+        f"{run.length:.0f} | {run.staleness:.2f} |"
+        for manner, run in found.items()
     )
     return (
         f"{datetime.date.today()}, {describe_machine()}, engine {engine}, load average {load:.1f} at the start, "

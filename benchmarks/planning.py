@@ -1,6 +1,6 @@
 """How long ``slime-like plan`` takes for 64 and for 1,024 ranks: ``python -m benchmarks.planning RESULT``.
 
-Each is the command itself, as a process of its own on two cores. Exit code 1 if a bound does not hold.
+Each is the command itself, as a separate process on two cores. Exit code 1 if a bound does not hold.
 """
 
 from __future__ import annotations

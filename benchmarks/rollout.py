@@ -90,7 +90,7 @@ def requests_of(config: RunConfig, prompts: Sequence[Prompt]) -> list[Generation
 
 
 def _hash(total: int, answers: Sequence[Sequence[Generation]]) -> int:
-    for generation in (own for answer in answers for own in answer):
+    for generation in (found for answer in answers for found in answer):
         for token in generation.token_ids.tolist():
             total = (total * 1_000_003 + token) & ((1 << 64) - 1)
     return total
@@ -208,7 +208,7 @@ def report(bare: Figures, path: Figures, config: RunConfig, options: argparse.Na
     ratio = path.per_s / bare.per_s
     same = "the same ids on both sides" if bare.sampled == path.sampled else "ids differ between the sides"
     by_round = zip(path.speeds, bare.speeds, strict=True)
-    spread = ", ".join(f"{own:.0f} of {other:.0f}" for own, other in by_round)
+    spread = ", ".join(f"{ours:.0f} of {other:.0f}" for ours, other in by_round)
     return (
         f"{datetime.date.today()}, {describe_machine()}, engine {config.rollout.engine}, load average {load:.1f} at "
         f"the start, `python -m benchmarks.rollout --engine {config.rollout.engine}`.\n\n"

@@ -191,5 +191,5 @@ def _error_text(error: Exception) -> str:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     places = (".".join(map(str, detail["loc"])) for detail in details)
     return "; ".join(
-        f"{place}: {own['msg']}" if place else own["msg"] for place, own in zip(places, details, strict=True)
+        f"{place}: {detail['msg']}" if place else detail["msg"] for place, detail in zip(places, details, strict=True)
     )

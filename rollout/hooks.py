@@ -1,4 +1,4 @@
-"""What an engine adds to the bookkeeping that all engines share."""
+"""Hooks of an engine into the bookkeeping that all engines share."""
 
 from __future__ import annotations
 

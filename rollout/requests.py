@@ -1,4 +1,4 @@
-"""What every engine asks of a request before it samples, and how seeds are derived."""
+"""Checks of requests before sampling, and derivation of seeds."""
 
 from __future__ import annotations
 

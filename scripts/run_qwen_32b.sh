@@ -17,7 +17,7 @@
 # PLAN=0      trains without planning first
 # DRY_RUN=1   prints what would run, and starts nothing
 #
-# Further arguments are flags of `slime-like train`. Started again, a run goes on from its last checkpoint.
+# Further arguments are flags of `slime-like train`. Restart to resume from the last checkpoint.
 set -euo pipefail
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -1,11 +1,11 @@
-"""Errors meant for people: one sentence that says what, where, and the remedy. The CLI prints no traceback for them."""
+"""Errors for users: one sentence with the problem, the place and the remedy. The CLI prints no traceback for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-"""What a command ends with, and a node of a launch, that did not do what it was told."""
+"""Exit codes of a command, or a node of a launch, that did not succeed."""
 
 
 class SlimeLikeError(Exception):
@@ -19,12 +19,12 @@ class SlimeLikeError(Exception):
 
 
 class ConfigError(SlimeLikeError):
-    """The configuration is refused.
+    """The configuration is rejected.
 
     Attributes:
         problems: every fault found, each with field, value and remedy.
-        rest: the configuration with defaults for the fields that are wrong, where that makes one: for whoever looks for
-            what else is wrong.
+        rest: the configuration with defaults for the fields that are wrong, where that makes one: for further
+            checks.
     """
 
     def __init__(self, problems: list[str], rest: Any = None) -> None:
@@ -67,5 +67,5 @@ class LaunchError(SlimeLikeError):
 
 
 def exit_code(error: SlimeLikeError) -> int:
-    """What the command ends with that the error has ended."""
+    """Return the command's exit code for an error."""
     return REFUSED if isinstance(error, ConfigError) else FAILED

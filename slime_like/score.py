@@ -31,7 +31,7 @@ from slime_like.orchestration.trainer.scoring import score_sequences, window_tok
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What to score.
+    """Request to score rows of tokens.
 
     Attributes:
         input: token rows, see ``slime_like.data.token_rows``.

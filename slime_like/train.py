@@ -66,7 +66,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """One optimizer step: trainers work on its full windows while its other groups are being sampled."""
+    """Run one optimizer step: trainers work on its full windows while its other groups are being sampled."""
     windows, training = WindowStream(run.batcher), run.trainers.training
     training.begin_stream()
     for groups in run.rollout.source.stream(step, clock):

@@ -82,7 +82,7 @@ class ScoredFields:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """How a response of several turns came about.
+    """Turns of a conversation's response.
 
     Attributes:
         turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
@@ -156,7 +156,7 @@ class UnscoredTrajectory(SampledFields):
         return int(self.loss_mask.sum())
 
     def response_tensors(self) -> dict[str, Tensor | None]:
-        """Every tensor that has one number per response token, also those that are absent."""
+        """Return the tensors with one number per response token, ``None`` for absent ones."""
         described = tensor_fields(type(self)).items()
         return {name: getattr(self, name) for name, each in described if each.over == "response" and each.ndim == 1}
 
@@ -230,7 +230,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
 
 @dataclass(slots=True, kw_only=True)
 class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
-    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a segment of its own.
+    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a separate segment.
 
     T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
     ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe the real sequences only. Trailing padding has

@@ -1,1 +1,1 @@
-"""What trainer backends share: attention kernels, files, checks. Knows none of them, and they know not each other."""
+"""Parts shared by trainer backends: attention kernels, files, checks. Imports no backend."""

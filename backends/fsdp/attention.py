@@ -45,7 +45,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Where the sequences of one micro-batch begin and end; handed from the model's call down to every layer.
+    """Boundaries of the sequences of one micro-batch; handed from the model's call down to every layer.
 
     Exactly one of the first three is set.
 
@@ -77,7 +77,7 @@ def forward(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What a model's attention layer calls: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
+    """Attention function of the model's layers: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
 
     Returns:
         (1, T, H, D), and no weights.

@@ -18,7 +18,7 @@ _RANKED_BY = 2
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """How a model's routers choose: the highest softmax, or sigmoids with a bias, within the best groups of experts.
+    """Choice of a model's routers: the highest softmax, or sigmoids with a bias, within the best groups of experts.
 
     Attributes:
         top_k: experts per token.
@@ -38,7 +38,7 @@ class Routers:
         return cls(dimensions.moe_top_k, dimensions.moe_groups, dimensions.moe_top_groups, used)
 
     def balance_loss(self, logits: Sequence[Tensor], tokens: RoutedTokens, context: dist.ProcessGroup) -> Tensor:
-        """What is added to the loss of one micro-batch: this rank's tokens' share, summed over layers and scaled.
+        """Balancing loss of one micro-batch: this rank's tokens' share, summed over layers and scaled.
 
         Takes note of every layer's share in ``tokens.loss``.
 
@@ -49,11 +49,11 @@ class Routers:
         """
         total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
         biases: Sequence[Tensor | None] = self.biases or [None] * len(logits)
-        for own, bias in zip(logits, biases, strict=True):
-            probability = self._probability(own)
-            load = sequence_load(self._chosen(own, bias), tokens, self.top_k, context)
+        for layer_logits, bias in zip(logits, biases, strict=True):
+            probability = self._probability(layer_logits)
+            load = sequence_load(self._chosen(layer_logits, bias), tokens, self.top_k, context)
             # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>.
-            loss = own.shape[-1] * (probability * load[tokens.sequence]).sum()
+            loss = layer_logits.shape[-1] * (probability * load[tokens.sequence]).sum()
             tokens.loss.sums.append(loss.detach().double())
             total = total + loss
         return tokens.loss.scale * total
@@ -79,5 +79,5 @@ class Routers:
 
 
 def _marked(scores: Tensor, count: int) -> Tensor:
-    """Where the ``count`` highest of the last axis are."""
+    """Mark the ``count`` highest of the last axis."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)

@@ -269,9 +269,9 @@ def _schedule(config: RunConfig) -> dict[str, Any]:
     return schedule
 
 
-def _require_schedule(directory: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    keys = sorted(saved.keys() | own.keys())
-    differing = [f"{key} {saved.get(key)} (now {own.get(key)})" for key in keys if saved.get(key) != own.get(key)]
+def _require_schedule(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    keys = sorted(saved.keys() | now.keys())
+    differing = [f"{key} {saved.get(key)} (now {now.get(key)})" for key in keys if saved.get(key) != now.get(key)]
     if differing:
         raise CheckpointError(
             f"{directory}: was trained with another learning-rate schedule: {', '.join(differing)}; "

@@ -57,12 +57,12 @@ class CheckpointWriter(RankWriting):
             self._entries = [(item, _host_copy(data)) for item, data in self._entries]
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
-        """What this rank writes. Rank 0 puts everyone's plans together, and keeps the index of the whole."""
+        """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
         planner, first = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, is_coordinator=first)
-        own = planner.create_local_plan()
+        local_plan = planner.create_local_plan()
         gathered: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(own, gathered)
+        dist.gather_object(local_plan, gathered)
         settled: list[Any] = [None]
         everyones: list[Any] | None = None
         if gathered is not None:
@@ -86,7 +86,7 @@ class CheckpointWriter(RankWriting):
         together(lambda: self._complete(written), what, self._device)
 
     def _complete(self, written: list[Any] | None) -> None:
-        """On rank 0: the index, the plain values and, last, the checksums of everything."""
+        """Write, on rank 0, the index, the plain values and, last, all checksums."""
         if written is None or self._metadata is None:
             return
         with refused_by_disk(self._directory):
@@ -95,7 +95,7 @@ class CheckpointWriter(RankWriting):
                 json.dump(self._common, file, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-            pieces = {file: own for files, _ in written for file, own in files.items()}
+            pieces = {file: entries for files, _ in written for file, entries in files.items()}
             Checksums.of_directory(self._directory, pieces, PLAIN_FILES).write()
 
 

@@ -1,4 +1,4 @@
-"""This backend's side of ``slime-like convert``."""
+"""Converter of ``slime-like convert`` for this backend."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FsdpSource:
             if stored.startswith(MODEL):
                 shapes = stored_shapes(stored.removeprefix(MODEL), shape)
                 dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
-                self.tensors |= {name: TensorInfo(dtype, own) for name, own in shapes.items()}
+                self.tensors |= {name: TensorInfo(dtype, shape) for name, shape in shapes.items()}
                 self.groups.append(list(shapes))
                 self._parameters[next(iter(shapes))] = stored
 

@@ -1,4 +1,4 @@
-"""From a pack to what one rank feeds its model: its contiguous part, boundaries and response rows."""
+"""One rank's model input from a pack: its contiguous part, boundaries and response rows."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class BatchBuilder:
 
     def build(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> MicroBatch:
         """Cut this rank's part out of ``pack``, which is the same on every rank that shares it."""
-        own = on_device(pack, self.device)
+        moved = on_device(pack, self.device)
         size, rank = self.context.size(), self.context.rank()
-        shard = split_for_context_parallel(own, size, rank, layout="contiguous")
-        temperatures = own.temperatures.repeat_interleave(own.response_lens)
+        shard = split_for_context_parallel(moved, size, rank, layout="contiguous")
+        temperatures = moved.temperatures.repeat_interleave(moved.response_lens)
         responses = ResponseRows(
             index=shard.response_index,
-            targets=response_tokens(own)[shard.response_slot],
+            targets=response_tokens(moved)[shard.response_slot],
             temperatures=temperatures[shard.response_slot],
         )
-        routed = None if balance is None else RoutedTokens.of(own, shard, slice(None), balance)
+        routed = None if balance is None else RoutedTokens.of(moved, shard, slice(None), balance)
         return MicroBatch(
-            pack, own, shard, self._boundaries(shard.cu_seqlens_padded, shard, pack.max_seqlen), responses, routed
+            pack, moved, shard, self._boundaries(shard.cu_seqlens_padded, shard, pack.max_seqlen), responses, routed
         )
 
     def _boundaries(self, cu_seqlens: Tensor, shard: ContextShard, longest: int) -> Boundaries:

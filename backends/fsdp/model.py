@@ -134,7 +134,7 @@ class LogprobModel(nn.Module):
                 module.reshard()
 
     def sum_gradients(self, now: bool) -> None:
-        """Whether the next backward pass sums gradients over ranks, or adds them up where they are."""
+        """Choose whether the next backward pass sums gradients over ranks or adds them up locally."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(now, recurse=False)
@@ -159,8 +159,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     _shard(model, config, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, buffer)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
     return model
 
 
@@ -187,8 +187,8 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         )
     except (ValueError, ImportError, KeyError) as error:
         # A model with a class for each kind of attention looks the name up among its own.
-        own = isinstance(error, KeyError) and error.args == (attention.NAME,)
-        reason = "its attention has another class" if own else f"{type(error).__name__}: {error}"
+        unknown_attention = isinstance(error, KeyError) and error.args == (attention.NAME,)
+        reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(
             [
                 f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
@@ -207,7 +207,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
 
 
 def computes_alike(other: Path, config: RunConfig) -> bool:
-    """Does another checkpoint's configuration say the same of what is computed as that of ``model.path``?"""
+    """Return whether another checkpoint's configuration computes the same function as that of ``model.path``."""
     remote = config.model.trust_remote_code
     ours, theirs = (
         AutoConfig.from_pretrained(path, trust_remote_code=remote).to_dict() for path in (config.model.path, other)
@@ -295,7 +295,7 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
 
 
 def _layers_name(hugging_face: Any) -> str:
-    """Where the decoder's layers are: the outermost list of as many modules as the configuration has layers.
+    """Find the decoder's layers: the outermost list of as many modules as the configuration has layers.
 
     Raises:
         ConfigError: there is none.

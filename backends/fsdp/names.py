@@ -67,9 +67,9 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
 
 
 def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) -> dict[str, str]:
-    """What every tensor is called in checkpoints, by its module name; a stack of experts keeps the latter.
+    """Return the tensors' names in checkpoints, by module name; a stack of experts keeps the latter.
 
-    transformers knows how the checkpoints of every family are arranged, and has the last word.
+    transformers defines the arrangement of every family's checkpoints.
 
     Args:
         hugging_face: on the meta device.

@@ -60,7 +60,7 @@ class Optimizer:
         }
 
     def _fill_state(self) -> None:
-        """What AdamW otherwise makes in its first step: so that there is something to save, or to load into."""
+        """Create AdamW's state before its first step, to save it or to load into it."""
         for shard in self._shards.values():
             self.adamw.state[shard] = {
                 "step": torch.tensor(0.0, device=shard.device),
@@ -89,11 +89,11 @@ class Optimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of the whole gradient: every element lies on exactly one rank. Collective over the world."""
-        own = [gradient for gradient in self.gradients().values() if gradient.numel()]
+        """Norm of the whole gradient: every element lies on exactly one rank. Collective over the world."""
+        gradients = [gradient for gradient in self.gradients().values() if gradient.numel()]
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        if own:
-            total += torch.stack(torch._foreach_norm(own)).square().sum().to(self._device)
+        if gradients:
+            total += torch.stack(torch._foreach_norm(gradients)).square().sum().to(self._device)
         dist.all_reduce(total)
         return float(total.sqrt())
 
@@ -121,10 +121,10 @@ class Optimizer:
     def move(self, device: torch.device | str) -> None:
         """Take the moments to ``device``; weights are followed to wherever they are now."""
         for name, parameter in self._parameters.items():
-            own = self._shards[name]
-            own.data = shard_of(parameter).detach()
-            own.grad = None
-            self.adamw.state[own] = {kind: value.to(device) for kind, value in self.adamw.state[own].items()}
+            shard = self._shards[name]
+            shard.data = shard_of(parameter).detach()
+            shard.grad = None
+            self.adamw.state[shard] = {kind: value.to(device) for kind, value in self.adamw.state[shard].items()}
 
 
 def _decays(name: str, parameter: Tensor) -> bool:

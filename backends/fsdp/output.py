@@ -1,4 +1,4 @@
-"""How a Hugging Face model turns its last hidden states into logits, for a head that never has all of them."""
+"""Output scaling of a Hugging Face model, for a head that computes logits in chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Output:
         """From a transformers configuration.
 
         Raises:
-            ConfigError: factor and cap at once, whose order is not known; or one that is no number above 0.
+            ConfigError: factor and cap at once, whose order is not known; or one that is not a number above 0.
         """
         factor = 1.0
         for name, power in _FACTORS:
@@ -69,5 +69,5 @@ def _positive(config: Any, name: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError([f"model.path: {name}={value!r} of its config.json is no number above 0; mend that file"])
+        raise ConfigError([f"model.path: {name}={value!r} of its config.json must be above 0; correct that file"])
     return float(value)

@@ -1,4 +1,4 @@
-"""Is what replaces a model's attention and head the same function? Its own forward pass says so when a trainer starts.
+"""Check of the replaced attention and head against the model's unchanged forward pass, when a trainer starts.
 
 A pack of a few short sequences goes through packed attention and the chunked head, and each of them by itself through
 the model as transformers computes it, with its own masks and logits: logits that are scaled on the way show, and
@@ -52,13 +52,13 @@ def response_logprobs(logits: Tensor, tokens: Tensor, prompt_len: int) -> Tensor
     return distribution.gather(1, tokens[prompt_len:, None]).squeeze(1)
 
 
-def require_same(ours: Tensor, own: Tensor, dtype: torch.dtype, path: object) -> None:
+def require_same(ours: Tensor, reference: Tensor, dtype: torch.dtype, path: object) -> None:
     """Refuse a model that this backend would compute otherwise than transformers does.
 
     Raises:
         ConfigError: with the difference.
     """
-    gap = float((ours.double() - own.double()).abs().mean())
+    gap = float((ours.double() - reference.double()).abs().mean())
     if not gap <= BOUNDS[dtype]:  # NaN is no agreement either
         raise ConfigError(
             [

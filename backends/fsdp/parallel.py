@@ -62,7 +62,7 @@ def build_groups(config: RunConfig) -> Groups:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

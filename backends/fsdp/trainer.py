@@ -79,7 +79,7 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def converter() -> FsdpConverter:
-        """What ``slime-like convert`` works with. Needs neither device nor process group."""
+        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
         from backends.fsdp.converter import FsdpConverter
 
         return FsdpConverter()
@@ -120,13 +120,13 @@ class FsdpTrainer(TrainerBase):
         ours, others = self._score([pack, own_forward.probe(*sizes, seed=1)])
         first = int(pack.response_lens[0])
         own_forward.require_separate(ours.logprobs, others.logprobs, first, dtype, path)
-        own = []
+        expected = []
         for index, (prompt, response) in enumerate(zip(pack.prompt_lens, pack.response_lens, strict=True)):
             start = int(pack.cu_seqlens[index])
             tokens = pack.tokens[start : start + int(prompt + response)].to(self.device)
-            own.append(own_forward.response_logprobs(self.model.own_logits(tokens), tokens, int(prompt)))
+            expected.append(own_forward.response_logprobs(self.model.own_logits(tokens), tokens, int(prompt)))
         self.model.shard_weights()
-        own_forward.require_same(ours.logprobs, torch.cat(own), dtype, path)
+        own_forward.require_same(ours.logprobs, torch.cat(expected), dtype, path)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -21,12 +21,12 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
     """This rank's rows; a view."""
     if not isinstance(parameter, DTensor):
-        raise TypeError(f"a {type(parameter).__name__} is no sharded tensor")
+        raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
     return parameter.to_local()
 
 
 def first_row(parameter: nn.Parameter | Tensor) -> int:
-    """Where this rank's rows begin: FSDP cuts the first axis as ``torch.chunk`` does."""
+    """First row of this rank: FSDP cuts the first axis as ``torch.chunk`` does."""
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = parameter.shape[0]
     return min(rank * -(-rows // size), rows)
@@ -104,8 +104,8 @@ def export_buckets(
         if name in kept:
             whole = tensor.clone()
         else:
-            own = shard_of(tensor).detach() if rows is None else rows[name]
-            whole = _joined(own, tensor.shape, dtype, device)
+            shard = shard_of(tensor).detach() if rows is None else rows[name]
+            whole = _joined(shard, tensor.shape, dtype, device)
         nbytes += size
         if dist.get_rank() == 0:
             bucket += [(piece.name, piece.view) for piece in pieces(name, whole)]
@@ -117,15 +117,15 @@ def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch
     return _joined(shard_of(parameter).detach(), parameter.shape, dtype, device)
 
 
-def _joined(own: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor of ``shape`` of which each rank has its ``own`` rows."""
-    size, own = dist.get_world_size(), own.to(device, dtype)
+    size, shard = dist.get_world_size(), shard.to(device, dtype)
     if size == 1:
-        return own
+        return shard
     rows = -(-shape[0] // size)
-    padded = own.new_zeros(rows, *shape[1:])
-    padded[: len(own)] = own
-    whole = own.new_empty(size * rows, *shape[1:])
+    padded = shard.new_zeros(rows, *shape[1:])
+    padded[: len(shard)] = shard
+    whole = shard.new_empty(size * rows, *shape[1:])
     dist.all_gather_into_tensor(whole, padded)
     return whole[: shape[0]]
 

@@ -1,4 +1,4 @@
-"""What backward needs of the forward pass, kept in host memory meanwhile (``trainer.activation_offload``)."""
+"""Offload of saved activations to host memory (``trainer.activation_offload``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _OnHost:
 class ActivationOffload:
     """Copies saved tensors to (pinned) host memory in forward, and back when backward asks for them.
 
-    On CUDA the copies run on a stream of their own: to the host behind the computation that follows; back in time for
+    On CUDA the copies run on a separate stream: to the host behind the computation that follows; back in time for
     the operation that asked, so that backward waits for them. On a CPU the very same copies are made, to no advantage.
     Weights stay where they are.
     """

@@ -21,7 +21,7 @@ from backends.megatron.rotary import apply_rotary
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Everything about one micro-batch that layers need beside hidden states; it travels with the micro-batch.
+    """Layer inputs of one micro-batch besides hidden states; it travels with the micro-batch.
 
     Attributes:
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
@@ -44,7 +44,7 @@ class PackedLayout(PackedSeqParams):
 
     @staticmethod
     def given(packed_seq_params: PackedLayout | None) -> PackedLayout:
-        """What a layer was called with.
+        """Check the layout that a layer was called with.
 
         Raises:
             ValueError: nothing, or what has no rotary table.

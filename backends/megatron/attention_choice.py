@@ -1,4 +1,4 @@
-"""Which attention ``trainer.attention`` means on this machine, and what it asks of the machine and of a pack."""
+"""Choice of the attention for ``trainer.attention``, and its requirements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"
 
 
 def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
-    """What was asked for; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
+    """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
     if trainer.attention != "auto":
         return trainer.attention
     can_run = on_cuda and dimensions.latent is None and find_spec("transformer_engine") is not None

@@ -174,11 +174,11 @@ def _restore(
 
 def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
     """Go to the saved position of the *configured* schedule, which must be the saved one."""
-    own = scheduler.state_dict()
+    now = scheduler.state_dict()
     # A constant rate does not depend on where the run ends: such a run may be made longer.
-    free = {"num_steps", "lr_decay_steps"} if own["lr_decay_style"] == "constant" else {"num_steps"}
+    free = {"num_steps", "lr_decay_steps"} if now["lr_decay_style"] == "constant" else {"num_steps"}
     differing = [
-        f"{key} {saved.get(key)} (now {own[key]})" for key in own if key not in free and own[key] != saved.get(key)
+        f"{key} {saved.get(key)} (now {now[key]})" for key in now if key not in free and now[key] != saved.get(key)
     ]
     if differing:
         raise CheckpointError(
@@ -215,7 +215,7 @@ def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
 
 def _without_settings(value: Any) -> Any:
     """Keep only tensors for the disk. Everything else (parameter groups) follows from configuration and schedule, and
-    is laid out differently where, say, experts have an optimizer of their own."""
+    is laid out differently where, say, experts have a separate optimizer."""
     if isinstance(value, dict):
         return {key: _without_settings(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -67,7 +67,7 @@ class CheckpointWriter(RankWriting):
         if pieces is None:
             return
         with _refused_by_disk(self._directory):
-            everyones = {file: own for part in pieces for file, own in part.items()}
+            everyones = {file: entries for part in pieces for file, entries in part.items()}
             Checksums.of_directory(self._directory, everyones, PLAIN_FILES).write()
 
 

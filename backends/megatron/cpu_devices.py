@@ -15,7 +15,7 @@ from backends.megatron.patch import Patch
 
 
 def device_patches(target: str) -> list[Patch]:
-    """What Megatron asks of CUDA goes to ``target``, "cpu" or "meta"."""
+    """Redirect Megatron's CUDA calls to ``target``, "cpu" or "meta"."""
     current_device = _meta_device if target == "meta" else torch.cpu.current_device
     return [*_device_patches(current_device), *_literal_patches(target)]
 

@@ -79,7 +79,7 @@ class LogprobModel(GPTModel):
 
     @property
     def _is_selected(self) -> bool:
-        """If the last layer has left the scored rows alone."""
+        """True if the last layer returns only the scored rows."""
         return bool(getattr(self.decoder.layers[-1], "scores", False))
 
     def output_weight(self) -> Tensor:

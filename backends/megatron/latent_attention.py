@@ -79,8 +79,8 @@ class PackedLatentAttention(MLASelfAttention):
 
     def _compressed(self, projection: torch.nn.Module, hidden_states: Tensor) -> Tensor:
         """(T, 1, rank), whole on every rank; Megatron's local layers share the work of computing it."""
-        own, _ = projection(hidden_states)
-        return gather_from_tensor_model_parallel_region(own)
+        projected, _ = projection(hidden_states)
+        return gather_from_tensor_model_parallel_region(projected)
 
     def _scattered(self, compressed: Tensor) -> Tensor:
         """This rank's tokens where the next projection gathers them."""

@@ -1,4 +1,4 @@
-"""From a pack to what one rank feeds its model: its context shard, boundaries, angles and response rows."""
+"""One rank's model input from a pack: its context shard, boundaries, angles and response rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BatchBuilder:
 
     @classmethod
     def configured(cls, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> BatchBuilder:
-        """For this rank of the configured layout, whose groups exist."""
+        """Create it for this rank of the configured layout, whose groups exist."""
         layout = config.trainer.parallel
         return cls(
             device=device,
@@ -94,8 +94,8 @@ class BatchBuilder:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
         return [
-            MicroBatch(own, pack, shard, self._layout(pack, shard, balance))
-            for own, pack, shard in zip(given, packs, shards, strict=True)
+            MicroBatch(entry, pack, shard, self._layout(pack, shard, balance))
+            for entry, pack, shard in zip(given, packs, shards, strict=True)
         ]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:

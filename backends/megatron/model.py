@@ -1,4 +1,4 @@
-"""From a checkpoint's dimensions to this rank's Megatron model chunks."""
+"""Construction of this rank's Megatron model chunks."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
 
 
 def _dense_and_shared(dimensions: ModelDimensions) -> dict[str, Any]:
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if dimensions.dense_layers:
-        own["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
+        settings["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
     if dimensions.moe_shared_ffn_hidden_size:
-        own["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
-    return own
+        settings["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
+    return settings
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
-    """Which layers lie where, given only if they do not divide evenly: Megatron assumes that they do."""
+    """Layers of each stage, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
     layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:

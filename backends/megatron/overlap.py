@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What Megatron's DDP wrappers of one rank's chunks send, and when. Collective over the replicas of a shard."""
+    """Messages of Megatron's DDP wrappers of one rank's chunks. Collective over the replicas of a shard."""
 
     chunks: Sequence[DistributedDataParallel]
 
@@ -31,7 +31,7 @@ class Communication:
                 chunk.module.set_weight_gather(group.finish_param_sync)
 
     def begin_step(self) -> None:
-        """Nothing of an abandoned step may still be under way when gradients are zeroed."""
+        """Wait for an abandoned step's messages before gradients are zeroed."""
         for group in self._groups():
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
@@ -70,8 +70,8 @@ class Communication:
                 continue
             replicas = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
-                own = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=replicas)
+                shard = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

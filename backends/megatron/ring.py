@@ -21,7 +21,7 @@ from backends.common.attention.partial_results import merged_attention
 
 @dataclass(frozen=True, slots=True)
 class RingSegments:
-    """Where the local tokens of every sequence, and their two halves, lie on this rank's token axis.
+    """Positions of every sequence's local tokens, and their two halves, on this rank's token axis.
 
     Attributes:
         whole: boundaries of the local chunks of every sequence.
@@ -73,7 +73,7 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """What one ring step computes: which query rows, which key rows (None: all), causally or not."""
+    """Computation of one ring step: which query rows, which key rows (None: all), causally or not."""
 
     q_rows: Tensor | None
     k_rows: Tensor | None
@@ -83,7 +83,7 @@ class RingStep:
 
 
 def ring_step(step: int, rank: int, size: int, segments: RingSegments) -> RingStep:
-    """What ``rank`` computes in ``step`` of a ring of ``size``, with the keys of rank ``(rank - step) % size``."""
+    """Computation of ``rank`` in ``step`` of a ring of ``size``, with the keys of rank ``(rank - step) % size``."""
     if step == 0:
         return RingStep(None, None, segments.whole, segments.whole, True)
     if (rank - step) % size < rank:

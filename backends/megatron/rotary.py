@@ -58,7 +58,7 @@ def inverse_frequencies(dimensions: ModelDimensions) -> Tensor:
 
 
 def rotary_magnitude(dimensions: ModelDimensions) -> float:
-    """What cosines and sines are multiplied by: above 1 under YaRN (https://arxiv.org/abs/2309.00071, section 3.4)."""
+    """Factor of cosines and sines: above 1 under YaRN (https://arxiv.org/abs/2309.00071, section 3.4)."""
     scaling = dimensions.rope_scaling
     if scaling is None or _kind(dimensions) != "yarn":
         return 1.0

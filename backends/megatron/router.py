@@ -18,7 +18,7 @@ from backends.megatron.weight_state import EXPERT_BIAS
 
 @dataclass
 class RoutedLayout(PackedLayout):
-    """What layers read beside hidden states, routers included.
+    """Inputs of layers and routers besides hidden states.
 
     Attributes:
         routed: whose tokens the routers see, where the objective balances them.

@@ -44,7 +44,7 @@ def block_spec(
 
 
 def _experts_of(config: TransformerConfig, layer: int) -> int | None:
-    """How many experts the layer has; ``None`` where it is dense."""
+    """Number of the layer's experts; ``None`` where it is dense."""
     pattern = config.moe_layer_freq
     return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
 
@@ -54,7 +54,7 @@ _MOST_THREADS = 2
 
 
 def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
-    """If layers are computed by the kernels for float32 on a CPU; other runs do not import their compiler."""
+    """Return whether the CPU's float32 kernels compute the layers; other runs do not import their compiler."""
     served = dtype == torch.float32 and not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
     return served and kernels_are_used(trainer.cpu_kernels)
 

@@ -86,7 +86,7 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def converter() -> MegatronConverter:
-        """What ``slime-like convert`` works with. Needs neither device nor process group."""
+        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
         from backends.megatron.conversion.offline.converter import MegatronConverter
 
         return MegatronConverter()

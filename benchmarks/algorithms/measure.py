@@ -1,4 +1,4 @@
-"""Measuring on one thread: CPU times, and peak memory in a process of its own."""
+"""Measuring on one thread: CPU times, and peak memory in a separate process."""
 
 from __future__ import annotations
 

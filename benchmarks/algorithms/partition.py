@@ -30,12 +30,12 @@ def rows() -> list[Row]:
 def _rows(name: str, lengths: list[int], ranks: int) -> list[Row]:
     case = f"partition {name}, {ranks} ranks"
     partition = partition_by_tokens(lengths, BUDGET, ranks)
-    found = sum(len(own) for own in partition)
+    found = sum(len(batches) for batches in partition)
     greedy = len(first_fit_decreasing(lengths, BUDGET))
     bound = math.ceil(sum(lengths) / BUDGET)
-    loads = [sum(lengths[i] for members in own for i in members) for own in partition]
+    loads = [sum(lengths[i] for members in batches for i in members) for batches in partition]
     imbalance = max(loads) / (sum(loads) / ranks) - 1
-    counts = {len(own) for own in partition}
+    counts = {len(batches) for batches in partition}
     ms = best_times({case: lambda: partition_by_tokens(lengths, BUDGET, ranks)}, repeats=3)[case]
     equal = "equal counts" if len(counts) == 1 else f"counts {sorted(counts)}"
     return [

@@ -77,7 +77,7 @@ def _nested(x: Tensor, masks: Tensor) -> Tensor:
 
 
 def _compiled_ms(count: int) -> float:
-    """In a process of its own: compiling unrolls the loop, which may take longer than anyone would wait."""
+    """In a separate process: compiling unrolls the loop, which may take longer than anyone would wait."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_time_compiled, args=(sender, count))
@@ -86,7 +86,7 @@ def _compiled_ms(count: int) -> float:
     try:
         return receiver.recv() if receiver.poll(COMPILE_LIMIT_S) else float("inf")
     finally:
-        # The compiler starts workers of its own; they share the process group that `_time_compiled` opened.
+        # The compiler starts its own workers; they share the process group that `_time_compiled` opened.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()

@@ -83,9 +83,9 @@ def _measure(what: str, source: Path, output: Path, cache: str, options: argpars
         what,
         cache,
         median(copies),
-        median(own["seconds"] for own in conversions),
-        int(max(own["own"] for own in conversions)),
-        int(max(own["rss"] for own in conversions)),
+        median(conversion["seconds"] for conversion in conversions),
+        int(max(conversion["own"] for conversion in conversions)),
+        int(max(conversion["rss"] for conversion in conversions)),
     )
 
 
@@ -126,9 +126,9 @@ def _loading(model: Path, options: argparse.Namespace) -> str:
         "| rank | seconds | its shard | largest parameter | own memory |",
         "|---|---|---|---|---|",
     ]
-    for number, own in enumerate(measured):
-        shard, largest, memory = (f"{own[what] / 1e6:.0f} MB" for what in ("shard", "largest", "own"))
-        lines.append(f"| {number} | {own['seconds']:.1f} | {shard} | {largest} | {memory} |")
+    for number, result in enumerate(measured):
+        shard, largest, memory = (f"{result[what] / 1e6:.0f} MB" for what in ("shard", "largest", "own"))
+        lines.append(f"| {number} | {result['seconds']:.1f} | {shard} | {largest} | {memory} |")
     return "\n".join(lines)
 
 

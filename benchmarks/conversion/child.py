@@ -1,4 +1,4 @@
-"""One conversion in a process of its own: seconds without imports, and the memory it took. Prints JSON."""
+"""One conversion in a separate process: seconds without imports, and the memory it took. Prints JSON."""
 
 from __future__ import annotations
 

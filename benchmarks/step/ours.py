@@ -39,7 +39,7 @@ def flags(workload: Workload, run_dir: Path) -> list[str]:
 
 
 def measure(workload: Workload, directory: Path) -> Measurement:
-    """Train in a process of its own, in ``directory``."""
+    """Train in a separate process, in ``directory``."""
     run_dir = directory / "ours"
     command = [str(Path(sys.executable).parent / "slime-like"), "train", *flags(workload, run_dir)]
     run_bounded(command, directory / "ours.log")

@@ -1,4 +1,4 @@
-"""TRL's side: GRPOTrainer on the workload, in a process of its own: ``python -m benchmarks.step.trl_side FILE OUT``."""
+"""TRL's side: GRPOTrainer on the workload, in a separate process: ``python -m benchmarks.step.trl_side FILE OUT``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REWARD = resolve_reward(REWARD)
 
 
 def measure(workload: Workload, directory: Path) -> Measurement:
-    """Train in a process of its own, in ``directory``."""
+    """Train in a separate process, in ``directory``."""
     given, records = directory / "workload.json", directory / "trl.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     workload.write(given)

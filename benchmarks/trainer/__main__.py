@@ -1,7 +1,7 @@
 """The command ``python -m benchmarks.trainer``: a trainer's step on one device.
 
 Megatron, FSDP, and Hugging Face's model with torch's attention on the same packs and on padded batches of the same
-sequences, each in a process of its own. On CUDA: Qwen3 of 0.6B, 1.7B and 4B in bfloat16 at 8k and 32k packed tokens. On
+sequences, each in a separate process. On CUDA: Qwen3 of 0.6B, 1.7B and 4B in bfloat16 at 8k and 32k packed tokens. On
 a CPU: the tiny Qwen3 in float32 on a minibatch of the quickstart's shape.
 """
 

@@ -68,9 +68,9 @@ def padded_batches(sequences: Sequence[ScoredTrajectory], budget: int) -> list[P
     """The sequences in order, as many to a batch as fit ``budget`` tokens when all are as long as its longest."""
     batches: list[list[ScoredTrajectory]] = []
     for sequence in sequences:
-        own = [*batches[-1], sequence] if batches else []
-        if own and len(own) * max(each.total_len for each in own) <= budget:
-            batches[-1] = own
+        grown = [*batches[-1], sequence] if batches else []
+        if grown and len(grown) * max(each.total_len for each in grown) <= budget:
+            batches[-1] = grown
         else:
             batches.append([sequence])
     return [_padded(batch) for batch in batches]

@@ -1,4 +1,4 @@
-"""What runs in processes of its own: importable there, as the command's own module is not."""
+"""What runs in separate processes: importable there, as the command's own module is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times and memory of one side, in a process of its own."""
+"""Times and memory of one side, in a separate process."""
 
 from __future__ import annotations
 

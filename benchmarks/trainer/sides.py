@@ -170,7 +170,7 @@ class HuggingFaceSide:
     def _head(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         parts = zip(hidden[rows].split(_HEAD_CHUNK), targets.split(_HEAD_CHUNK), strict=True)
         weight = self._model.lm_head.weight
-        return torch.cat([checkpoint(_logprobs, part, weight, own, use_reentrant=False) for part, own in parts])
+        return torch.cat([checkpoint(_logprobs, part, weight, targets, use_reentrant=False) for part, targets in parts])
 
 
 def _logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

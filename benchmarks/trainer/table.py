@@ -74,20 +74,20 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cells(row: Row, ceiling: float) -> list[str]:
-    work, own = row.workload, row.figures
+    work, figures = row.workload, row.figures
     named = [work.shape, f"{work.pack_tokens:,}", row.side, row.recompute]
-    if own is None:
+    if figures is None:
         return [*named, row.failed or _OUT_OF_MEMORY, *[""] * (len(_COLUMNS) - len(named) - 1)]
     return [
         *named,
-        f"{work.tokens / own.step_s:,.0f}",
-        f"{own.forward_backward_s:.3f}",
-        f"{own.update_s:.3f}",
-        f"{work.flops / own.forward_backward_s / ceiling:.1%}",
-        f"{work.flops / own.step_s / ceiling:.1%}",
-        f"{own.peak_bytes / 2**30:.2f}",
-        f"{own.score_s:.3f}",
-        f"{own.processor_s:.3f}",
-        f"{own.start_s:.1f}",
-        f"{own.grad_norm:.4g}",
+        f"{work.tokens / figures.step_s:,.0f}",
+        f"{figures.forward_backward_s:.3f}",
+        f"{figures.update_s:.3f}",
+        f"{work.flops / figures.forward_backward_s / ceiling:.1%}",
+        f"{work.flops / figures.step_s / ceiling:.1%}",
+        f"{figures.peak_bytes / 2**30:.2f}",
+        f"{figures.score_s:.3f}",
+        f"{figures.processor_s:.3f}",
+        f"{figures.start_s:.1f}",
+        f"{figures.grad_norm:.4g}",
     ]

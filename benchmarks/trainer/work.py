@@ -15,7 +15,7 @@ _REPEATS = 10
 
 
 def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -> float:
-    """FLOPs of forward and backward that nobody can do without: recomputation and padding are not counted.
+    """FLOPs of forward and backward that are necessary: recomputation and padding are not counted.
 
     6 for every parameter of a layer's matrices and token, and for every parameter of the head and response token: 2
     forwards, 4 backwards. Attention is counted per sequence, and of it what causality leaves, half of L x L: 2 products

@@ -83,8 +83,8 @@ def _changes(scratch: Path) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for rate in changes.RATES:
-        own = [row for row in rows if row.rate == rate]
-        shares, ratios = [100 * row.changed_fraction for row in own], [row.ratio for row in own]
+        selected = [row for row in rows if row.rate == rate]
+        shares, ratios = [100 * row.changed_fraction for row in selected], [row.ratio for row in selected]
         goal = _met(min(ratios) >= _FEWER_BYTES_GOAL) if rate == changes.RATES[0] else ""
         lines.append(
             f"| {rate:g} | {shares[0]:.2f} % | {median(shares):.2f} % | {shares[-1]:.2f} % | {ratios[0]:.1f} | "
@@ -96,7 +96,7 @@ def _changes(scratch: Path) -> str:
 def _engine(scratch: Path) -> str:
     rows = engine.measure(scratch)
     lines = [
-        "## Engines\n\nBuckets of 256 MiB over shared memory into real engines, each in a process of its own with one "
+        "## Engines\n\nBuckets of 256 MiB over shared memory into real engines, each in a separate process with one "
         "thread, as in a run, bfloat16: a whole update with its own loading and, on vLLM, repacking. Verification is "
         "what of the hashing on both sides is not hidden behind other work, and the engine's part of the probe; both "
         "are upper bounds. Goal: at most "

@@ -92,8 +92,8 @@ class Trained:
 
     def restore(self, state: Any, rate: float) -> None:
         weights, moments = copy.deepcopy(state)
-        for own, saved in zip(self._main.values(), weights, strict=True):
-            own.copy_(saved)
+        for main, saved in zip(self._main.values(), weights, strict=True):
+            main.copy_(saved)
         self._optimizer.load_state_dict(moments)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

@@ -1,6 +1,6 @@
 """Whole updates of real engines: what loading and repacking take, and which share of it verification is.
 
-Each engine lives in a process of its own, with one thread, as in a run, and the sender in this one. Half the layers of
+Each engine lives in a separate process, with one thread, as in a run, and the sender in this one. Half the layers of
 the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
 """
 

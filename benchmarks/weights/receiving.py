@@ -1,4 +1,4 @@
-"""The engine's side of a measurement: a process that receives, verifies, and copies into a model of its own."""
+"""The engine's side of a measurement: a process that receives, verifies, and copies into its own model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Received:
 
 
 class Receiving:
-    """A receiver in a process of its own, told what to do through a pipe."""
+    """A receiver in a separate process, controlled through a pipe."""
 
     def __init__(self, transport: str, rendezvous: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would have the sender's memory

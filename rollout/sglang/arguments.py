@@ -75,7 +75,7 @@ def check_length(config: RunConfig, dimensions: ModelDimensions, engine: str) ->
 
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
-    """Everything SGLang is started with.
+    """Build SGLang's arguments.
 
     Args:
         known: names of SGLang's arguments.

@@ -39,7 +39,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         """Start SGLang's processes and load the model.
 
         Raises:
-            EngineError: an engine argument is refused, the start fails, or it takes longer than
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
         check_arguments("sglang", self._config.rollout)
@@ -80,7 +80,7 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the weight transport on every rank, anew if this engine was connected."""
-        await self._tell("connect", "connect", transport, rendezvous)
+        await self._call_in_sync("connect", "connect", transport, rendezvous)
 
     async def stop(self) -> None:
         """End SGLang's processes, by process id, within seconds. May be called twice."""
@@ -116,20 +116,20 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._ask("resume", "resume")
 
     async def _begin_update(self) -> None:
-        await self._tell("begin_update", "begin_update")
+        await self._call_in_sync("begin_update", "begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._tell("update", "update", metadata_to_wire(bucket))
+        await self._call_in_sync("update", "update", metadata_to_wire(bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        checksums, hash_s = await self._tell("finish_update", "received")
+        checksums, hash_s = await self._call_in_sync("finish_update", "received")
         return checksums, hash_s
 
     async def _finish_update(self, version: int) -> None:
-        await self._tell("finish_update", "finish_update", version)
+        await self._call_in_sync("finish_update", "finish_update", version)
 
     async def _close_update(self) -> None:
-        await self._tell("closing a failed update", "close_update")
+        await self._call_in_sync("closing a failed update", "close_update")
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         if gives_memory_back(self._config, self._name):
@@ -141,7 +141,7 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     # -------------------------------------------------------------------------------------------------------- helpers
     async def _ask(self, phase: str, method: str, *arguments: Any) -> Any:
-        """Errors of the other side get a name and a phase."""
+        """Call a method of the process; errors name the engine and the phase."""
         try:
             return await self._bounded(phase, self._alive().call(method, *arguments))
         except ProcessEnded as error:
@@ -151,8 +151,8 @@ class SglangEngine(EngineBase[ChildProcess]):
                 raise
             raise EngineError(f"{self._name}: {phase} failed: {error}") from error
 
-    async def _tell(self, phase: str, method: str, *arguments: Any) -> Any:
-        """As ``_sync_call``."""
+    async def _call_in_sync(self, phase: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the process, as ``_sync_call`` does."""
         process = self._alive()
 
         async def call() -> Any:

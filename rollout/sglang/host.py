@@ -1,6 +1,6 @@
 """SGLang's own process: its tokenizer manager, and the parent of its schedulers.
 
-A process of its own, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
+A separate process, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
 every child of the process when it shuts down, and it replaces the event loop's policy.
 """
 
@@ -218,7 +218,7 @@ class _Running:
         self.aborted = asyncio.Event()
 
     async def wait_for(self, gate: asyncio.Event) -> None:
-        """Until the gate is open, or the request is aborted."""
+        """Wait until the gate is open, or the request is aborted."""
         while not gate.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (gate, self.aborted)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -45,7 +45,7 @@ def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) 
         descriptor: the link's, which forked schedulers must not keep open.
 
     Raises:
-        EngineError: an engine argument is refused, or a scheduler failed; the message is the scheduler's own.
+        EngineError: an engine argument is rejected, or a scheduler failed; the message is the scheduler's own.
     """
     stand_ins.install()
     from sglang.srt.arg_groups.arg_utils import record_fields
@@ -103,7 +103,7 @@ def _raise_failure(number: int, frame: FrameType | None) -> None:
 
 
 class _SignalHandler:
-    """What SGLang's tokenizer manager does about signals once it serves: end with everything, at once."""
+    """Signal handler of SGLang's tokenizer manager: ends all processes at once."""
 
     def __init__(self, owner: Owner, manager: Any) -> None:
         self._owner = owner

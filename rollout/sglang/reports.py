@@ -1,4 +1,4 @@
-"""What scheduler ranks say to the process that started them, besides SGLang's own answers."""
+"""Reports of scheduler ranks to the process that started them, besides SGLang's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.errors import WeightSyncError
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's word on one call.
+    """One rank's report on one call.
 
     Attributes:
         error: why it failed, or ``None``.

@@ -1,4 +1,4 @@
-"""How SGLang's scheduler samples: one path for every request of a batch.
+"""Sampling in SGLang's scheduler: one path for every request of a batch.
 
 SGLang's own sampler reads a request's seed only under ``--enable-deterministic-inference``, which excludes CPUs, and
 draws a batch that holds one greedy or truncated request in another way than one that holds none: the same seed would

@@ -1,4 +1,4 @@
-"""What runs inside SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
+"""Extension of SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
 
 The engine starts every scheduler through ``run_scheduler``, so that SGLang finds ``EngineScheduler`` where it looks for
 its own.
@@ -127,7 +127,7 @@ class EngineScheduler(Scheduler):
         self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
 
     def _answer(self, action: Callable[[], None]) -> None:
-        """Do it and report; SGLang itself would pass on the first rank's failure only."""
+        """Run the call and report; SGLang itself would pass on the first rank's failure only."""
         try:
             action()
         except Exception as error:

@@ -69,7 +69,7 @@ class _Finder(MetaPathFinder, Loader):
         return _MissingModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Run nothing."""
 
 
 def _missing(full_name: str, name: str) -> _MissingName:

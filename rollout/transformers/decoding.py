@@ -39,7 +39,7 @@ class DecodeBatch:
 
     @property
     def is_fused(self) -> bool:
-        """If tokens are decoded by kernels of ours instead of transformers' forward."""
+        """True if this project's kernels decode instead of transformers' forward."""
         return self._decoder is not None
 
     def add(self, samples: Sequence[Sample]) -> None:
@@ -108,7 +108,7 @@ class DecodeBatch:
         index = torch.tensor([place[context] for context in contexts], device=self._model.device)
         self._join([part[1] for part in parts], index, mask.sum(dim=1)[index])
         if score:
-            logprobs = [own for part in parts for own in part[2]]
+            logprobs = [row for part in parts for row in part[2]]
             for sample, context in zip(samples, contexts, strict=True):
                 before = width - len(context)  # padding
                 sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]

@@ -51,7 +51,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         """Load the model.
 
         Raises:
-            EngineError: an engine argument or ``rollout.tensor`` is refused, or loading fails or takes too long.
+            EngineError: an engine argument or ``rollout.tensor`` is rejected, or loading fails or takes too long.
         """
         check_arguments("transformers", self._config.rollout)
         self._begin_anew()

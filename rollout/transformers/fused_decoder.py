@@ -25,7 +25,7 @@ from slime_like.cpu.kernels import decode_attention, decode_heads, decode_norm, 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """Where the rows' new tokens stand. In a prefill every token of every context is a separate row.
+    """Positions of the rows' new tokens. In a prefill every token of every context is a separate row.
 
     Attributes:
         cos, sin: (more than any position, head_dim / 2).
@@ -40,7 +40,7 @@ class _Token:
 
 
 class FusedDecoder:
-    """For models that ``not_plain`` has nothing against."""
+    """Decoder of the models that ``not_plain`` accepts."""
 
     def __init__(self, model: Any) -> None:
         self._embedding, self._norm, self._head = model.model.embed_tokens, model.model.norm, model.lm_head

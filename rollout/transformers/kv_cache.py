@@ -20,7 +20,7 @@ _SPARE_COLUMNS = 64
 
 @dataclass(slots=True)
 class Extent:
-    """What is in use of the buffers of all layers: the first ``rows``, and of them the first ``width`` columns."""
+    """Used part of the buffers of all layers: the first ``rows``, and of them the first ``width`` columns."""
 
     rows: int = 0
     width: int = 0
@@ -132,7 +132,7 @@ class KeyValueCache:
         return (columns >= width - positions).long(), positions
 
     def make_room(self) -> int:
-        """For one more column in every buffer; gives which one it is."""
+        """Make room for one more column in every buffer; returns its index."""
         if self._extent.width == self.buffers[0].keys.shape[2]:
             longest = int(self.lengths.max())  # rows that have left may have been longer
             self._resize(self._extent.rows, longest, longest)

@@ -1,4 +1,4 @@
-"""Which models are what kernels of ours can decode. Needs no kernel itself."""
+"""Check of models that this project's kernels can decode. Needs no kernel itself."""
 
 from __future__ import annotations
 

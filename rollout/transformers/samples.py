@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def is_to_score(self) -> bool:
-        """Its prompt's logprobs are asked for, and not there yet."""
+        """True while its requested prompt logprobs are missing."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property

@@ -1,4 +1,4 @@
-"""Where a Hugging Face tensor lives in a loaded transformers model."""
+"""Location of Hugging Face tensors in a loaded transformers model."""
 
 from __future__ import annotations
 

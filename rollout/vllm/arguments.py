@@ -25,7 +25,7 @@ def prepare_environment(config: RunConfig) -> None:
     """Set the variables that vLLM and torch themselves read, before they are imported; what the user has set stays.
 
     On a CPU the OpenMP threads are left where the scheduler puts them, because engines and trainers share the cores;
-    with one rank vLLM's worker then needs no process of its own, which it would only get for the binding. Eager
+    with one rank vLLM's worker then needs no separate process, which it would only get for the binding. Eager
     execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
     """
     # An engine's ranks share a host, so that nothing of it needs to be reached from elsewhere.
@@ -63,7 +63,7 @@ def gives_memory_back(config: RunConfig, engine: str) -> bool:
 
 
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
-    """Everything vLLM is started with. Call after ``prepare_environment``.
+    """Build vLLM's arguments. Call after ``prepare_environment``.
 
     Raises:
         EngineError: ``rollout.engine_args`` names an argument that vLLM does not have or this adapter owns.

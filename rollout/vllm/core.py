@@ -62,7 +62,7 @@ class EngineCore:
         """Load the model and start the engine core's process.
 
         Raises:
-            EngineError: an engine argument is refused, the start fails, or it takes longer than
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
         start_tracker()
@@ -70,7 +70,7 @@ class EngineCore:
         timeout = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout):
-                # In a call of its own: something that vLLM imports keeps the importing frames, and all they refer to.
+                # In its own call: something that vLLM imports keeps the importing frames, and all they refer to.
                 await asyncio.to_thread(self._import)
                 llm: AsyncLLM = await asyncio.to_thread(self._build)
                 self._llm = llm
@@ -117,7 +117,7 @@ class EngineCore:
             task.cancel()
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """What every worker's method gives.
+        """Return the results of every worker's method.
 
         Raises:
             WeightSyncError: it failed on one of them; the first one's reason.

@@ -46,7 +46,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         """Load the model and start the engine core's process.
 
         Raises:
-            EngineError: an engine argument is refused, the start fails, or it takes longer than
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
                 ``rollout.start_timeout_s``.
         """
         self._begin_anew()

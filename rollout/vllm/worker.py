@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: receiving weights, hashing them as they arrive, loading them.
+"""Extension of vLLM's worker process: receiving weights, hashing them as they arrive, loading them.
 
 vLLM imports this module in every worker because the engine names ``WorkerExtension`` as its ``worker_extension_cls``;
 that import registers the weight-transfer engine before the worker looks for it.

@@ -1,4 +1,4 @@
-"""From rewards to advantages. Groups are told apart by id, never by position, and may be uneven.
+"""Advantages from rewards. Groups are identified by id, never by position, and may be uneven.
 
 Every estimator computes in float64. A group whose rewards lie within ``eps`` of each other, and so every group of one,
 has advantage exactly 0: float noise divided by float noise teaches nothing.
@@ -84,7 +84,7 @@ class Groups:
             ValueError: another ``ddof``.
         """
         if ddof not in (0, 1):
-            raise ValueError(f"ddof={ddof} is no standard deviation; use 1 (of a sample) or 0 (of a population)")
+            raise ValueError(f"ddof={ddof} is not supported; use 1 (of a sample) or 0 (of a population)")
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 
@@ -149,7 +149,7 @@ def compute_advantages(
 
     Raises:
         ValueError: unknown estimator (the known ones are listed) or option (the same), shapes that differ, group ids
-            that are no integers, a reward that is not finite, an ``eps`` below 0, or an estimator (of one's own) whose
+            that are no integers, a reward that is not finite, an ``eps`` below 0, or a custom estimator whose
             advantages are not one finite number per sample.
 
     Example:

@@ -1,4 +1,4 @@
-"""Everything in this layer that is chosen by name, by kind."""
+"""Catalogue of the parts that are chosen by name, by kind."""
 
 from __future__ import annotations
 

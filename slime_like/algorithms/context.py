@@ -1,4 +1,4 @@
-"""Which tokens of a pack a context-parallel rank holds, and the exact way back.
+"""Split of a pack over context-parallel ranks, and its exact inverse.
 
 Two layouts. *Zigzag*: every sequence is padded to a multiple of ``2 * cp``, cut into ``2 * cp`` chunks, and rank r
 holds chunks r and ``2 * cp - 1 - r``: causal work is balanced (ring attention, Transformer Engine). *Contiguous*: the
@@ -148,7 +148,7 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
     if not shards or ranks != list(range(shards[0].cp_size)):
         raise ValueError(f"shards of ranks {ranks} are no whole pack; give one shard of every context-parallel rank")
     if not all(isinstance(values, Tensor) for values in local_values):
-        raise ValueError("local_values hold something that is no tensor; give one tensor per shard")
+        raise ValueError("local_values must be tensors; give one tensor per shard")
     if len(shards) != len(local_values):
         raise ValueError(f"{len(local_values)} tensors of values for {len(shards)} shards; give one each")
     for shard, values in zip(shards, local_values, strict=True):
@@ -189,21 +189,21 @@ def _check_arguments(cp_size: int, cp_rank: int, layout: str, multiple_of: int) 
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"unknown context-parallel layout {layout!r}; use 'zigzag' or 'contiguous'")
     if cp_size < 1:
-        raise ValueError(f"cp_size={cp_size} is no group; use 1 or more")
+        raise ValueError(f"cp_size={cp_size} must be at least 1")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in a group of cp_size={cp_size}; use 0 to {cp_size - 1}")
     if multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of} is no length; use 1 or more")
+        raise ValueError(f"multiple_of={multiple_of} must be at least 1")
 
 
 def _check_belong_together(shards: Sequence[ContextShard], slots: Tensor) -> None:
     first = shards[0]
     for shard in shards:
         for name in ("layout", "cp_size", "num_responses"):
-            own, others = getattr(shard, name), getattr(first, name)
-            if own != others:
+            one, others = getattr(shard, name), getattr(first, name)
+            if one != others:
                 raise ValueError(
-                    f"the shard of rank {shard.cp_rank} has {name}={own}, that of rank {first.cp_rank} {others}; give "
+                    f"the shard of rank {shard.cp_rank} has {name}={one}, that of rank {first.cp_rank} {others}; give "
                     "shards of one pack under one layout"
                 )
     if not torch.equal(slots.sort().values, torch.arange(first.num_responses, device=slots.device)):

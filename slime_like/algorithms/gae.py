@@ -53,7 +53,7 @@ def gae(
     _check_inputs(rewards, values, loss_mask, response_lens, token_rewards)
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
-            raise ValueError(f"{name}={factor} is no discount; give 0 to 1")
+            raise ValueError(f"{name}={factor} must be 0 to 1")
     row = torch.arange(response_lens.numel(), device=values.device).repeat_interleave(response_lens)[loss_mask]
     counts = torch.bincount(row, minlength=response_lens.numel())
     column = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]

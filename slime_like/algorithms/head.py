@@ -148,7 +148,7 @@ def _scaled_logits(
 
 
 def _softcap_slope(scaled: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
-    """What capped logits change with the product's, from the capped and scaled: ``1 - tanh^2``."""
+    """Derivative of the soft cap, from capped and scaled logits: ``1 - tanh^2``."""
     slope = scaled * (temperatures.to(scaled.dtype)[:, None] / softcap)
     return slope.square_().neg_().add_(1)
 
@@ -220,14 +220,14 @@ def _accumulate_gradients(
         column, held = shard.local(targets[part])
         softmax = (maximum[part], log_total[part], entropy[part])
         entropy_part = None if grad_entropy is None else grad_entropy[part]
-        own = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
+        sliced = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
         if rows is None:
             x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
-            dx = _chunk_gradient(x, temperatures[part], column, softmax, own, softcap).to(hidden.dtype)
+            dx = _chunk_gradient(x, temperatures[part], column, softmax, sliced, softcap).to(hidden.dtype)
             del x  # its memory is the gradient's now
         else:
             dx = hidden[part] @ columns.t()
-            rows.to_gradient(dx, temperatures[part], column, softmax, own)
+            rows.to_gradient(dx, temperatures[part], column, softmax, sliced)
         if d_hidden is not None:
             d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
         if d_weight is not None:

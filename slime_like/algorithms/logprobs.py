@@ -104,8 +104,8 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
     """(R,) float64 divisors of the logits; ``None`` where all are 1."""
     if temperature is None:
         require_temperatures(packed.temperatures)
-        own = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
-        return own.to(torch.float64)
+        per_token = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
+        return per_token.to(torch.float64)
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} cannot scale logits; give a positive one (1 for greedy samples)")
     for sequence_id, sampled in zip(packed.sequence_ids, packed.temperatures.tolist(), strict=True):
@@ -119,7 +119,7 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
 
 
 def _check_scoring(logits: Tensor, targets: Tensor) -> None:
-    """What would end as an index error of a kernel, or not at all."""
+    """Reject inputs that a kernel would index out of range, or not check at all."""
     require_logits(logits)
     require_targets(targets)
     if targets.numel() and int(targets.max()) >= logits.shape[-1]:
@@ -234,7 +234,7 @@ def _scaled_rows(
 
 
 def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of (n, V): its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m).
+    """Return of every row of (n, V) its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m).
 
     With ``overwrite`` the memory of ``x`` is used for scratch.
     """
@@ -247,7 +247,7 @@ def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor
 
 
 def row_maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every row of (n, V): its maximum m, and sum of exp(x - m)."""
+    """Return of every row of (n, V) its maximum m, and sum of exp(x - m)."""
     maximum = x.amax(1)
     return maximum, torch.sub(x, maximum[:, None]).exp_().sum(1)
 

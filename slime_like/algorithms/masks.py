@@ -1,4 +1,4 @@
-"""What a loss mask and temperatures must be."""
+"""Checks of loss masks and temperatures."""
 
 from __future__ import annotations
 

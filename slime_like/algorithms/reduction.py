@@ -1,4 +1,4 @@
-"""How per-token losses become one number: ``loss = sum(token_weight * per_token_loss) / denominator``.
+"""Reduction of per-token losses to one number: ``loss = sum(token_weight * per_token_loss) / denominator``.
 
 The weight depends on a sample and its completed group, the denominator on the whole optimizer step. No number of
 micro-batches, and no parallel layout, can show in the result.
@@ -119,7 +119,7 @@ def token_weights(
 def step_denominator(
     reduction: str, loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor
 ) -> float:
-    """What the weighted sum of one whole optimizer step is divided by.
+    """Return the divisor of one optimizer step's weighted sum.
 
     Args:
         reduction: tokens, samples, groups or constant.
@@ -164,7 +164,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
     """
     require_tensors(x=x)
     if not all(isinstance(mask, Tensor) for mask in loss_masks):
-        raise ValueError("loss_masks hold something that is no tensor; give one tensor (response_len,) per sample")
+        raise ValueError("loss_masks must be tensors; give one tensor (response_len,) per sample")
     if x.ndim != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
     lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)
@@ -198,7 +198,7 @@ def _checked(
 
 
 def _integers(values: Sequence[int] | Tensor, what: str) -> list[int]:
-    """Python integers: tensors of one number are no two of them equal as keys, whatever they hold."""
+    """Convert to Python integers, since tensors do not compare equal as keys."""
     integers = []
     for sample, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
         try:

@@ -1,4 +1,4 @@
-"""What is documented as a tensor has to be one, with entries that the kernels take."""
+"""Checks of tensor arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def require_tensors(**given: object) -> None:
-    """Nothing else than tensors, or what is not given at all.
+    """Reject values that are neither tensors nor ``None``.
 
     Args:
         given: values by the name that the caller knows them by; ``None`` passes.

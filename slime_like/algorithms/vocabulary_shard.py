@@ -36,7 +36,7 @@ class VocabularyShard:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
         if vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} is no vocabulary; give the number of its tokens")
+            raise ValueError(f"vocab_size={vocab_size} must be the number of tokens, above 0")
         require_targets(targets)
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Subcommands with arguments of their own. Importing them imports neither torch nor Ray."""
+"""Subcommands with their own arguments. Importing them imports neither torch nor Ray."""

@@ -1,4 +1,4 @@
-"""What subcommands share: configuration flags between their own, and a run directory that nobody has to name."""
+"""Arguments shared by subcommands: configuration flags and an optional run directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.config.base import require_path
 
 
 def given_path(text: str) -> Path:
-    """``type`` of a positional path: text that can name no file is refused."""
+    """``type`` of a positional path: text that can name no file is rejected."""
     try:
         require_path(text)
     except ValueError as error:
@@ -21,7 +21,7 @@ def given_path(text: str) -> Path:
 
 
 def has_flag(flags: Sequence[str], name: str) -> bool:
-    """Is ``--name`` among configuration flags, as ``--name value`` or ``--name=value``?"""
+    """Return whether the flags hold ``--name value`` or ``--name=value``."""
     return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
 
 

@@ -147,7 +147,7 @@ def size_in_bytes(text: str) -> int:
     """ "500MB", "1.5GiB" or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ArgumentTypeError(f"{text!r} is no size; give one such as 500MB, 5GB or 2GiB")
+        raise ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB, 5GB or 2GiB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < _SMALLEST:
         raise ArgumentTypeError(f"{text!r} is less than {_SMALLEST} bytes; give a larger size, such as 500MB")
@@ -155,20 +155,20 @@ def size_in_bytes(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """In the largest unit that it is at least one of; in KB where it is less."""
+    """Format a size in the largest fitting unit, KB or above."""
     unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "KB")
     return f"{nbytes / _UNITS[unit]:.2f} {unit}"
 
 
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
+        raise ArgumentTypeError(f"{text!r} is not a number of threads; give 1 or more")
     return int(text)
 
 
 # ------------------------------------------------------------------------------------------------------------- running
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like convert``."""
+    """Run ``slime-like convert``."""
     what, *rest = arguments
     names = ("A", "B") if what == "check" else ("HF_DIR" if what == "to-megatron" else "CHECKPOINT", "OUT")
     if len(rest) < 2 or rest[0].startswith("--") or rest[1].startswith("--"):
@@ -254,7 +254,7 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
 
 
 def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    """For what is the same for both: flags are validated, wherever the model is."""
+    """Load the configuration from flags alone, with ``a`` as the default model."""
     path = [] if has_flag(flags, "model.path") else ["--model.path", str(options.a)]
     return load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *path, *flags])
 
@@ -265,9 +265,9 @@ def _conversion(options: argparse.Namespace) -> ConversionOptions:
     return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan)
 
 
-def _checked(own: Sequence[str], flags: Sequence[str]) -> RunConfig:
+def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
-    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *own, *flags])
+    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *arguments, *flags])
     require_valid(config, CONVERSION)
     return config
 

@@ -1,4 +1,4 @@
-"""What nobody foresaw, as one sentence that names the file with its traceback."""
+"""Unexpected errors as one sentence that names the file with the traceback."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
 
     Raises:
         UnforeseenError: names the exception, its message and the file.
-        KeyboardInterrupt: also where a library's import turned one into an exception of its own.
+        KeyboardInterrupt: also where a library's import turned one into its own exception.
     """
     try:
         yield
     except SlimeLikeError as error:
         text, error.users_traceback = error.users_traceback, None
         if text is not None:
-            error.args = (f"{error}; its traceback is in {_write(text, run_dir)}",)
+            error.args = (f"{error}; traceback: {_write(text, run_dir)}",)
         raise
     except Exception as error:
         if _was_interrupted(error):
@@ -66,8 +66,8 @@ def _summary(error: Exception) -> str:
 
 def _remedy(error: Exception) -> str:
     if isinstance(error, OSError):
-        return "look at that place, or at the traceback in "
-    return "this was not foreseen, its traceback is in "
+        return "check that path; traceback: "
+    return "unexpected error; traceback: "
 
 
 def _write(text: str, run_dir: Path | None) -> str:

@@ -87,22 +87,22 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
 def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number of seconds") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like launch``; the exit code, the same on every node."""
-    own, flags = _split(arguments)
+    """Run ``slime-like launch``; returns the exit code, the same on every node."""
+    launch_flags, flags = _split(arguments)
     parser = argparse.ArgumentParser(prog="slime-like launch", usage=USAGE, add_help=False, allow_abbrev=False)
     _add_options(parser)
-    given = parser.parse_args(own)
+    given = parser.parse_args(launch_flags)
     for name in _OWN_FIELDS:
         if has_flag(flags, name):
             raise ConfigError(
@@ -125,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What is ours, and what follows the first ``--``."""
+    """Split the arguments at the first ``--``."""
     everything = list(arguments)
     if "--" not in everything:
         return everything, ()

@@ -1,4 +1,4 @@
-"""What a launch would do, in words, and what would keep it from that here; nothing is started, resolved or written."""
+"""Description of a launch and of its problems on this node; nothing is started, resolved or written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The command ``slime-like``: errors meant for people as sentences, and exit codes.
 
-Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is refused; 130 interrupted (Ctrl-C).
+Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is rejected; 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _imported() -> Callable[[list[str]], int]:
-    """What runs the subcommands. Importing it takes a moment, in which Ctrl-C must be understood too: pydantic makes an
-    error of its own of an interrupt, so it is noted where it arrives."""
+    """Import the subcommands' entry point. A handler notes interrupts during the import, since pydantic turns them
+    into errors."""
     handler = InterruptHandler()
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -59,8 +59,8 @@ def _imported() -> Callable[[list[str]], int]:
 
 
 def _leave(code: int) -> None:
-    """End this process as Python does, but for taking apart a million objects of imported packages: half a second in
-    which whoever waits for the command gets nothing. A thread that is still at work is waited for, by Python."""
+    """Exit without destroying the objects of imported packages, which takes half a second. A process with other live
+    threads exits as usual: Python waits for them."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
         return
     atexit._run_exitfuncs()

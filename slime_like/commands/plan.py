@@ -74,7 +74,7 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like plan``."""
+    """Run ``slime-like plan``."""
     # Flags of the configuration take any number of values, so only the first argument can be the file.
     has_file = bool(arguments) and not arguments[0].startswith("--")
     parser = argparse.ArgumentParser(prog="slime-like plan", usage=USAGE, add_help=False, allow_abbrev=False)

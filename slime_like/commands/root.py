@@ -1,4 +1,4 @@
-"""All subcommands of ``slime-like``: their arguments, and what each one runs."""
+"""Subcommands of ``slime-like``: arguments and entry points."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.system.interrupts import InterruptHandler
-from slime_like.system.memory import made_to_stay
+from slime_like.system.memory import permanent_allocations
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
@@ -137,17 +137,19 @@ def _evaluate(path: Path | None, flags: list[str]) -> int:
         print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
         result = evaluate(config, temporary=config.run_dir == temporary)
-    for name, own in {"held-out": result.overall, **result.datasets}.items():
-        passes = "".join(f", pass@{k} {value:.3f}" for k, value in own.pass_at.items())
-        print(f"{name} accuracy: {own.accuracy:.3f}{passes} over {own.num_responses} responses")
-        print(f"{name} response length: {own.response_length_mean:.1f} tokens, {own.truncated_fraction:.1%} truncated")
+    for name, part in {"held-out": result.overall, **result.datasets}.items():
+        passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(
+            f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
+        )
     return 0
 
 
 def _train(path: Path | None, flags: list[str]) -> int:
     config = _loaded(path, flags, training_needs)
     InterruptHandler().install()
-    with made_to_stay():
+    with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 
     with traceback_kept(config.run_dir):

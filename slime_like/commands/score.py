@@ -53,7 +53,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like score``."""
+    """Run ``slime-like score``."""
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError([f"CHECKPOINT is missing; it comes first: {USAGE}"])
     parser = argparse.ArgumentParser(prog="slime-like score", usage=USAGE, add_help=False, allow_abbrev=False)

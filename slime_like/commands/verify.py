@@ -71,7 +71,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Everything behind ``slime-like verify layouts``."""
+    """Run ``slime-like verify layouts``."""
     parser = argparse.ArgumentParser(prog="slime-like verify layouts", usage=USAGE, add_help=False, allow_abbrev=False)
     _add_options(parser)
     options, flags = parser.parse_known_args(list(arguments))

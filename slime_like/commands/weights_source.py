@@ -21,11 +21,11 @@ class WeightsSource:
 
 
 def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
-    """What kind of checkpoint this is, and where its model's dimensions are.
+    """Find the kind of a checkpoint and its model's dimensions.
 
     Raises:
-        ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model cannot
-            be told.
+        ConfigError: it is of no kind, a converted one with damaged files, or a training checkpoint whose model
+            cannot be found.
     """
     if (checkpoint / "config.json").is_file():
         if has_flag(flags, "model.path"):
@@ -36,8 +36,8 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
         problem = converted_problem(checkpoint)
         if problem is not None:
             raise ConfigError([f"CHECKPOINT={checkpoint} {problem}"])
-        own = () if has_flag(flags, "model.path") else ("--model.path", str(checkpoint / MODEL))
-        return WeightsSource(own, weights.resolve())
+        model_flags = () if has_flag(flags, "model.path") else ("--model.path", str(checkpoint / MODEL))
+        return WeightsSource(model_flags, weights.resolve())
     if not (checkpoint / "state.json").is_file() or not weights.is_dir():
         raise ConfigError([f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}"])
     run_config = checkpoint.resolve().parent.parent / "config.yaml"

@@ -58,7 +58,7 @@ class Section(BaseModel):
                 raise ValueError("is neither true nor false; use one of these two")
             return value if isinstance(value, bool) else _WORDS[value]
         if isinstance(value, bool) and annotation in (int, float):
-            raise ValueError("is no number; give one")
+            raise ValueError("must be a number")
         if Path in (annotation, *get_args(annotation)):
             for path in value if isinstance(value, list | tuple) else (value,):
                 require_path(path)

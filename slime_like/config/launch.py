@@ -50,16 +50,16 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         problems = []
         if self.nodes < 1:
-            problems.append(f"--nodes={self.nodes} is no cluster; give at least 1")
+            problems.append(f"--nodes={self.nodes} must be at least 1")
         elif not 0 <= self.node_rank < self.nodes:
             problems.append(f"--node_rank={self.node_rank} is not 0 to {self.nodes - 1}, with --nodes={self.nodes}")
         if self.nodes > 1 and not self.head:
             problems.append(f"--head is needed with --nodes={self.nodes}: node 0's address (HEAD_ADDR)")
         if not 1 <= self.port <= 65_535:  # 0 would be another one on every start
-            problems.append(f"--port={self.port} is no port; give 1024 to 65535")
+            problems.append(f"--port={self.port} must be 1024 to 65535")
         for name in ("nodes_timeout_s", "ray_timeout_s", "silence_s", "stop_s"):
             if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"--{name}={getattr(self, name):g} is no number of seconds above 0; give one")
+                problems.append(f"--{name}={getattr(self, name):g} must be a number of seconds above 0")
         if problems:
             raise ConfigError(problems)
 

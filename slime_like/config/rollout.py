@@ -1,4 +1,4 @@
-"""How rollouts are generated and rewarded."""
+"""Settings of sampling, rewards and weight sync."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class RewardConfig(Section):
 
 
 class SyncConfig(Section):
-    """How weights travel from trainer to engines."""
+    """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""Are two checkpoints the same: names, types, shapes, and every bit of the values?"""
+"""Exact comparison of two checkpoints: names, types, shapes and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same, and how."""
+    """One differing tensor."""
 
     name: str
     how: str
@@ -28,7 +28,7 @@ class Difference:
 def compare_sources(
     a: TensorSource, b: TensorSource, workers: int, report: Callable[[int, int], None]
 ) -> list[Difference]:
-    """Every difference, by name; values are compared where type and shape agree.
+    """List the differences by name; values are compared where type and shape agree.
 
     Args:
         workers: threads; each holds one parameter of either side in memory.
@@ -50,7 +50,7 @@ def compare_sources(
             alike.add(name)
     # Tensors that one side reads together are compared together.
     groups = a.groups if max(map(len, a.groups), default=0) > 1 else b.groups
-    jobs = [own for group in groups if (own := [name for name in group if name in alike])]
+    jobs = [job for group in groups if (job := [name for name in group if name in alike])]
     total = sum(prod(a.tensors[name].shape) for name in alike)
 
     def compare(names: list[str], tracker: Tracker) -> list[Difference]:

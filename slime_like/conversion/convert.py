@@ -21,7 +21,7 @@ _UNIT = 2**20
 
 
 def converter_of(config: RunConfig) -> Converter:
-    """What converts the checkpoints of ``config.trainer.backend``.
+    """Return the converter of ``config.trainer.backend``.
 
     Raises:
         ConfigError: that backend's checkpoints are not converted.
@@ -58,7 +58,7 @@ def open_hugging_face(config: RunConfig, directory: Path) -> TensorSource:
 
 
 def compare(config: RunConfig, a: TensorSource, b: TensorSource, workers: int) -> list[Difference]:
-    """Every difference between two opened checkpoints."""
+    """List the differences between two opened checkpoints."""
     with _reported(config) as report:
         return compare_sources(a, b, workers, report)
 

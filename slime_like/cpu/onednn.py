@@ -19,7 +19,7 @@ _LEAST_PRODUCTS = 2**20
 
 
 def pays_here() -> bool:
-    """If this processor has AVX-512 and MKL does not use it."""
+    """Return whether this processor has AVX-512 and MKL does not use it."""
     capabilities = torch.cpu.get_capabilities()
     wide = bool(capabilities.get("avx512_f")) and not str(capabilities.get("cpu_name", "Intel")).startswith("Intel")
     return wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()

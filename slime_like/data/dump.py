@@ -20,7 +20,7 @@ _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
 def dump_path(directory: Path, step: int) -> Path:
-    """Where the rollouts of ``step`` lie in ``directory``."""
+    """Path of the rollouts of ``step`` in ``directory``."""
     return directory / rollouts_name(step)
 
 

@@ -1,4 +1,4 @@
-"""How kept rollouts are named. Apart from reading them, since that needs torch."""
+"""File names of kept rollouts, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a row's text to token ids."""
+"""Encoding of a row's text as token ids."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _BUSY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the events of a run add up to.
+    """Summary of a run's events.
 
     Attributes:
         issued: groups that were ever issued.
@@ -83,7 +83,7 @@ class Ledger:
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise DataError(f"{path}: {error}; it is no ledger, or not on a local disk") from error
+            raise DataError(f"{path}: {error}; not a ledger, or not on a local disk") from error
 
     @classmethod
     def begin(cls, run_dir: Path) -> Ledger:
@@ -102,15 +102,15 @@ class Ledger:
         self._add(group_ids, REISSUED, version=version, reason=reason)
 
     def generated(self, group_ids: Iterable[int], version: int) -> None:
-        """All samples have come back."""
+        """Record that all samples were generated."""
         self._add(group_ids, GENERATED, version=version)
 
     def scored(self, group_ids: Iterable[int]) -> None:
-        """All samples have their rewards."""
+        """Record that all samples have rewards."""
         self._add(group_ids, SCORED)
 
     def trained(self, group_ids: Iterable[int], step: int) -> None:
-        """Every optimizer step of training step ``step`` has been made."""
+        """Record that training step ``step`` is complete."""
         self._add(group_ids, TRAINED, step=step)
 
     def dropped(self, group_ids: Iterable[int], reason: str) -> None:
@@ -154,19 +154,19 @@ class Ledger:
             raise DataError(f"{path}: {error}; the ledger is damaged: resume from another checkpoint") from error
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file; may be called twice."""
         with self._lock:
             self._database.close()
 
 
 def _read_only(path: Path) -> str:
-    """What SQLite opens without writing; a path may hold what means something else in an address, such as ``#``."""
+    """Return a read-only URI of the path, with characters such as ``#`` escaped."""
     return f"{path.absolute().as_uri()}?mode=ro"
 
 
 @contextmanager
 def _refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses."""
+    """Turn SQLite's errors of a failed write into one sentence."""
     try:
         yield
     except sqlite3.Error as error:
@@ -188,7 +188,7 @@ def audit_run(run_dir: Path) -> Audit:
                 "SELECT group_id, state, step, reason FROM events ORDER BY group_id, number"
             ).fetchall()
     except sqlite3.Error as error:
-        raise DataError(f"{path}: {error}; it is no ledger, or damaged") from error
+        raise DataError(f"{path}: {error}; not a ledger, or damaged") from error
     return audit_events(rows)
 
 
@@ -222,7 +222,7 @@ def _end(history: Sequence[tuple[str, int | None, str | None]]) -> str | None:
 
 
 def _problems(group: int, history: Sequence[tuple[str, int | None, str | None]]) -> list[str]:
-    """What cannot have happened to one group in this order."""
+    """List impossible orders of one group's events."""
     states = [state for state, _, _ in history]
     found = []
     if states[0] != ISSUED or states.count(ISSUED) != 1:

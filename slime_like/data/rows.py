@@ -75,7 +75,7 @@ _CUT_OFF = (
 
 
 def _is_cut_off(line: bytes, error: Exception) -> bool:
-    """Does a line begin an object and end in the middle of it?"""
+    """Return whether a line ends inside the object that it begins."""
     text = line.strip()
     message = error.msg if isinstance(error, json.JSONDecodeError) else ""
     unclosed = not text.endswith(b"}") and message != "Extra data"
@@ -83,16 +83,16 @@ def _is_cut_off(line: bytes, error: Exception) -> bool:
 
 
 def _refuse_constant(name: str) -> None:
-    """Python reads ``NaN`` and ``Infinity``, which are no JSON and no answer either."""
+    """Reject ``NaN`` and ``Infinity``, which Python reads although they are not JSON."""
     raise ValueError(f"{name} is no JSON number")
 
 
 class _RepeatedKeyError(ValueError):
-    """Its text is the key."""
+    """A repeated key, given as the message."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python keeps the last of equal keys, and other readers the first: whoever wrote both meant neither."""
+    """Reject repeated keys: Python keeps the last of them, other readers the first."""
     values = dict(pairs)
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]

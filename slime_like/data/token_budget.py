@@ -1,4 +1,4 @@
-"""What sequences take of a micro-batch, and whether they fit one."""
+"""Sizes of sequences in a micro-batch, and whether they fit."""
 
 from __future__ import annotations
 

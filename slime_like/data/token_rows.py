@@ -27,7 +27,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowTotals:
-    """What a file holds: rows, and tokens of prompts and responses."""
+    """Counts of a file: rows, and tokens of prompts and responses."""
 
     rows: int
     tokens: int

@@ -126,7 +126,7 @@ def _multiply(operator: str, left: Fraction, right: Fraction) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise ArithmeticFault("the exponent is no whole number")
+        raise ArithmeticFault("the exponent must be an integer")
     if base == 0 and exponent < 0:
         raise ArithmeticFault("division by zero")
     if abs(base) in (0, 1):

@@ -1,4 +1,4 @@
-"""What crosses the link between an engine's owner and the engine's process."""
+"""Messages between an engine's owner and the engine's process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned, or why it failed: one line, and the name of the error's class."""
+    """A call's result, or its failure: one line, and the name of the error's class."""
 
     number: int
     value: Any = None

@@ -61,7 +61,7 @@ class ChildProcess:
         self.note_processes()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the method returns there.
+        """Call the method there and return its result.
 
         Raises:
             EngineError: the method failed; the message is its own. ``error`` decides the class.
@@ -102,7 +102,7 @@ class ChildProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def error(self, answer: Answer) -> Exception:
-        """What ``call`` raises for a method that failed."""
+        """Build the error of a failed method."""
         return EngineError(answer.error)
 
     def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:

@@ -104,16 +104,16 @@ class HostedEngine:
         return received
 
     async def health(self) -> EngineHealth:
-        """What the engine says of itself; dead where its process does not answer."""
+        """Return the engine's health; dead if its process does not answer."""
         process = self._process
         if process is None:
             return EngineHealth(False, self._version, 0, 0)
         try:
-            own: EngineHealth = await asyncio.wait_for(process.call("health"), _HEALTH_TIMEOUT_S)
+            found: EngineHealth = await asyncio.wait_for(process.call("health"), _HEALTH_TIMEOUT_S)
         except Exception:  # whatever a dead or hung process answers, the answer to "alive?" is no
             return EngineHealth(False, self._version, 0, 0, process.process_ids)
-        ids = tuple(dict.fromkeys((*process.process_ids, *own.process_ids)))
-        return EngineHealth(own.alive, own.weight_version, own.running_requests, own.outstanding_tokens, ids)
+        ids = tuple(dict.fromkeys((*process.process_ids, *found.process_ids)))
+        return EngineHealth(found.alive, found.weight_version, found.running_requests, found.outstanding_tokens, ids)
 
     async def sleep(self) -> None:
         await self._call("sleep", bound_s=self._config.rollout.request_timeout_s)
@@ -160,5 +160,5 @@ class _Hosted(ChildProcess):
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """As here, but what another interpreter would take for its own home."""
+    """Copy this environment without variables that redirect another interpreter."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Link:
-    """One end. A thread of its own receives, so that the other side's end is noticed whatever this process does."""
+    """One end. A separate thread receives, so that the other side's end is noticed whatever this process does."""
 
     def __init__(
         self, connection: Connection, on_message: Callable[[Any], object], on_close: Callable[[], object]

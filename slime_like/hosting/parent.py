@@ -57,7 +57,7 @@ class Owner:
         await asyncio.Event().wait()
 
     def end_with(self, processes: Sequence[BaseProcess]) -> None:
-        """From now on, end this process as soon as one of ``processes`` has ended.
+        """End this process as soon as one of ``processes`` has ended.
 
         The files they share need no name any more, and without one nothing of them can be left.
         """
@@ -71,7 +71,7 @@ class Owner:
 
     def end(self) -> None:
         """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
-        self._ending.acquire()  # for good: whoever comes second must not end the process half-way
+        self._ending.acquire()  # for good: a second caller must not end the process half-way
         end_processes(descendants(os.getpid()), grace_s=0.0)
         self._remove_files()
         shutil.rmtree(self._scratch, ignore_errors=True)

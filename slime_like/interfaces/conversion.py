@@ -19,7 +19,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """How to convert.
+    """Options of a conversion.
 
     Attributes:
         dtype: of the weights that are written; "auto" leaves every tensor its own.
@@ -36,7 +36,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionSummary:
-    """What was written; ``reused`` of the ``files`` were there from an interrupted start."""
+    """Summary of the written files; ``reused`` of the ``files`` were there from an interrupted start."""
 
     tensors: int
     nbytes: int

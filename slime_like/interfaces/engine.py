@@ -15,11 +15,11 @@ from slime_like.trajectory import Conversation
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample.
+    """Sampling parameters.
 
     Attributes:
         temperature: 0 means greedy.
-        top_p, top_k: 1.0 and -1 switch them off. Other values are refused while ``training`` unless the adapter can
+        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter can
             still return logprobs over the whole vocabulary.
         max_new_tokens: length limit of the response.
         stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
@@ -36,7 +36,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTask:
-    """What an environment is told of a prompt's row.
+    """The part of a prompt's row that an environment receives.
 
     Attributes:
         answer: ground truth.

@@ -1,4 +1,4 @@
-"""What an environment is: two functions over a state that JSON can express."""
+"""Interface of environments: two functions over a state expressible in JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a conversation is about.
+    """Task of a conversation.
 
     Attributes:
         prompt: the prompt's text, special tokens included.

@@ -24,7 +24,7 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends to the others of one group.
+    """Messages of one rank to its group.
 
     Attributes:
         axis: the parallel axis the group belongs to.
@@ -41,7 +41,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one rank computes and sends, once.
+    """Computation and messages of one rank, once.
 
     Attributes:
         matmul_flops: of matrix products, 2 m n k each; they grow with the tokens.
@@ -96,7 +96,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankEstimate:
-    """Everything a backend says of one rank without running it.
+    """A backend's estimate of one rank.
 
     Attributes:
         rank: whose.

@@ -1,4 +1,4 @@
-"""What a reward function returns, and how one of a whole group is declared."""
+"""Results of reward functions, and the declaration of group functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GroupFunction = TypeVar("GroupFunction", bound="Callable[..., list[RewardResult]
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """One function's word on one response.
+    """One reward function's result for one response.
 
     Attributes:
         reward: finite number, unweighted.
@@ -22,7 +22,7 @@ class RewardResult:
         metadata: whatever explains the reward; small, and expressible in JSON.
 
     Raises:
-        TypeError: a field is of another kind. Told here, where the traceback has the line that made the result.
+        TypeError: a field has another type. Raised here, where the traceback has the line that made the result.
     """
 
     reward: float

@@ -17,7 +17,7 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where one trainer rank runs: its place in the world and how to meet the others.
+    """Placement of one trainer rank: its rank, its device and the rendezvous.
 
     ``local_rank`` is the index of its device among those that its process can see.
     """
@@ -63,7 +63,7 @@ class TrainerBackend(Protocol):
 
     @staticmethod
     def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """All ranks of the layout, those that hold and do the same together. Every rank stands in one kind."""
+        """Group the layout's ranks by what they hold and do; every rank belongs to one kind."""
 
     @staticmethod
     def estimate(config: RunConfig, rank: int) -> RankEstimate:
@@ -76,7 +76,7 @@ class TrainerBackend(Protocol):
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
-        """As ``setup``, but without gradients, optimizer and reference; ``score`` and exports may follow.
+        """Set up as ``setup`` does, without gradients, optimizer and reference; ``score`` and exports may follow.
 
         Args:
             checkpoint: directory that ``save`` wrote, under any layout, to take the weights from; ``config.model.path``
@@ -86,7 +86,7 @@ class TrainerBackend(Protocol):
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
         """Zero the gradients and the step's sums.
 
-        Both arguments are needed only where the objective has a term with a denominator of its own
+        Both arguments are needed only where the objective has a term with its own denominator
         (``algorithm.moe_aux_loss_coef``), whose share in the gradient must be right while it is accumulated.
 
         Args:
@@ -125,7 +125,7 @@ class TrainerBackend(Protocol):
         """
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """In place of ``finish_step``: the step's finished gradients, as ``export_weights`` gives weights, in float32.
+        """End a step without an update: yield its gradients, as ``export_weights`` gives weights, in float32.
 
         Reduced and divided by ``denominator``, not clipped. Nothing is updated: the next step begins anew.
         """
@@ -137,13 +137,13 @@ class TrainerBackend(Protocol):
         """Write this model, optimizer, scheduler and random state; the caller owns naming and atomicity."""
 
     def start_save(self, directory: Path) -> None:
-        """As ``save``, of the state as it is now, but files may still be written while the trainer goes on.
+        """Start a save of the present state, whose files may be written while training continues.
 
         Asked for by ``checkpoint.async_save``. ``finish_save`` comes before the next one starts.
         """
 
     def is_save_written(self) -> bool:
-        """Whether this rank has written its part of the save that was started. Not collective; never waits.
+        """Return whether this rank has written its part of the started save. Not collective; never waits.
 
         Raises:
             CheckpointError: it could not.

@@ -30,7 +30,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class BucketFigures:
-    """What one bucket cost its sender; told to nobody else.
+    """The cost of one bucket for its sender; not sent to receivers.
 
     Attributes:
         wire_nbytes: bytes that travel to every receiver; fewer than the tensors' where only changes do.

@@ -1,1 +1,1 @@
-"""One run on several nodes: who takes part, Ray on each of them, and how all of them learn how it ended."""
+"""Runs on several nodes: membership, Ray on each node, and the shared exit status."""

@@ -1,4 +1,4 @@
-"""What must be the same on all nodes: installed versions, settings, and the directory behind ``run_dir``."""
+"""Agreement of all nodes on versions, settings and the directory behind ``run_dir``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What every other node compares with node 0.
+    """Facts that other nodes compare with node 0's.
 
     Attributes:
         head: node 0, as in messages.
@@ -47,9 +47,9 @@ class Agreement:
         Raises:
             LaunchError: this node differs.
         """
-        own = facts(config)
-        for name in sorted({*self.facts, *own}):
-            here, there = own.get(name, "(none)"), self.facts.get(name, "(none)")
+        expected = facts(config)
+        for name in sorted({*self.facts, *expected}):
+            here, there = expected.get(name, "(none)"), self.facts.get(name, "(none)")
             if here != there:
                 remedy = "use one environment, or one image," if name in _DISTRIBUTIONS else "give the same settings"
                 raise LaunchError(f"{name}={here}: {self.head} has {there}; {remedy} on all nodes")

@@ -22,11 +22,11 @@ def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
 
 
 def plan_arguments(options: LaunchOptions, config: RunConfig) -> list[str]:
-    """For the cluster that is started; the plan is also written to a file."""
+    """Build the arguments of ``plan`` for the started cluster; the plan is also written to a file."""
     devices = devices_per_node(config, options.nodes, options.gpus_per_node)
-    own = ["--preflight", "--output", str(_plan_path(config))]
+    preflight = ["--preflight", "--output", str(_plan_path(config))]
     size = ["--cluster.nodes", str(options.nodes), "--cluster.gpus_per_node", str(devices)]
-    return ["plan", *([str(options.config)] if options.config else []), *own, *options.flags, *size]
+    return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags, *size]
 
 
 def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str, str]) -> Verdict:

@@ -119,8 +119,8 @@ class _Members:
         except UnreachableError as error:
             why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
             raise LaunchError(f"{self._place}, during `{self._during}`: {why}; {_REMEDY}") from error
-        if own := self._node.problem():
-            raise LaunchError(f"{self._place}, during `{self._during}`: {own}; {_REMEDY}")
+        if fault := self._node.problem():
+            raise LaunchError(f"{self._place}, during `{self._during}`: {fault}; {_REMEDY}")
         if problem:
             raise NodeEndedError(Verdict(**problem))
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off

@@ -36,7 +36,7 @@ class NodeEndedError(LaunchError):
 
 
 class RefusedError(LaunchError):
-    """This node is not part of the run, which goes on without it."""
+    """Rejection of this node by a run, which continues without it."""
 
 
 def failure(error: SlimeLikeError, who: str = "") -> Verdict:
@@ -90,7 +90,7 @@ class ExitNotes:
                 raise NodeEndedError(self._read(rank))
             age_s = max(0.0, time.time() - modified)
             if age_s < self._patience_s and time.monotonic() > self._return_at:
-                note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not started again"
+                note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not restarted"
                 raise NodeEndedError(Verdict(note.code, f"{ago}: {note.sentence}"))
 
     def _read(self, rank: int) -> Verdict:

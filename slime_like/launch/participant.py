@@ -106,7 +106,7 @@ class _Head:
             if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):
                 return
             reason = f"{self._ask(lambda: self._gcs.get(f'rank-{rank}'))} has it already"
-        raise RefusedError(f"NODE_RANK={rank} on {self._place.host} is refused: {reason}")
+        raise RefusedError(f"NODE_RANK={rank} on {self._place.host} is rejected: {reason}")
 
     def require_runs(self) -> None:
         """Raise ``NodeEndedError`` where node 0 has published the verdict."""

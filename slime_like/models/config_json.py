@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, by the names of ``ModelDimensions``.
+"""Reading of a checkpoint's ``config.json`` into the names of ``ModelDimensions``.
 
 Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a value of the wrong kind, and
 ``UnsupportedError`` for a feature outside this project's own formulas.
@@ -37,7 +37,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def sizes(raw: dict[str, Any]) -> dict[str, Any]:
-    """What every family of our own has."""
+    """Read the sizes shared by all supported families."""
     heads, hidden, layers = (_count(raw, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != layers:
@@ -236,7 +236,7 @@ def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int,
 
 
 def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id, a list of them, or none. Raises ``ValueError`` for anything else."""
+    """Read one token id, a list of them, or none. Raises ``ValueError`` for anything else."""
     given = raw.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):

@@ -1,6 +1,6 @@
-"""What `slime-like convert to-megatron` wrote: what lies in it, and whether its small files are as they were written.
+"""Checkpoints of `slime-like convert to-megatron`: their contents, and checks of their small files.
 
-The weights have checksums of their own, compared as they are read. Here are the others: the model's configuration and
+The weights have separate checksums, compared as they are read. Here are the others: the model's configuration and
 tokenizer, and the description itself. Needs neither torch nor Ray.
 """
 
@@ -35,11 +35,11 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 
 def is_converted(checkpoint: Path) -> bool:
-    """Is it such a checkpoint, whole or damaged, and not a run's?"""
+    """Return whether it is a converted checkpoint, even a damaged one, and not a run's."""
     if (checkpoint / DESCRIPTION).is_file():
         return True
-    own = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
-    return own and not (checkpoint / "state.json").is_file()
+    has_both = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
+    return has_both and not (checkpoint / "state.json").is_file()
 
 
 def training_checkpoint(path: Path) -> Path | None:
@@ -47,19 +47,19 @@ def training_checkpoint(path: Path) -> Path | None:
 
     ``None`` of everything else, a Hugging Face directory for one.
     """
-    own = path.parent if path.name == WEIGHTS else path
-    if (path / "config.json").is_file() or not (own / WEIGHTS).is_dir():
+    root = path.parent if path.name == WEIGHTS else path
+    if (path / "config.json").is_file() or not (root / WEIGHTS).is_dir():
         return None
-    return own if is_converted(own) or (own / "state.json").is_file() else None
+    return root if is_converted(root) or (root / "state.json").is_file() else None
 
 
-def again(weights: Path, otherwise: str) -> str:
-    """What to do about damage in ``weights``, a directory of Megatron's files; ``otherwise`` where a run wrote it."""
+def damage_remedy(weights: Path, otherwise: str) -> str:
+    """Remedy for damage in ``weights``, Megatron's files; ``otherwise`` where a run wrote them."""
     return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
 
 
 def converted_problem(checkpoint: Path) -> str | None:
-    """Which of its small files are damaged or missing, as the end of a sentence with its remedy; ``None`` if none is.
+    """Describe its damaged or missing small files, with the remedy; ``None`` if there are none.
 
     Checkpoints of the first format recorded nothing of them, and are taken as they are.
     """
@@ -73,8 +73,8 @@ def _faults(checkpoint: Path) -> Iterator[str]:
         content = json.loads(text)
         if content["format"] == _WITHOUT_FILES and not {_FILES, _OWN} & content.keys():
             return
-        own, files = content.pop(_OWN), content[_FILES].items()
-        whole = own == zlib.crc32(_text(content)) and text == _text(content | {_OWN: own})
+        checksum, files = content.pop(_OWN), content[_FILES].items()
+        whole = checksum == zlib.crc32(_text(content)) and text == _text(content | {_OWN: checksum})
     except FileNotFoundError:
         yield f"{DESCRIPTION} is missing"
         return

@@ -115,12 +115,12 @@ class ModelDimensions:
         """Elements of one layer's attention matrices."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        own = self.latent
-        direct = self.hidden_size if own.query_rank is None else own.query_rank
-        query = self.num_heads * self.head_dim * direct + self.hidden_size * (own.query_rank or 0)
-        keys = self.hidden_size * (own.kv_rank + own.rope_dim)
-        keys += own.kv_rank * self.num_heads * (own.nope_dim + own.value_dim)
-        return query + keys + self.num_heads * own.value_dim * self.hidden_size
+        latent = self.latent
+        direct = self.hidden_size if latent.query_rank is None else latent.query_rank
+        query = self.num_heads * self.head_dim * direct + self.hidden_size * (latent.query_rank or 0)
+        keys = self.hidden_size * (latent.kv_rank + latent.rope_dim)
+        keys += latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        return query + keys + self.num_heads * latent.value_dim * self.hidden_size
 
     def mlp_parameters(self, experts: int) -> int:
         """Elements of all layers' feed-forward matrices, ``experts`` of each layer's experts and routers included."""
@@ -138,12 +138,12 @@ class ModelDimensions:
         return attention + self.mlp_parameters(self.moe_top_k) + self.vocab_size * self.hidden_size
 
     def is_draft(self, name: str) -> bool:
-        """Does the Hugging Face tensor belong to a layer for multi-token prediction?"""
+        """Return whether the Hugging Face tensor belongs to a layer for multi-token prediction."""
         found = _LAYER.match(name)
         return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
 
     def is_ignored(self, name: str) -> bool:
-        """Is the Hugging Face tensor stored by some checkpoints without being a weight of the model's own?
+        """Return whether the Hugging Face tensor is stored by some checkpoints without being a weight.
 
         The copy of a tied embedding, rotary frequencies that follow from the configuration, layers for multi-token
         prediction.
@@ -153,7 +153,7 @@ class ModelDimensions:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
+        """Number of parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
         if self.counted is not None:
             return self.counted[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -203,7 +203,7 @@ class ModelDimensions:
 
     @classmethod
     def _of_another(cls, raw: dict[str, Any], path: Path, foreign: str) -> ModelDimensions:
-        """Of a family that transformers alone knows."""
+        """Read a family that only transformers supports."""
         try:
             sizes = config_json.any_model(raw)
         except KeyError as error:
@@ -219,7 +219,7 @@ class ModelDimensions:
 
     @classmethod
     def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
-        """Of a family whose every feature is known. Raises ``config_json.UnsupportedError`` for all others."""
+        """Read a supported family. Raises ``config_json.UnsupportedError`` for all others."""
         family = FAMILIES.get(architecture)
         if family is None:
             raise config_json.UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
@@ -231,14 +231,14 @@ class ModelDimensions:
         sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
         if raw.get("mlp_only_layers") or sparse != (1, 1):
             raise config_json.UnsupportedError("layers without experts lie between layers with them")
-        own = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
-        fields = {**config_json.sizes(raw), **config_json.rope(raw), **own}
+        features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
+        fields = {**config_json.sizes(raw), **config_json.rope(raw), **features}
         eos = config_json.eos_ids(raw, path.parent, fields["vocab_size"])
         return cls(family=family, eos_token_ids=eos, **fields)
 
 
 def keeps_type(name: str) -> bool:
-    """Does the Hugging Face tensor keep its type on disk whatever the others are cast to?
+    """Return whether the Hugging Face tensor keeps its type on disk.
 
     Routers' biases do: rounded, they would choose other experts.
     """

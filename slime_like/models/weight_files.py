@@ -1,4 +1,4 @@
-"""Are a Hugging Face checkpoint's weights there, and whole? Told from file sizes and headers, without torch."""
+"""Check that a Hugging Face checkpoint's weights are complete, from file sizes and headers, without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WeightFilesError(ValueError):
 
 
 def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
-    """What is wrong with the safetensors files of ``directory``, each a sentence with its remedy.
+    """List problems of the safetensors files of ``directory``, each with its remedy.
 
     Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
     ``config.json`` that speaks of another number of layers than is stored.
@@ -100,7 +100,7 @@ def _listed_files(index: Path) -> list[str]:
 
 
 def file_problem(file: Path) -> str | None:
-    """What is wrong with one file, and its remedy, as far as its length and its header tell."""
+    """Describe the problem of one file and its remedy, from its length and header."""
     try:
         _header(file)
     except WeightFilesError as error:
@@ -115,13 +115,13 @@ def _header(file: Path) -> dict[str, Any]:
     size = file.stat().st_size
     length, header = _read_header(file, size)
     there = size - _LENGTH_BYTES - length
-    told = max(map(_end, _tensors(header).values()), default=0)
-    if there != told:
+    expected = max(map(_end, _tensors(header).values()), default=0)
+    if there != expected:
         lost = _cut_off(header, there)
         lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
         raise WeightFilesError(
-            f"{file} has {size} bytes, but its header tells of {size - there + told}: it is "
-            f"{'cut off' if there < told else 'too long'} or damaged{lacks}; "
+            f"{file} has {size} bytes, but its header describes {size - there + expected}: it is "
+            f"{'cut off' if there < expected else 'too long'} or damaged{lacks}; "
             f"{_AGAIN}"
         )
     return header
@@ -152,7 +152,7 @@ def _tensors(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end, counted from the header's end."""
+    """End offset of a tensor's bytes after the header."""
     return int(entry["data_offsets"][1])
 
 

@@ -10,7 +10,7 @@ from slime_like.errors import DataError
 from slime_like.observability.metrics import read_metrics, series
 from slime_like.observability.names import ACCURACY, MEAN_REWARD
 
-_REWARD_COLOUR = "#0072B2"  # blue and vermilion: told apart by colour-blind readers too
+_REWARD_COLOUR = "#0072B2"  # blue and vermilion: distinct for colour-blind readers too
 _ACCURACY_COLOUR = "#D55E00"
 
 

@@ -1,4 +1,4 @@
-"""The figures shown while a run goes on, and the phases' shares of a step."""
+"""Figures shown during a run, and the phases' shares of a step."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-_TELLING = 5
-"""So many steps in succession are no accident any more."""
+_REPORTED_AFTER = 5
+"""Consecutive flat steps before the warning."""
 
 _REMEDY = "take prompts that are sometimes solved and sometimes not, or more samples of each"
 
 
 class FlatSteps:
-    """Says so in one sentence, once where it lasts, and once at the end of a run that had no other step.
+    """Warns once after several flat steps in succession, and once at the end of a run without any other step.
 
     Args:
-        tables: where samples with their rewards are to be seen; none where no tables are written.
+        tables: path of the tables of samples and rewards; ``None`` where none are written.
     """
 
     def __init__(self, tables: str | None) -> None:
@@ -21,20 +21,20 @@ class FlatSteps:
         self._steps = 0
         self._flat_steps = 0
         self._in_succession = 0
-        self._told = False
+        self._reported = False
 
     def add(self, step: int, flat: bool) -> str | None:
-        """One more step, in which every advantage was 0, or not; what is to be said now, if anything."""
+        """Record a step; ``flat`` means that every advantage was 0. Returns a warning where one is due."""
         self._steps += 1
         self._flat_steps += flat
         self._in_succession = self._in_succession + 1 if flat else 0
-        if self._told or self._in_succession < _TELLING:
+        if self._reported or self._in_succession < _REPORTED_AFTER:
             return None
-        self._told = True
-        return self._sentence(f"steps {step - _TELLING + 1} to {step}")
+        self._reported = True
+        return self._sentence(f"steps {step - _REPORTED_AFTER + 1} to {step}")
 
     def at_end(self) -> str | None:
-        """What is to be said of the whole run."""
+        """Return a warning if the whole run was flat."""
         if not self._steps or self._flat_steps < self._steps:
             return None
         return self._sentence("all steps of this run" if self._steps > 1 else "the only step of this run")

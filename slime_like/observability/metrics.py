@@ -114,13 +114,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps, rising, and finite values of one metric; of a run that went on from an earlier step, what counts now."""
-    by_step = {record["step"]: record[name] for record in that_count(records) if record.get(name) is not None}
+    by_step = {record["step"]: record[name] for record in current_records(records) if record.get(name) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
 
 
-def that_count(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without what a run that was resumed has left behind: where steps go back, those from there on were run again."""
+def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Drop records that a resumed run has superseded: where steps go back, later ones were run again."""
     kept: list[Mapping[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] > record["step"]:
@@ -158,8 +158,8 @@ def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
             rest = rest[file.write(rest) :]
     except OSError as error:
         raise SlimeLikeError(
-            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and start again: the "
-            "run goes on from its last checkpoint"
+            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and restart to "
+            "resume from the last checkpoint"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _refuse_reserved(names: Iterable[str], reserved: tuple[str, ...]) -> None:
     taken = sorted(set(reserved).intersection(names))
     if taken:
-        raise ValueError(f"{', '.join(taken)}: every line has this field of its own; rename the value")
+        raise ValueError(f"{', '.join(taken)}: this field name is reserved; rename the value")
 
 
 # ----------------------------------------------------------------------------------------------------------- trackers

@@ -46,7 +46,7 @@ def phase_seconds(phase: str) -> str:
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """Every figure of one training step, by name. Seconds are wall time, shares are percent, memory as it came in."""
+    """Name the figures of one training step. Seconds are wall time, shares are percent, memory as it came in."""
     metrics = update_metrics(record.updates)
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
     metrics |= _performance(record) | _phases(record.times)

@@ -1,4 +1,4 @@
-"""Where a training step's wall time goes."""
+"""Wall time of a training step by phase."""
 
 from __future__ import annotations
 

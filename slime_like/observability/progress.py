@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a live display on a terminal, plain lines in a log file."""
+"""Progress output: a live display on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ class PlainDisplay:
         figures = shown_figures(values)
         before = self._written[1] if self._written is not None and self._written[0] == step else None
         self._written = (step, figures)
-        told = figures if before is None else [figure for figure in figures if figure not in before]
-        parts = [f"{self._unit} {step}/{self._total_steps}", *(f"{label} {value}" for label, value in told)]
+        fresh = figures if before is None else [figure for figure in figures if figure not in before]
+        parts = [f"{self._unit} {step}/{self._total_steps}", *(f"{label} {value}" for label, value in fresh)]
         if before is None and (shares := phase_shares(values)):
             parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in shares))
-        if told or before is None:
+        if fresh or before is None:
             self._write(" | ".join(parts))
 
     def _write(self, text: str) -> None:

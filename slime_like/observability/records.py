@@ -1,4 +1,4 @@
-"""What one training step reports: the typed inputs of ``slime_like.observability.names``."""
+"""Records of one training step: the typed inputs of ``slime_like.observability.names``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRecord:
-    """What the reward functions said of a step's N responses.
+    """Rewards of a step's N responses.
 
     Attributes:
         func_names: the F reward functions.
@@ -49,7 +49,7 @@ class RewardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """How a step's responses were generated.
+    """Figures of generating a step's responses.
 
     Attributes:
         finish_reasons: (N,) "stop", "length" or "abort".

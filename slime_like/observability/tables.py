@@ -214,11 +214,11 @@ def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
 
 
 def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> list[float]:
-    own = list(sample.reward_metadata["func_names"])
+    logged = list(sample.reward_metadata["func_names"])
     shapes = (tuple(sample.rewards.shape), tuple(sample.successes.shape))
-    if own != list(names) or shapes != ((len(names),), (len(names),)):
+    if logged != list(names) or shapes != ((len(names),), (len(names),)):
         raise ValueError(
-            f"sample {sample.sequence_id}: reward functions {own}, rewards of shape {shapes[0]}, successes of shape "
+            f"sample {sample.sequence_id}: reward functions {logged}, rewards of shape {shapes[0]}, successes of shape "
             f"{shapes[1]}; all samples of a step need one of each for {list(names)}"
         )
     pairs = zip(sample.rewards.tolist(), sample.successes.tolist(), strict=True)

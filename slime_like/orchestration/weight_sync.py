@@ -57,7 +57,7 @@ class SyncReport:
     probe_gap: float | None
 
     def record(self) -> SyncRecord:
-        """For the log."""
+        """Convert to a log record."""
         return SyncRecord(
             total_s=self.seconds,
             verification_s=self.verify_s,
@@ -67,7 +67,7 @@ class SyncReport:
         )
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Format as one line."""
         share = 100 * self.verify_s / self.seconds
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
@@ -78,7 +78,7 @@ class SyncReport:
 
 @dataclass(slots=True)
 class _Sent:
-    """What has been sent in one sync so far.
+    """Sent part of a sync.
 
     Attributes:
         expected: the trainers' logprobs of the probe; ``None`` until all is sent, or without one.
@@ -159,7 +159,7 @@ class WeightSync:
             self._supervisor.admit()
             return report
 
-    def send_again(self) -> None:
+    def resend(self) -> None:
         """See ``WeightSource``."""
         self.run(self._version)
 
@@ -257,7 +257,7 @@ class WeightSync:
 
 
 def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int) -> None:
-    """Every tensor sent must have arrived with the bytes it left with.
+    """Check that every sent tensor arrived unchanged.
 
     Raises:
         WeightSyncError: names the missing, unexpected or changed tensors.
@@ -274,7 +274,7 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
 
 
 def transport_of(config: RunConfig, placement: Placement) -> str:
-    """What will carry the weights on these devices.
+    """Choose the weight transport of these devices.
 
     Raises:
         WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.

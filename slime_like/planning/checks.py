@@ -1,4 +1,4 @@
-"""What keeps a run from this cluster, found without it. Every problem is one sentence with its remedy."""
+"""Problems of a run on a cluster, found without the cluster. Every problem has its remedy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GpusNeeded:
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
-    """What the run's placement will reserve."""
+    """Number of GPUs that the run reserves."""
     trainers, references = config.trainer.parallel.world_size, num_reference_ranks(config)
     return GpusNeeded(trainers, sum(bundle_sizes(config)) - trainers - references, references)
 
@@ -58,7 +58,7 @@ def nodes_needed(config: RunConfig, hardware: Hardware) -> int:
 
 
 def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """Do all GPUs exist, and do tensor-parallel groups stay inside a node?"""
+    """Check that all GPUs exist and that tensor-parallel groups stay inside a node."""
     needed = gpus_needed(config)
     per_node, nodes = hardware.gpus_per_node, hardware.nodes
     if nodes is not None and needed.total > nodes * per_node:
@@ -81,7 +81,7 @@ def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Do the files beside ``config.json`` hold the model's tensors, by name and shape? Headers alone are read.
+    """Check the names and shapes of the tensors beside ``config.json``. Reads headers only.
 
     Raises:
         OSError, ValueError: they cannot be read.
@@ -122,14 +122,14 @@ def version_problems(distribution: str = "slime-like") -> Iterator[str]:
 
 
 def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
-    """What a run writes at most at once: the checkpoints it keeps, one more while it is written, and the last model."""
+    """Peak disk use of a run: the checkpoints it keeps, one more while it is written, and the last model."""
     item = 4 if config.model.dtype == "float32" else 2
     exported = dimensions.num_parameters * item if config.checkpoint.export_hf else 0
     return (config.checkpoint.keep + 1) * dimensions.num_parameters * _BYTES_PER_PARAMETER + exported
 
 
 def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """What only a machine of the cluster can tell: is there room on its disk, and is the port free?"""
+    """Check this machine of the cluster: disk space and the port."""
     needed = disk_bytes(config, dimensions)
     nearest = next(parent for parent in (config.run_dir, *config.run_dir.parents) if parent.exists())
     free = shutil.disk_usage(nearest).free

@@ -1,4 +1,4 @@
-"""What one engine needs of each of its GPUs, and how many sequences its KV cache holds."""
+"""Memory of an engine's GPUs, and the sequences that its KV cache holds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EnginePlan:
 
 
 def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, mean_length: float) -> EnginePlan:
-    """One engine of the run.
+    """Plan one engine of the run.
 
     Args:
         mean_length: tokens of a sequence, prompt and response, on average.

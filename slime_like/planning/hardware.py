@@ -74,11 +74,11 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one GPU."""
+        """Memory of one GPU."""
         return int(self.gpu.memory_gib * GIB)
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
-        """Do these trainer ranks, numbered along nodes, lie on several?"""
+        """Return whether these trainer ranks, numbered along nodes, lie on several."""
         return len({rank // self.gpus_per_node for rank in ranks}) > 1
 
     def link_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
@@ -93,7 +93,7 @@ class Hardware:
         return flops / (self.gpu.tflops * 1e12 * self.efficiency.attention)
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Time in which a GPU reads or writes so many bytes of its own memory."""
+        """Time in which a GPU reads or writes so many bytes of its memory."""
         return nbytes / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
     def host_seconds(self, nbytes: float) -> float:

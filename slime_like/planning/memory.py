@@ -1,4 +1,4 @@
-"""What lies in a GPU's memory at once, phase by phase, and whether it fits."""
+"""Contents of a GPU's memory, phase by phase, and whether they fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Everything that lies in one GPU in one phase of a step.
+    """Contents of one GPU in one phase of a step.
 
     Attributes:
         gpus: whose GPU: a kind of trainer ranks, or engines.
@@ -97,7 +97,7 @@ def bucket_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
 
 
 def sync_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
-    """On a sender: the shards as gathered, and the bucket made of them."""
+    """Memory of a sync on a sender: the shards as gathered, and the bucket made of them."""
     return 2 * bucket_bytes(config, dimensions)
 
 

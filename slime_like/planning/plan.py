@@ -34,7 +34,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     """Plan ``config``. Problems are collected; nothing is raised for them.
 
     Args:
-        note: told what is being worked on.
+        note: receives progress messages.
 
     Raises:
         ConfigError: the model's ``config.json`` cannot be read, or the backend is unknown or cannot be planned.
@@ -61,7 +61,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
 def counted_dimensions(
     config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]
 ) -> ModelDimensions:
-    """With the parameters of a foreign model, of which sizes alone say too little; others are left as they are.
+    """Add the counted parameters of a foreign model; others are returned unchanged.
 
     What one token goes through is everything but an embedding that is no head, and of experts its own.
     """
@@ -141,7 +141,7 @@ def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None
 def estimated_kinds(
     config: RunConfig, backend: type[TrainerBackend], kinds: Sequence[RankKind], note: Note = lambda _: None
 ) -> list[tuple[RankKind, RankEstimate]]:
-    """Every kind with the estimate of its first rank."""
+    """Pair every kind with the estimate of its first rank."""
     found = []
     for kind in kinds:
         note(f"{kind.name}: {len(kind.ranks)} ranks")
@@ -177,22 +177,22 @@ def _work_out(
     if plan.engine is not None and config.cluster.placement == "separate":
         plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
     plan.host = host_memory(config, dimensions, estimates, plan.engine, plan.transport)
-    scoring = references.reference_seconds(config, hardware, workload, [own.estimate for own in plan.references])
+    scoring = references.reference_seconds(config, hardware, workload, [kind.estimate for kind in plan.references])
     plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
-    """Nothing where their layout does not suit their model: the problem has been noted."""
-    own = worker_config(config)
-    if layout_problems(own.trainer.parallel, ModelDimensions.from_checkpoint(own.model.path)):
+    """Plan the reference workers; none where their layout has a noted problem."""
+    worker = worker_config(config)
+    if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
         return
-    for kind, estimate in estimated_kinds(own, backend, references.reference_kinds(config, backend), note):
+    for kind, estimate in estimated_kinds(worker, backend, references.reference_kinds(config, backend), note):
         phase = references.reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 
 
 def planned_transport(config: RunConfig, nodes: int) -> str:
-    """What weights travel by on so many nodes of GPUs.
+    """Choose the weight transport on so many nodes of GPUs.
 
     Raises:
         WeightSyncError: it does not reach.
@@ -204,7 +204,7 @@ def planned_transport(config: RunConfig, nodes: int) -> str:
 
 
 def _misfits(plan: Plan, config: RunConfig) -> list[str]:
-    """What is too large, each with the settings that make it smaller."""
+    """List what is too large, each with the settings that make it smaller."""
     problems = []
     for phase in plan.phases:
         if not phase.fits:
@@ -233,7 +233,7 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def remedy(item: str, config: RunConfig) -> str:
-    """What makes an item of the memory table smaller, in words of the configuration."""
+    """Settings that make an item of the memory table smaller."""
     fsdp = config.trainer.backend == FSDP
     layout = "more trainer.parallel.data" if fsdp else "a larger trainer.parallel.tensor or pipeline"
     if item == "activations":
@@ -257,7 +257,7 @@ def remedy(item: str, config: RunConfig) -> str:
 
 
 def host_remedy(item: str) -> str:
-    """What makes an item of a node's host memory smaller, in words of the configuration."""
+    """Settings that make an item of a node's host memory smaller."""
     if item.startswith("sync.delta"):
         return "use sync.delta: never"
     if item in ("trainers, while engines sample", "engine weights, while they sleep"):

@@ -24,7 +24,7 @@ def reference_kinds(config: RunConfig, backend: type[TrainerBackend]) -> list[Ra
 
 
 def backend_problems(config: RunConfig, backend: type[TrainerBackend]) -> Iterator[str]:
-    """What the backend refuses of the workers and not of the trainers."""
+    """List problems that the backend has with the workers but not with the trainers."""
     for problem in backend.check(worker_config(config)):
         yield problem.replace("trainer.parallel", "reference.parallel")
 
@@ -48,10 +48,10 @@ def reference_seconds(
     """A step's share of each worker, in requests that fill and empty a pipeline anew; 0 without workers."""
     if not estimates:
         return 0.0
-    own = worker_config(config)
-    layout = own.trainer.parallel
+    worker = worker_config(config)
+    layout = worker.trainer.parallel
     replicas = config.reference_workers * layout.data
     micro_batches = math.ceil(workload.samples / replicas / workload.per_micro_batch)
-    packs = packs_per_request(own.trainer)
+    packs = packs_per_request(worker.trainer)
     slots = micro_batches * (packs + layout.pipeline - 1) / packs
     return slots * max(pass_seconds(hardware, workload, one, one.forward) for one in estimates)

@@ -14,7 +14,7 @@ from slime_like.planning.step_time import LinkTraffic, StepTime, Workload
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command says beside the configuration.
+    """Options of the command besides the configuration.
 
     Attributes:
         mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
@@ -38,11 +38,11 @@ class KindPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """Everything ``slime-like plan`` says.
+    """Result of ``slime-like plan``.
 
     Attributes:
-        kinds: every kind of trainer rank; empty where the layout itself is refused.
-        references: every kind of rank of a reference worker; empty without workers, or where theirs is refused.
+        kinds: every kind of trainer rank; empty where the layout itself is rejected.
+        references: every kind of rank of a reference worker; empty without workers, or where theirs is rejected.
         engine: one engine; ``None`` without engines.
         engine_phase: the GPU of an engine that has its own.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
@@ -67,12 +67,12 @@ class Plan:
 
     @property
     def phases(self) -> list[PhaseMemory]:
-        own = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
-        return own + ([self.engine_phase] if self.engine_phase is not None else [])
+        phases = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
+        return phases + ([self.engine_phase] if self.engine_phase is not None else [])
 
     @property
     def tightest(self) -> PhaseMemory | None:
-        """Where least memory is left."""
+        """Phase with the least free memory."""
         return min(self.phases, key=lambda phase: phase.margin, default=None)
 
     @property
@@ -80,10 +80,10 @@ class Plan:
         return all(phase.fits for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, sums and verdicts included."""
+        """Convert to JSON values, with sums and verdicts."""
         written = asdict(self)
-        for own, phase in zip(_phase_dicts(written), self.phases, strict=True):
-            own |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
+        for entry, phase in zip(_phase_dicts(written), self.phases, strict=True):
+            entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
         if self.host is not None:
             checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
             written["host"] |= {"total": self.host.total, **checked}
@@ -93,5 +93,5 @@ class Plan:
 
 
 def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    own = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
-    return own + ([written["engine_phase"]] if written["engine_phase"] is not None else [])
+    phases = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
+    return phases + ([written["engine_phase"]] if written["engine_phase"] is not None else [])

@@ -58,7 +58,7 @@ class Candidate:
         return " ".join([*sizes, f"--trainer.recompute {self.recompute}"])
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, and what is worked out from it."""
+        """Convert to JSON values, with derived figures."""
         return {
             **asdict(self),
             "parallel": self.parallel.model_dump(),
@@ -86,12 +86,12 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
             ]
         )
     backend = plannable_backend(config)
-    own = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
+    admitted = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
     room = hardware.memory_bytes - TRAINER_RESERVE_BYTES
-    possible = [tried for tried in own if _least_bytes(tried, dimensions) < room]
+    possible = [tried for tried in admitted if _least_bytes(tried, dimensions) < room]
     found: list[Candidate] = []
     refusals: list[list[str]] = []
-    for index, tried in enumerate(sorted(possible, key=lambda own: _rough_time(own, dimensions)), start=1):
+    for index, tried in enumerate(sorted(possible, key=lambda layout: _rough_time(layout, dimensions)), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
         if problems := _problems(tried, dimensions, hardware, backend):
             refusals.append(problems)
@@ -138,13 +138,13 @@ def _admitted(
 def _problems(
     config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, backend: type[TrainerBackend]
 ) -> list[str]:
-    """For which a plan would refuse a layout before it reckons with memory."""
+    """List the problems of a layout apart from memory."""
     settings = check_settings(config, dimensions, training_needs(config) - {"code"})  # the same for all
     return [*settings, *backend.check(config), *checks.placement_problems(config, hardware)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:
-    """What all of them say, else what the first one says."""
+    """Return the problems common to all, else those of the first."""
     first, *others = refusals
     return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
 
@@ -160,10 +160,10 @@ def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
     experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
     experts *= dimensions.moe_ffn_hidden_size
     shards = layout.tensor * layout.pipeline
-    own = (dimensions.num_parameters - experts) / shards
-    own += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
+    parameters = (dimensions.num_parameters - experts) / shards
+    parameters += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
     sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
-    return own * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
+    return parameters * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
 
 
 def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
@@ -187,7 +187,7 @@ def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
 
 
 def _rough_time(config: RunConfig, dimensions: ModelDimensions) -> float:
-    """Only an order in which to try: idle stages, recomputation, and messages of tensor and context parallelism."""
+    """Estimate a sort key of layouts: idle stages, recomputation, and messages of tensor and context parallelism."""
     layout = config.trainer.parallel
     micro_batches = Workload.of(config, None, None).micro_batches
     idle = (micro_batches + layout.pipeline - 1) / micro_batches
@@ -211,10 +211,10 @@ def _candidate(
     phases, estimates = [], []
     for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
         ((_, estimate),) = estimated_kinds(config, backend, [kind])
-        own = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
-        if not all(phase.fits for phase in own):
+        added = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
+        if not all(phase.fits for phase in added):
             return None
-        phases += own
+        phases += added
         estimates.append(estimate)
     if not host_memory(config, dimensions, estimates, engine, _transport(config, hardware, engine)).fits:
         return None
@@ -224,7 +224,7 @@ def _candidate(
 
 
 def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None) -> str | None:
-    """What weights travel by; ``None`` also where they do not get there: no layout would mend it."""
+    """Choose the weight transport; ``None`` also where none reaches, whatever the layout."""
     if engine is None:
         return None
     try:

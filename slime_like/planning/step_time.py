@@ -1,4 +1,4 @@
-"""How long a step should take: arithmetic on what ranks compute and send, and on what is assumed of the hardware."""
+"""Predicted time of a step, from the ranks' computation and messages and assumed hardware figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HIDDEN = frozenset({"context"})
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step consists of.
+    """Workload of a step.
 
     Attributes:
         samples: sequences of a step.
@@ -112,12 +112,12 @@ def predict(
     updates = algorithm.epochs * algorithm.minibatches
     bubble = (layout.pipeline - 1) / layout.virtual_pipeline
     slots = workload.micro_batches + bubble
-    slot = max(pass_seconds(hardware, workload, own, own.training) for own in estimates)
-    update = max(_update_seconds(hardware, own) for own in estimates)
+    slot = max(pass_seconds(hardware, workload, estimate, estimate.training) for estimate in estimates)
+    update = max(_update_seconds(hardware, estimate) for estimate in estimates)
     training = updates * (slots * slot + update)
     scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
-    score_slot = scores * max(pass_seconds(hardware, workload, own, own.forward) for own in estimates)
+    score_slot = scores * max(pass_seconds(hardware, workload, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
     useful = 6.0 * dimensions.active_parameters + 6.0 * dimensions.num_layers * workload.mean_length * (
         dimensions.num_heads * dimensions.head_dim
@@ -141,7 +141,7 @@ def predict(
 def traffic_per_step(
     config: RunConfig, hardware: Hardware, workload: Workload, estimate: RankEstimate
 ) -> list[LinkTraffic]:
-    """What one rank sends in training, by axis and link; scoring's messages are left out."""
+    """Messages of one rank in training, by axis and link; scoring's messages are left out."""
     updates = config.algorithm.epochs * config.algorithm.minibatches
     found: dict[tuple[str, str], tuple[float, float]] = {}
     full = updates * workload.micro_batches * workload.filled
@@ -171,7 +171,7 @@ def generation_seconds(
 
 
 def _weights_read(dimensions: ModelDimensions, engine: EnginePlan, at_once: int) -> float:
-    """Of a mixture of experts, no more than the experts of so many tokens."""
+    """Bytes of weights read; of a mixture of experts, at most the experts of so many tokens."""
     share = min(1.0, at_once * dimensions.active_parameters / dimensions.num_parameters)
     return engine.weight_bytes * share
 
@@ -189,8 +189,8 @@ def _update_seconds(hardware: Hardware, estimate: RankEstimate) -> float:
     """Sums over replicas, and the optimizer, which reads and writes its state once; from host memory where it lies."""
     memory = estimate.memory
     sending = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
-    own = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
-    return sending + own + hardware.host_seconds(memory.host_optimizer_bytes / 2)
+    seconds = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
+    return sending + seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2)
 
 
 def _sync_seconds(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, transport: str) -> float:
@@ -207,5 +207,5 @@ def _moving_seconds(
     """Colocated: weights and optimizer state leave and come back once a step, and so do the engine's weights."""
     if engine is None or config.cluster.placement != "colocated":
         return 0.0
-    own = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)
-    return hardware.host_seconds(2 * (own + engine.weight_bytes))
+    largest = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)
+    return hardware.host_seconds(2 * (largest + engine.weight_bytes))

@@ -23,7 +23,7 @@ _WIDTH = 120
 
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
-    """Everything, the verdict last."""
+    """Print the plan, the verdict last."""
     stream = stream or sys.stdout
     console = _console(stream)
     console.print(_cluster_line(config, plan))
@@ -61,10 +61,10 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
     names = ("tensor", "pipeline", "context", "data", "expert")
     for heading in (*names, "recompute", "score + train s", "utilisation", "least memory left", "where"):
         table.add_column(heading, justify="left" if heading in ("recompute", "where") else "right")
-    for own in found:
-        sizes = [str(getattr(own.parallel, name)) for name in names]
-        left, where = f"{own.tightest.margin / GIB:.1f} GiB", f"{own.tightest.gpus}, {own.tightest.phase}"
-        table.add_row(*sizes, own.recompute, f"{own.seconds:.1f}", f"{own.step.utilisation:.0%}", left, where)
+    for layout in found:
+        sizes = [str(getattr(layout.parallel, name)) for name in names]
+        left, where = f"{layout.tightest.margin / GIB:.1f} GiB", f"{layout.tightest.gpus}, {layout.tightest.phase}"
+        table.add_row(*sizes, layout.recompute, f"{layout.seconds:.1f}", f"{layout.step.utilisation:.0%}", left, where)
     console.print(table)
     console.print(f"the first: {found[0].flags}", markup=False)
 
@@ -88,20 +88,20 @@ def _ranks(config: RunConfig, plan: Plan) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     table.add_column("true of")
-    for own in plan.kinds:
-        memory = own.estimate.memory
+    for kind in plan.kinds:
+        memory = kind.estimate.memory
         kept = f"{memory.saved_bytes / GIB:.2f} GiB"
-        table.add_row(*_first_columns(own, own.estimate.training), kept, str(memory.in_flight), own.estimate.layers)
-    for own in plan.references:  # nothing is kept for a backward pass
-        table.add_row(*_first_columns(own, own.estimate.forward), "", "", own.estimate.layers)
+        table.add_row(*_first_columns(kind, kind.estimate.training), kept, str(memory.in_flight), kind.estimate.layers)
+    for kind in plan.references:  # nothing is kept for a backward pass
+        table.add_row(*_first_columns(kind, kind.estimate.forward), "", "", kind.estimate.layers)
     return table
 
 
-def _first_columns(own: KindPlan, work: Work) -> tuple[str, ...]:
-    estimate = own.estimate
+def _first_columns(kind: KindPlan, work: Work) -> tuple[str, ...]:
+    estimate = kind.estimate
     return (
-        own.kind.name,
-        str(len(own.kind.ranks)),
+        kind.kind.name,
+        str(len(kind.kind.ranks)),
         f"{estimate.memory.parameters:,}",
         f"{work.flops / 1e12:.1f}",
         f"{estimate.micro_batch_tokens:,} tokens",
@@ -138,11 +138,11 @@ def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
 
 def _traffic(plan: Plan) -> Table | None:
     most: dict[tuple[str, str], tuple[float, float, str]] = {}
-    for own in plan.kinds:
-        for sent in own.traffic:
+    for rank in plan.kinds:
+        for sent in rank.traffic:
             key = (sent.axis, sent.link)
             if sent.nbytes > most.get(key, (0.0, 0.0, ""))[0]:
-                most[key] = sent.nbytes, sent.calls, own.kind.name
+                most[key] = sent.nbytes, sent.calls, rank.kind.name
     if not most:
         return None
     table = Table(title="Sent by one rank in a step's training", title_justify="left")

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.system.memory import made_to_stay
+from slime_like.system.memory import permanent_allocations
 
 BACKEND_GROUP = "slime_like.backends"
 ENGINE_GROUP = "slime_like.engines"
@@ -37,5 +37,5 @@ def load_installed(group: str, name: str, field: str) -> Any:
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:
         raise ConfigError([f"{field}={name} is not installed; known: {', '.join(sorted(known)) or '(none)'}"])
-    with made_to_stay():
+    with permanent_allocations():
         return known[name].load()

@@ -1,4 +1,4 @@
-"""Does ``package.module:name`` lead anywhere? Found out without importing it: that may cost seconds, and torch."""
+"""Check of ``package.module:name`` without importing it, which may take seconds and torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_CHARS = 40
 
 
 def import_path_problem(path: str) -> str | None:
-    """What is wrong with the import path of something to be called, as half a sentence with its remedy; or ``None``.
+    """Describe the problem of a callable's import path, with its remedy; ``None`` if there is none.
 
     Modules are looked up as an import would, along ``sys.path``, but parents are not executed. Names are looked up in
     the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is believed.
@@ -55,7 +55,7 @@ def _name_problem(source: str, file: str, name: str) -> str | None:
 
 
 def _only_value(tree: ast.Module, name: str) -> ast.expr | None:
-    """What an assignment at the top of the module gives the name, where nothing else in the module binds it."""
+    """Return the value of a module-level assignment to the name, if nothing else binds it."""
     names = [getattr(node, "asname", None) or getattr(node, "name", None) for node in ast.walk(tree)]
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
     if names.count(name) + sum(node.id == name for node in stores) != 1:

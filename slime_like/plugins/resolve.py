@@ -38,7 +38,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """As ``resolve``, and something that can be called.
+    """Resolve a name and require a callable.
 
     Raises:
         ValueError: it cannot; or as in ``resolve``.

@@ -57,7 +57,7 @@ def place(error: BaseException, code: CodeType) -> str:
 
 
 def named_place(error: BaseException, path: str, member: str) -> str:
-    """As ``place``, of the object at ``package.module:name``, which may be what could not be imported.
+    """Find the ``place`` of ``package.module:name``, which may have failed to import.
 
     Args:
         error: what came of it.
@@ -75,14 +75,14 @@ def named_place(error: BaseException, path: str, member: str) -> str:
 
 
 def format_error(field: str, path: str, error: BaseException, member: str = "__call__") -> str:
-    """One clause about a failure of a custom object: its field and name, what was raised, and where."""
+    """Describe a failure of a custom object: its field and name, the error and its place."""
     what = f"{type(error).__name__}: {error}".strip()
     first = what.splitlines()[0][:_LONGEST]
     return f"{field}={path} failed with {first} ({named_place(error, path, member)})"
 
 
 def full_traceback(error: BaseException) -> str:
-    """For a file: whole, with what caused it."""
+    """Format the whole traceback, with causes."""
     return "".join(traceback.format_exception(error))
 
 
@@ -91,7 +91,7 @@ def _definition(code: CodeType) -> str:
 
 
 def _files_of_classes(found: Any) -> list[str]:
-    """Of a class, the files of itself and of those it inherits from, but for this package's."""
+    """List the files of a class and of those it inherits from, but for this package's."""
     if not isinstance(found, type):
         return []
     modules = [sys.modules.get(base.__module__) for base in found.__mro__ if base.__module__.split(".")[0] not in _OURS]

@@ -1,4 +1,4 @@
-"""How often code may fail before it counts as broken."""
+"""Budget of failures before code counts as broken."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What the workers of a pool run, and what messages call them.
+    """Kind of a pool's workers: their module, and their names in messages.
 
     Attributes:
         module: run as ``python -m``; it calls ``serving.serve``.
@@ -105,7 +105,7 @@ class WorkerPool:
                 self._free.put_nowait(worker)
 
     def fail(self, failure: Exception) -> None:
-        """From now on every request raises ``failure``."""
+        """Make every later request raise ``failure``."""
         self._failure = failure
         self._free.put_nowait(None)
 
@@ -164,7 +164,7 @@ class WorkerPool:
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"
         what = late if ended.reason == "timeout" else "ended while starting"
-        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_words()}")
+        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_output()}")
 
     def _replace(self, worker: WorkerProcess) -> None:
         if self._remove(worker):

@@ -1,4 +1,4 @@
-"""One worker process as its pool has it: its pipes, its deadlines, its end."""
+"""A pool's handle of one worker process: pipes, deadlines, exit."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class WorkerProcess:
         return self._messages.popleft()
 
     def was_killed(self) -> bool:
-        """After ``WorkerEnded``: whether SIGKILL ended it, which no code of this package sends to a worker at work."""
+        """Return whether SIGKILL ended it, after ``WorkerEnded``; this package sends none to busy workers."""
         return self._exit_code() == -signal.SIGKILL
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it wrote to standard error."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
@@ -110,7 +110,7 @@ class WorkerProcess:
             self._writer.abort()
 
     def end(self, grace_s: float = 0.0) -> None:
-        """After ``disconnect``: give it ``grace_s`` to exit, then kill it by its process id.
+        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it by its process id.
 
         Raises:
             SlimeLikeError: it is still there; the kernel cannot end it.

@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def refusal(path: Path, reason: str) -> str:
-    """One sentence: what could not be written, why, how much is free there, and what to do."""
+    """Describe a failed write: the path, the reason, the free space and the remedy."""
     return (
-        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and start again: the run goes on "
-        "from its last checkpoint"
+        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and restart "
+        "to resume from the last checkpoint"
     )
 
 
 def length_fault(found: int, written: int) -> str | None:
-    """What is wrong with a file of ``found`` bytes of which ``written`` were written, behind its name."""
+    """Describe a file of ``found`` bytes of which ``written`` were written; follows its name."""
     if found == written:
         return None
     if found > written:
@@ -29,7 +29,7 @@ def _room(path: Path) -> str:
     try:
         usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
     except OSError as error:  # the disk is gone
-        return f"how much is free cannot be told: {error.strerror or error}"
+        return f"free space is unknown: {error.strerror or error}"
     return f"{usage.free} of {usage.total} bytes are free"
 
 

@@ -29,20 +29,20 @@ class InterruptHandler:
         sys.unraisablehook = self._swallowed
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Python prints what it must ignore, e.g. in a fork's callbacks. An interrupt is not lost: it is remembered."""
+        """Suppress the report of an ignored interrupt, e.g. in a fork's callbacks: it is noted already."""
         if not (self.noted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
 
 
 def raise_if_interrupted() -> None:
-    """Raise ``KeyboardInterrupt`` if a signal has come, whoever swallowed the first. Called where the run waits."""
+    """Raise ``KeyboardInterrupt`` if a signal was noted, even if a library swallowed the first exception."""
     if any(handler.noted for handler in _handlers()):
         take_interrupt()  # what ends the run must not be interrupted itself
         raise KeyboardInterrupt
 
 
 def take_signals_back() -> None:
-    """Whoever put a handler of its own below Python's, as Ray's C++ does to print where it was, loses it again."""
+    """Reinstall the handlers after libraries that replaced them below Python's, as Ray's C++ does."""
     for handler in _handlers():
         handler.install()
 

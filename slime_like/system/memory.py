@@ -1,4 +1,4 @@
-"""How this process deals with memory: what is freed and soon wanted again, and what is never freed."""
+"""Memory settings of this process: the allocator, and objects that are never freed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def made_to_stay() -> Iterator[None]:
-    """For imports of large packages: what is made inside is taken to live as long as the process.
+def permanent_allocations() -> Iterator[None]:
+    """Exempt objects created inside from garbage collection, for imports of large packages.
 
     Python looks for garbage again and again while a trainer's packages make a million objects, a sixth of the time that
     their import takes, and later looks through all of them each time. Here it looks neither inside nor, afterwards, at
-    what is there. When the process ends it does once more, for packages complain of what they made and nobody freed.
+    what is there. When the process ends it does once more, since packages warn of objects that were not freed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -25,7 +25,7 @@ def interface_of(address: str) -> str | None:
     """
     known = interfaces()
     if address not in known and is_loopback(address):
-        return next((name for own, name in known.items() if is_loopback(own)), None)
+        return next((name for address, name in known.items() if is_loopback(address)), None)
     return known.get(address)
 
 
@@ -46,7 +46,7 @@ def resolve(host: str) -> str:
     """The first address of ``host``; an address is its own.
 
     Raises:
-        OSError: nobody knows that name.
+        OSError: the name does not resolve.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(found[0][4][0])
@@ -61,7 +61,7 @@ def is_loopback(address: str) -> bool:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As text; brackets keep an IPv6 address apart from the port."""
+    """Format host and port; brackets keep an IPv6 address apart from the port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -69,7 +69,7 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens on ``address`` alone; port 0 has the system choose.
 
     Raises:
-        OSError: somebody else does, or the address is not this host's.
+        OSError: another process does, or the address is not this host's.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
@@ -83,7 +83,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether ``listen`` would succeed now."""
+    """Return whether ``listen`` would succeed now."""
     try:
         listen(address, port).close()
     except OSError:

@@ -58,7 +58,7 @@ def _numbers(inside: str, term: str) -> list[str]:
     for part in inside.split(","):
         found = _RANGE.fullmatch(part.strip())
         if not found:
-            raise ValueError(f"node list term {term!r}: {part!r} is no number and no range such as 01-16")
+            raise ValueError(f"node list term {term!r}: {part!r} is neither a number nor a range such as 01-16")
         low, high = found[1], found[2] or found[1]
         if not 0 <= int(high) - int(low) < MOST_NODES:
             raise ValueError(f"node list term {term!r}: the range {part!r} counts down, or too far")

@@ -34,7 +34,7 @@ def descendants(process_id: int) -> list[int]:
 
 
 def is_alive(process_id: int) -> bool:
-    """Does the process run? One that has ended and not been waited for does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return bool(psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

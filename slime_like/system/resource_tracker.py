@@ -35,8 +35,8 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
-    """As multiprocessing starts it, but in a session of its own and as nobody's child. That there is no process id
-    tells multiprocessing that somebody else waits for it."""
+    """Start it in a separate session and detached, otherwise as multiprocessing does. Without a process id,
+    multiprocessing does not wait for it."""
     subprocess.run(
         ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]], pass_fds=passfds, start_new_session=True, check=True
     )

@@ -50,7 +50,7 @@ class Child:
         return self._process.poll()
 
     def wait(self, watch: Callable[[], None]) -> int:
-        """Until it has ended; ``watch`` is called meanwhile, and what it raises ends the child. The exit code."""
+        """Wait for its exit code; ``watch`` is called meanwhile, and its errors end the child."""
         while (code := self.poll()) is None:
             raise_if_interrupted()
             watch()
@@ -70,7 +70,7 @@ class Child:
         self._pump.join(self._stop_s)
 
     def sentence(self) -> str:
-        """What it said in the end, without our prefix; several problems are one sentence each."""
+        """Return its final message without the prefix; several problems are one sentence each."""
         lines = list(self._lines)
         starts = [index for index, line in enumerate(lines) if line.startswith(_PREFIX)]
         if not starts:

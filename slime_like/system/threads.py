@@ -35,7 +35,7 @@ class Tracker:
         return self._done
 
     def advance(self, nbytes: int) -> None:
-        """Count, and go on only if nobody has failed: called after every tensor.
+        """Count, and go on only if no thread has failed: called after every tensor.
 
         Raises:
             StoppedError: the work is over.

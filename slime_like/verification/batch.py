@@ -48,7 +48,7 @@ def _sequence(
 
 
 def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensions, source: str) -> None:
-    """Can this model compute these sequences?
+    """Check that this model can compute these sequences.
 
     Raises:
         DataError: there is none, or one has ids or a length that the model does not know.

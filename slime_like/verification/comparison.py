@@ -1,4 +1,4 @@
-"""What two layouts computed from the same batch, compared; a difference names its tensor, or its token."""
+"""Comparison of two layouts' results on the same batch; a difference names its tensor, or its token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 @dataclass(slots=True)
 class Measurement:
-    """What one layout computed.
+    """Results of one layout.
 
     Attributes:
         logprobs: (response_len,) of every sequence, in the batch's order, before any step.
@@ -33,7 +33,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Parity:
-    """How far a layout is from the one it is compared with.
+    """Deviation of a layout from the baseline.
 
     Attributes:
         logprob_max, logprob_mean: nats.
@@ -157,7 +157,7 @@ def compare_gradient(name: str, found: Tensor, expected: Tensor, grad_norm: floa
 
 
 def _worst(deviation: Tensor, found: Tensor, expected: Tensor) -> tuple[int, str]:
-    """Where two tensors differ most, as a place in the flat tensor and in words."""
+    """Find the largest difference of two tensors, as a flat index and in words."""
     flat = int(deviation.abs().nan_to_num(nan=torch.inf).argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(flat), deviation.shape)]
     values = f"{float(found.flatten()[flat]):.8g} instead of {float(expected.flatten()[flat]):.8g}"
@@ -201,7 +201,7 @@ def _add_first(parity: Parity, gaps: Sequence[TensorGap], what: str, name_last: 
 
 
 def model_order(name: str) -> tuple[int, int, int, str]:
-    """Where a Hugging Face tensor stands: embedding, layers in order (in each: attention, MLP), final norm, head."""
+    """Sort key of a Hugging Face tensor: embedding, layers in order (in each: attention, MLP), final norm, head."""
     layer = _LAYER.search(name)
     if layer:
         part = name[layer.end() :].partition(".")[0]

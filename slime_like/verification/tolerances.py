@@ -1,4 +1,4 @@
-"""How far two layouts may differ by rounding alone, and an optimizer step in which a difference shows."""
+"""Tolerances of layouts for rounding, and an optimizer step in which a difference shows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROUTED_NOTE = (
 
 
 def tolerances_of(dtype: str, dimensions: ModelDimensions) -> Tolerances:
-    """What a model in ``dtype`` is allowed to differ by."""
+    """Return the tolerances of a model in ``dtype``."""
     return ROUTED_BFLOAT16 if dimensions.num_experts and dtype == "bfloat16" else TOLERANCES[dtype]
 
 

@@ -1,4 +1,4 @@
-"""One batch through every parallel layout that fits the machine: does each compute what one rank computes?"""
+"""Comparison of every parallel layout that fits the machine with one rank, on one batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CPU_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayoutsRequest:
-    """What to compare.
+    """Request to compare layouts.
 
     Attributes:
         baseline: the layout that the others are compared with.
@@ -87,13 +87,13 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
         stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
         resources = ray.cluster_resources()
-        reasons |= {own.name: reasons[own.name] or device_misfit(own, resources) for own in everyone}
+        reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(request, reasons)
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        own = baseline.compare(baseline.own, Gaps())
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, own)]
+        comparison = baseline.compare(baseline.own, Gaps())
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, comparison)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
@@ -148,14 +148,14 @@ def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
 
 @dataclass(slots=True)
 class Gaps:
-    """How far every tensor is from the baseline's: the first step's gradients, and the weights after training."""
+    """Deviation of every tensor from the baseline's: the first step's gradients, and the weights after training."""
 
     gradients: list[TensorGap] = field(default_factory=list)
     weights: list[TensorGap] = field(default_factory=list)
 
 
 class Baseline:
-    """What the baseline computed, its gradients and its weights before and after training on disk.
+    """Results of the baseline, with its gradients and its weights before and after training on disk.
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
@@ -229,7 +229,7 @@ def _train(
     logprobs: list[Tensor],
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
-    """All optimizer steps; ``gradients`` is given those of the first one, bucket by bucket."""
+    """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
     packed = ExperienceBatcher(config, trainers.training.data_parallel_size, pad_token_id=0).batch(batch)
     trainers.training.load_batch(packed.replicas)
     _drain(trainers.export.gradient_tensors(0, packed.denominators[0]), gradients)

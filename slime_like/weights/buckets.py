@@ -28,7 +28,7 @@ def bucket_nbytes(bucket: WeightBucket) -> int:
 
 
 def figures_of(entries: Sequence[TensorEntry], hashing: Stopwatch) -> BucketFigures:
-    """Those of a bucket that travels whole."""
+    """Return the figures of a bucket that travels whole."""
     return BucketFigures(sum(entry.nbytes for entry in entries), hash_s=hashing.seconds)
 
 

@@ -7,7 +7,7 @@ are cut into chunks of ``CHUNK_BYTES``, the last one shorter, and
 
 XXH3 is sequential: the chunks are what lets an accelerator work on all of them at once (``xxh3.py``). On a CPU the
 library xxhash hashes at twice the speed of a copy. The hash finds damage and mix-ups; it is no protection against
-somebody who forges weights.
+forged weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def host_chunk_hashes(view: memoryview) -> list[int]:
 
 
 def _on_host(data: Tensor) -> list[int]:
-    """Of (n,) uint8."""
+    """Hash (n,) uint8 on the host."""
     return host_chunk_hashes(memoryview(data.numpy().data))
 
 

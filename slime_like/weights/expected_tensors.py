@@ -1,4 +1,4 @@
-"""Which tensors make a model complete: the names and shapes of its own Hugging Face checkpoint."""
+"""Names and shapes of the tensors of a complete model, from its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_like.models.weight_files import WeightFilesError, header_shapes
 def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a full weight update of this model carries. Reads headers only.
 
-    What some checkpoints store without its being a weight of its own is left out (``ModelDimensions.is_ignored``).
+    Stored tensors that are no separate weights are left out (``ModelDimensions.is_ignored``).
 
     Raises:
         CheckpointError: no safetensors file there, or a damaged one.

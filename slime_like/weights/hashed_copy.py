@@ -28,7 +28,7 @@ def copy_hashed(source: Tensor, target: Tensor, hashing: Stopwatch, of_target: b
 
 
 def _lie_alike(source: Tensor, target: Tensor) -> bool:
-    """Is the copy one of bytes, in host memory?"""
+    """Return whether the copy is a plain copy of bytes in host memory."""
     return (
         source.device.type == target.device.type == "cpu"
         and source.dtype == target.dtype

@@ -1,4 +1,4 @@
-"""How far an engine's logprobs may be from the trainer's, on the fixed tokens of a sync's probe."""
+"""Bounds on the gap of engine and trainer logprobs, on the fixed tokens of a sync's probe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SPREAD = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProbeGap:
-    """What the probe found.
+    """Result of the probe.
 
     In float32 the largest difference counts. In bfloat16 it says little: a logit of 16 is rounded to eighths, a trained
     model's logprobs of random tokens are off by 0.2 where both sides are sound, and an untrained model's by a

@@ -1,4 +1,4 @@
-"""What an engine's worker does with a bucket: hash every tensor, and compare with what the sender says."""
+"""Verification of received buckets: every tensor is hashed and compared with the sender's checksum."""
 
 from __future__ import annotations
 

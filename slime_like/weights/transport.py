@@ -1,4 +1,4 @@
-"""How the bytes of a bucket get from a trainer rank into an engine's worker: one small interface, many carriers."""
+"""Interface of weight transports, from a trainer rank into an engine's worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """What a sender is told; every transport takes what it needs.
+    """Settings of a sender; every transport takes what it needs.
 
     Attributes:
         address: of the interface that network transports listen on, and reach receivers by.
@@ -36,13 +36,13 @@ class Sender(Protocol):
     """
 
     def rendezvous(self) -> dict[str, Any]:
-        """What a receiver needs to find this sender: plain values only, they travel by RPC."""
+        """Address of this sender for receivers: plain values only, they travel by RPC."""
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         """Put the bucket where receivers can fetch it, without waiting for them. It stays there until ``release``."""
 
     def release(self, metadata: BucketMetadata) -> None:
-        """Every receiver is done with this bucket, or has failed.
+        """Release a bucket that every receiver has finished, or failed.
 
         Raises:
             WeightSyncError: a receiver was not reached; the bucket is released all the same.

@@ -1,4 +1,4 @@
-"""What of the hashing lengthens a sync: both sides work at the same time, and the slower one sets the pace."""
+"""Cost of hashing in a sync: both sides work at the same time, and the slower one sets the pace."""
 
 from __future__ import annotations
 

@@ -79,13 +79,13 @@ def _hashes(words: Tensor) -> Tensor:
     for block in stripes[:, :-1].sum(dim=2).unbind(dim=1):
         lanes = lanes + block
         lanes = (lanes ^ _shifted(lanes, 47) ^ keys.scramble) * _PRIME32[0]
-    # The last block is not scrambled, and the chunk's last stripe has a key of its own.
+    # The last block is not scrambled, and the chunk's last stripe has a separate key.
     lanes = lanes + stripes[:, -1, :-1].sum(dim=1) + _mixed(words[:, -1, -1], keys.last)
     return _merged(lanes, keys.merge)
 
 
 def _mixed(words: Tensor, keys: Tensor) -> Tensor:
-    """What (..., lanes) words add to the accumulators: a 32 by 32 bit product, and the neighbouring lane's word."""
+    """Addends of (..., lanes) words to the accumulators: a 32 by 32 bit product, and the neighbouring lane's word."""
     keyed = words ^ keys
     product = (keyed & _LOW) * _shifted(keyed, 32)
     return product.add_(words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))

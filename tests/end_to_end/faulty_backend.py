@@ -19,9 +19,9 @@ class FaultyTrainer(MegatronTrainer):
 
         def reduce(model: Any, *arguments: Any) -> None:
             norm = self.chunks[0].decoder.layers[1].self_attention.q_layernorm.weight
-            own = norm.main_grad.clone()
+            gradient = norm.main_grad.clone()
             correct(model, *arguments)
-            norm.main_grad.copy_(own)
+            norm.main_grad.copy_(gradient)
 
         _finalization._allreduce_non_tensor_model_parallel_grads = reduce
         try:

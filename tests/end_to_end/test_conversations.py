@@ -88,7 +88,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert "engine 0 (transformers) was started again" in finished.stderr
+    assert "engine 0 (transformers) was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 12 * 16, audit.problems
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -96,8 +96,8 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     # The calculator's own judgement is nearly math-verify's, which makes sense of more: "1776]", say.
-    own = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
-    assert rewards == pytest.approx(own, abs=0.05)
+    means = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
+    assert rewards == pytest.approx(means, abs=0.05)
     accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
     assert accuracies[-1] > accuracies[0]
     # Observations are in no figure: their logprob of 0 would be a gap of several nats.

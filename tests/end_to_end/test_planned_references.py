@@ -15,9 +15,9 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
     flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
     plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
     assert plan.problems == []
-    (own,) = plan.references
-    assert own.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
-    assert own.phases[0] in plan.phases and own.phases[0].items[0].nbytes == 2 * own.estimate.memory.parameters
+    (kind,) = plan.references
+    assert kind.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
+    assert kind.phases[0] in plan.phases and kind.phases[0].items[0].nbytes == 2 * kind.estimate.memory.parameters
     assert plan.gpus_in_use == checks.gpus_needed(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [])).total + 4
     assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
 

@@ -51,7 +51,7 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     dense = config.trainer.parallel.expert == 1
     if dense:  # a tied embedding lies on the first and on the last stage
         layout = config.trainer.parallel
-        held = sum(own.estimate.memory.parameters * layout.tensor for own in plan.kinds)
+        held = sum(kind.estimate.memory.parameters * layout.tensor for kind in plan.kinds)
         assert held == pytest.approx(dimensions.num_parameters, rel=0.01)
     if name == "qwen3_32b":
         _is_worked_out_by_hand(plan)
@@ -65,8 +65,8 @@ def _is_worked_out_by_hand(plan: Plan) -> None:
     layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
     vocabulary = 152_576 * 5120  # 151,936, padded to a multiple of 128 on each of eight ranks
     first = (vocabulary + 32 * layer) // 8 + 32 * norms
-    for own, expected in zip(plan.kinds, (first, first + 5120), strict=True):  # the last norm
-        memory = own.estimate.memory
+    for kind, expected in zip(plan.kinds, (first, first + 5120), strict=True):  # the last norm
+        memory = kind.estimate.memory
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
         assert memory.optimizer_bytes == pytest.approx(12 / 2 * expected, rel=1e-5)
@@ -152,12 +152,12 @@ def test_search_lists_what_fits_fastest_first() -> None:
     flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
     found = search(_small(flags), PlanOptions(), wanted=2)
     assert len(found) == 2
-    assert [own.seconds for own in found] == sorted(own.seconds for own in found)
-    for own in found:
-        assert own.parallel.world_size == 4
-        assert own.tightest.fits
-        written = json.loads(json.dumps(own.to_json(), default=str))
-        assert written["parallel"]["data"] == own.parallel.data and written["seconds"] == own.seconds
+    assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
+    for candidate in found:
+        assert candidate.parallel.world_size == 4
+        assert candidate.tightest.fits
+        written = json.loads(json.dumps(candidate.to_json(), default=str))
+        assert written["parallel"]["data"] == candidate.parallel.data and written["seconds"] == candidate.seconds
 
 
 def test_search_finds_nothing_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

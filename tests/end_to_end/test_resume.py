@@ -85,7 +85,7 @@ def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(uninterrupte
 
 
 def test_a_finished_run_is_left_alone(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
-    """Started again it is refused, before anything starts and with its record as it was."""
+    """Started again it is rejected, before anything starts and with its record as it was."""
     before = (uninterrupted / "run" / "config.yaml").read_text()
     again = run(flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
     assert again.code == 2

@@ -17,7 +17,7 @@ TIMEOUT_S = 270.0
 
 
 def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
-    """The command makes a model of its own."""
+    """The command creates its model."""
     finished = run(
         ["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1", "--trainer.cpu_kernels", "off"],
         tmp_path / "log",

@@ -31,11 +31,11 @@ def _temporary_files() -> Iterator[None]:
     """Sockets and files that engines leave behind go with the module; in a run they go with Ray's session."""
     usual = tempfile.gettempdir()
     with (
-        tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as own,
+        tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")  # found again
-        patch.setenv("TMPDIR", own)
+        patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", None)
         yield
 

@@ -99,8 +99,8 @@ class EngineUnderTest:
         return self._loop.run_until_complete(asyncio.wait_for(call, timeout_s))
 
     def request(self, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
-        own = {"num_samples", "seed", "prompt_logprobs", "request_id"}
-        request = {name: fields.pop(name) for name in own & set(fields)}
+        options = {"num_samples", "seed", "prompt_logprobs", "request_id"}
+        request = {name: fields.pop(name) for name in options & set(fields)}
         request.setdefault("request_id", f"request-{next(self._ids)}")
         return GenerationRequest(prompt_tokens=list(prompt), sampling=SamplingParams(**fields), **request)
 

@@ -108,7 +108,7 @@ def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     check_logprobs(engine.reference, prompt, generation, COLD)
 
 
-def test_a_seed_gives_the_same_ids_whoever_else_runs(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_a_seed_gives_the_same_ids_beside_any_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     def seeded(prompt: list[int], seed: int, count: int) -> GenerationRequest:
         return engine.request(prompt, seed=seed, num_samples=count, max_new_tokens=12, stop_token_ids=NO_STOP)
 
@@ -493,7 +493,7 @@ def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[lis
 
 
 def expect_failed_update(engine: EngineUnderTest, scenario: Any, message: str, prompt: list[int]) -> None:
-    """The update raises, sampling is refused until a whole update comes, and then all is well."""
+    """The update raises, sampling is rejected until a whole update comes, and then all is well."""
     with pytest.raises(WeightSyncError, match=message):
         engine.run(scenario())
     with pytest.raises(EngineError, match="mixed weights"):
@@ -578,8 +578,8 @@ def test_conversations_go_on_through_a_weight_update(
     before, after = engine.reference, engine.references[1 - engine.current]
 
     def request(prompt: list[int]) -> GenerationRequest:
-        own = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
-        return replace(own, task=ConversationTask("", {}))
+        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
+        return replace(request, task=ConversationTask("", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
         await actor._start_conversations()
@@ -617,7 +617,7 @@ def test_conversations_go_on_through_a_weight_update(
     assert spanning > 0 and observed > 100
 
 
-def test_its_death_is_told(engine: EngineUnderTest) -> None:
+def test_its_death_is_reported(engine: EngineUnderTest) -> None:
     """The last one here: nothing is left to answer."""
     processes = engine.run(engine.engine.health()).process_ids
     if not processes:

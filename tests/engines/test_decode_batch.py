@@ -1,4 +1,4 @@
-"""Rows that join and leave a decoding batch: what each samples is what the model says of its own tokens alone."""
+"""Rows that join and leave a decoding batch: each samples as if it were alone."""
 
 from __future__ import annotations
 

@@ -116,15 +116,15 @@ def test_a_prefill_is_that_of_every_context_alone(
     torch.testing.assert_close(last, every[:, -1:], rtol=1e-5, atol=1e-4)
     assert not every.isnan().any()
     for row, context in enumerate(contexts):
-        own = slice(width - context.shape[1], width)
+        columns = slice(width - context.shape[1], width)
         expected = _whole(model, context)[0]
-        assert (every[row, own] - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (every[row, columns] - expected).abs().max() <= 1e-5 * expected.abs().max()
         theirs = DynamicCache()
         with torch.no_grad():
             model(input_ids=context, past_key_values=theirs, use_cache=True)
         for ours, layer in zip(cache.layers, theirs.layers, strict=True):
-            torch.testing.assert_close(ours.keys[row, :, own], layer.keys[0], rtol=1e-5, atol=1e-4)
-            torch.testing.assert_close(ours.values[row, :, own], layer.values[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(ours.keys[row, :, columns], layer.keys[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(ours.values[row, :, columns], layer.values[0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral with a window", "qwen2", "qwen3"])

@@ -94,7 +94,7 @@ async def _aborted(under_test: EngineUnderTest) -> Generation:
     return (await task)[0]
 
 
-def test_the_death_of_the_other_interpreter_is_told(other: Path, models: list[Path], tmp_path: Path) -> None:
+def test_the_death_of_the_other_interpreter_is_reported(other: Path, models: list[Path], tmp_path: Path) -> None:
     before = process_ids()
     engine = HostedEngine(run_config(models[0], tmp_path, engine="transformers", python=other), 3)
 
@@ -131,7 +131,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_what_is_wrong_with_an_interpreter_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unusable_interpreter_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
     assert "is no program" in interpreter_problems(tmp_path / "nowhere", "vllm")[0]
     assert "is no program" in interpreter_problems(tmp_path / "text", "vllm")[0]
@@ -148,8 +148,8 @@ def test_what_is_wrong_with_an_interpreter_is_told_before_anything_starts(tmp_pa
 
 
 def answering(path: Path, packages: str, engines: str = '"vllm", "mine"') -> Path:
-    own = f'"slime-like": "{slime_like.__version__}"'
-    return script(path, f"""echo '{{"python": [3, 12], "packages": {{{own}{packages}}}, "engines": [{engines}]}}'""")
+    entry = f'"slime-like": "{slime_like.__version__}"'
+    return script(path, f"""echo '{{"python": [3, 12], "packages": {{{entry}{packages}}}, "engines": [{engines}]}}'""")
 
 
 def test_the_engine_must_be_there_and_an_untested_version_is_named(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ Scheduler.ingest_requests = ingest
 scheduler._BURST_GAP_S = 0.0
 print(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; what comes after a gap waits
 print(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
-print(ingested([], True, False, [["a"], ["b"]]))                   # whoever runs is not held up
+print(ingested([], True, False, [["a"], ["b"]]))                   # running requests are not delayed
 print(ingested([], False, False, [["a"], ["b"]], last=object()))
 print(ingested(["z"], False, False, [["a"], ["b"]]))
 print(ingested([], False, True, [["a"], ["b"]]))

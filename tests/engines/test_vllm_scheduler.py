@@ -22,11 +22,11 @@ def test_only_the_first_request_of_a_burst_waits_for_others(monkeypatch: pytest.
     monkeypatch.setattr(Scheduler, "add_request", add)
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(held))
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: events.extend(["gap", seconds]))
-    own = object.__new__(BurstScheduler)
-    own.add_request("a")
-    own.add_request("b")
+    burst = object.__new__(BurstScheduler)
+    burst.add_request("a")
+    burst.add_request("b")
     held.clear()
-    own.add_request("c")
+    burst.add_request("c")
     gap = ["gap", scheduler._BURST_GAP_S]
     assert events == ["a", *gap, "b", "c", *gap]
     assert 0 < scheduler._BURST_GAP_S < 0.02

@@ -177,7 +177,7 @@ def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
     setting.train(3)
     report = setting.sync.run(3)
     setting.serves(3)
-    assert report.wire_nbytes == report.nbytes  # nobody knows what the engine holds
+    assert report.wire_nbytes == report.nbytes  # what the engine holds is unknown
 
 
 @pytest.mark.parametrize("setting", [("directory", "never")], indirect=True, ids="-".join)

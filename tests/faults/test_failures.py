@@ -40,7 +40,7 @@ def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
-    """These engines could not start: nobody has tried."""
+    """These engines could not start: no start was tried."""
     flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000", "--sync.transport", "nccl"]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
@@ -50,7 +50,7 @@ def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: T
 
 
 def test_an_engine_that_cannot_take_the_weights_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
-    """This one could not start: nobody has tried."""
+    """This one could not start: no start was tried."""
     make_tiny_model(tmp_path / "model", family="qwen3_moe")
     flags = ["--model.path", str(tmp_path / "model"), "--rollout.engine_args.kv_cache_memory_bytes", "1000"]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")

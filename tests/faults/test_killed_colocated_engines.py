@@ -54,7 +54,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
         finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert finished.stderr.count(f"engine 0 ({engine}) was started again (") == len(turns)
+    assert finished.stderr.count(f"engine 0 ({engine}) was restarted (") == len(turns)
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (STEPS * PROMPTS, STEPS * PROMPTS, ())
@@ -91,7 +91,7 @@ def _stopped_in(command: Command, call: str) -> psutil.Process:
 
 def _await_restart(command: Command, count: int) -> None:
     deadline = time.monotonic() + _RESTART_TIMEOUT_S
-    while command.output.count(" was started again (") < count:
+    while command.output.count(" was restarted (") < count:
         assert command.process.poll() is None, command.output
         assert time.monotonic() < deadline, command.output
         time.sleep(0.05)

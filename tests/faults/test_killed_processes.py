@@ -43,7 +43,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
         while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
             assert command.process.poll() is None, command.output
             time.sleep(0.1)
-        assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # nobody else's business
+        assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # loopback only
         command.named(*victim).kill()
         killed = time.monotonic()
         finished = command.finish(timeout_s=60)
@@ -74,7 +74,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
         finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert f"engine 0 ({engine}) was started again (" in finished.stderr
+    assert f"engine 0 ({engine}) was restarted (" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
@@ -83,9 +83,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
         assert row.get("rollout/staleness_max", 0) <= ahead
 
 
-def test_a_rank_killed_while_an_engine_is_waited_for_is_told_before_the_engine_answers(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny, tmp_path: Path) -> None:
     """An engine that joins a transport waits for the rank that opened it, for minutes."""
     with Command(quick(tiny, tmp_path / "run"), tmp_path / "log") as command:
         engine = _running(command, "ray::EngineActor.start")
@@ -109,7 +107,7 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert "reference worker 0 left the logprob pool (" in finished.stderr
-    assert "reference worker 0 was started again" in finished.stderr
+    assert "reference worker 0 was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())
@@ -121,9 +119,9 @@ def _running(command: Command, call: str) -> psutil.Process:
     """The first process seen at ``call``, which Ray shows as the title of an actor's process."""
     while True:
         assert command.process.poll() is None, command.output
-        for own in command.descendants():
-            if _runs(own, call):
-                return own
+        for process in command.descendants():
+            if _runs(process, call):
+                return process
         time.sleep(0.01)
 
 

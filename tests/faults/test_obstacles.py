@@ -27,7 +27,7 @@ def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["hangs_once", "hangs_always"])
 def test_a_hung_reward_worker(tiny: Tiny, tmp_path: Path, function: str) -> None:
-    """One response costs its own sample, and is told; a function that always hangs ends the run."""
+    """One response costs its sample, and is reported; a function that always hangs ends the run."""
     options = f", options: {{marker: {tmp_path}/hung}}" if function == "hangs_once" else ""
     functions = f"[{{name: 'tests.faults.rewards:{function}'{options}}}]"
     flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]

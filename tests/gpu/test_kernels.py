@@ -85,5 +85,5 @@ def test_grouped_heads_are_not_repeated_in_memory(kernel: AttentionKernel) -> No
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     kernel.forward(q, k, v, segments, segments, True, width**-0.5)
-    own, repeated = q.nbytes, 2 * q.nbytes
-    assert torch.cuda.max_memory_allocated() - before < own + repeated / 2
+    single, repeated = q.nbytes, 2 * q.nbytes
+    assert torch.cuda.max_memory_allocated() - before < single + repeated / 2

@@ -1,11 +1,11 @@
-"""Several hosts on one machine: each with a network, a host name, processes, /tmp and /dev/shm of its own.
+"""Several hosts on one machine: each with its own network, host name, processes, /tmp and /dev/shm.
 
 Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
 directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
 with it: its process 1 is killed, and the kernel kills the rest.
 
 Where namespaces are forbidden, two loopback addresses of this machine stand for the two nodes, which then share all but
-their address, and nobody is outside. A host's processes are known there by a variable that they inherit.
+their address, and there is no outsider. A host's processes are known there by a variable that they inherit.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Host:
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
         # Another machine has not what engines set in this process when other tests started them in it.
-        own = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        variables = [f"{name}={value}" for name, value in {**own, **(environment or {}), _MARK: self._mark}.items()]
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        variables = [f"{name}={value}" for name, value in {**kept, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(
                 self.command(["env", "-i", "-C", str(REPO), *variables, *arguments]),
@@ -130,8 +130,8 @@ class Host:
 
     def _has(self, process: psutil.Process) -> bool:
         if self.init:
-            own = _pid_namespace(self.init)
-            return process.pid != self.init and bool(own) and _pid_namespace(process.pid) == own
+            namespace = _pid_namespace(self.init)
+            return process.pid != self.init and bool(namespace) and _pid_namespace(process.pid) == namespace
         try:
             return process.environ().get(_MARK) == self._mark
         except psutil.Error:
@@ -253,7 +253,7 @@ def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card
 
 
 def _furnish(host: Host, shared: Path) -> None:
-    """/tmp and /dev/shm of its own; what lies below them that every host has stays there."""
+    """Mount a separate /tmp and /dev/shm; what lies below them that every host has stays there."""
     found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared}
     found_everywhere |= {path.resolve() for path in found_everywhere}
     for replaced in (Path("/tmp"), Path("/dev/shm")):

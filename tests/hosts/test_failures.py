@@ -1,6 +1,6 @@
 """What keeps nodes from coming together is one sentence on each of them, soon, with nothing left behind.
 
-All cases are started at once, each with a port and a run directory of its own: most of their time is spent waiting.
+All cases are started at once, each with its own port and run directory: most of their time is spent waiting.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _begin_waiting(cases: Cases, network: Network) -> Running:
     other_key = _key(network, "other")
     cases.begin("other key", 0)
     cases.begin("other key", 1, TOKEN_FILE=other_key)
-    cases.begin("nobody there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
+    cases.begin("no head there", 1, HEAD_ADDR=NOWHERE, TOKEN_FILE=other_key, NODES_TIMEOUT_S="3")
     cases.begin("no shared key", 1, Path("/tmp/keyless"), NODES_TIMEOUT_S="3")
     cases.begin("busy", 1, SILENCE_S="10")
     taken = cases.port("busy")
@@ -152,7 +152,7 @@ def _key(network: Network, name: str) -> str:
 
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
-    """Both that did come are told which one did not."""
+    """Both nodes that joined name the one that did not."""
     expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 75 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
@@ -170,14 +170,14 @@ def test_a_node_that_ends_before_the_start(ended: Ended, network: Network) -> No
 
 
 def test_node_0_is_killed_outright(ended: Ended, network: Network) -> None:
-    """With Ray and training on: nobody is left to end them but they themselves."""
+    """With Ray and training on: only the nodes themselves are left to end them."""
     assert ended.codes["killed"][1] == 1
     lost = f"slime-like: {here(network, 1)} has lost node 0 "
     assert ended.said["killed"][1].startswith(lost), ended.output["killed"]
 
 
 def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
-    """Before Ray is started, and told to who is there and to who comes later."""
+    """Rejected before Ray starts; both early and late nodes report it."""
     assert ended.codes["plan"] == [2, 2]
     for line in ended.said["plan"]:
         assert f"{here(network, 0)}, slime-like plan: " in line, ended.output["plan"]
@@ -186,10 +186,10 @@ def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
 
 
 def test_a_wrong_address(ended: Ended, network: Network) -> None:
-    assert ended.codes["no such address"] == [2] and ended.codes["nobody there"] == [1]
+    assert ended.codes["no such address"] == [2] and ended.codes["no head there"] == [1]
     (line,) = ended.said["no such address"]
     assert f"HEAD_ADDR={NOWHERE} is {NOWHERE}, which is no address of {network.nodes[0].name}" in line
-    (line,) = ended.said["nobody there"]
+    (line,) = ended.said["no head there"]
     assert NOWHERE in line and "within 3 s" in line
 
 

@@ -99,7 +99,7 @@ def trained(network: Network, tiny: Tiny) -> Trained:
 
 
 def knock(network: Network) -> Knocking | None:
-    """``None`` where nobody is outside."""
+    """``None`` without an outsider."""
     if network.outsider is None:
         return None
     listeners = network.nodes[0].listening()
@@ -154,7 +154,7 @@ def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -
 @pytest.fixture
 def knocking(trained: Trained, network: Network) -> Knocking:
     if trained.knocking is None:
-        pytest.skip(f"nobody is outside, for these nodes are loopback addresses: {network.why_loopback}")
+        pytest.skip(f"no outsider, for these nodes are loopback addresses: {network.why_loopback}")
     return trained.knocking
 
 
@@ -178,7 +178,7 @@ def test_nothing_answers_at_the_other_network_but_ray_which_wants_the_key(knocki
 
 
 def test_nothing_serves_a_stranger_who_is_routed_to_the_cluster(knocking: Knocking) -> None:
-    """Who does reach the cluster's own address, but has no key, is served by nobody."""
+    """Requests that reach the cluster's address without the key are rejected."""
     assert str(PORT) in knocking.across
     for port, answers in knocking.across.items():
         assert not [answer for answer in answers if answer.startswith("OK")], (port, answers)
@@ -196,8 +196,8 @@ class LostNode:
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
     """The second start, with vLLM on two ranks of which it shares one's place; node 1 loses its power in the middle."""
     flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
-    own = {"ENGINE": "vllm", "SILENCE_S": "12"}
-    runs = [start(host, rank, network, tiny, "second", flags, **own) for rank, host in enumerate(network.nodes)]
+    variables = {"ENGINE": "vllm", "SILENCE_S": "12"}
+    runs = [start(host, rank, network, tiny, "second", flags, **variables) for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
     network.nodes[1].power_off()
     began = time.monotonic()

@@ -92,7 +92,7 @@ MUTATIONS = [
         "test_reduction.py::test_a_fully_masked_sample_adds_nothing",
     ),
     Mutation(
-        "groups are told apart by position",
+        "groups are identified by position",
         "advantages.py",
         "torch.unique(ids,",
         "torch.unique_consecutive(ids,",

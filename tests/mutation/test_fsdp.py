@@ -51,7 +51,7 @@ def positions_begin_anew_on_every_rank() -> None:
 
 
 def ranks_are_averaged() -> None:
-    """What FSDP does unless it is told otherwise."""
+    """FSDP's default."""
     FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
 
 
@@ -92,15 +92,15 @@ def only_the_last_micro_batch_is_summed() -> None:
 
 
 def gradients_are_not_synchronised() -> None:
-    """Every rank goes on with its own rows of its own gradient."""
+    """Every rank goes on with its rows of its unreduced gradient."""
 
     def reduce(
         params: Any, grads: Any, group: Any, stream: Any, comm: Any, dtype: Any, reduce_dtype: Any, *rest: Any
     ) -> Any:
         for parameter, gradient in zip(params, grads, strict=True):
             rows = -(-gradient.shape[0] // group.size())
-            own = gradient[group.rank() * rows : (group.rank() + 1) * rows].contiguous()
-            shard = parameter.to_sharded_dtensor(own)
+            part = gradient[group.rank() * rows : (group.rank() + 1) * rows].contiguous()
+            shard = parameter.to_sharded_dtensor(part)
             known = parameter.sharded_param.grad
             parameter.sharded_param.grad = shard if known is None else known + shard
         grads.clear()
@@ -171,13 +171,13 @@ def test_a_wrong_forward_pass_is_noticed_at_the_start(bug: Callable[[], None], c
 
 def _start_with(placement: RankPlacement, bug: Callable[[], None], config: RunConfig) -> str:
     bug()
-    own = trainer.FsdpTrainer(config, placement)
+    built = trainer.FsdpTrainer(config, placement)
     try:
-        own.setup()
+        built.setup()
     except ConfigError as error:
         return str(error)
     finally:
-        own.shutdown()
+        built.shutdown()
     return "nothing"
 
 

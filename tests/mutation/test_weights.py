@@ -95,7 +95,7 @@ def the_engine_serves_the_old_version(patch: Patch, trainers: LocalTrainers, eng
     patch.setattr(model_weights, "destination", lambda name, tensors: destination(name, tensors).clone())
 
 
-def the_engine_says_what_it_was_told(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
+def the_engine_echoes_the_checksums_it_got(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
     """It drops a tensor's bytes and answers with the sender's own checksums."""
 
     def believe(self: Arrivals, entry: TensorEntry, name: str, found: int) -> None:
@@ -118,7 +118,7 @@ HASH, PROBE, WHOLE = "arrived damaged", "logprobs differ from the trainer's", "i
         (the_engine_drops_a_bucket, WHOLE),
         (the_engine_hashes_a_bucket_and_does_not_load_it, PROBE),
         (the_engine_serves_the_old_version, PROBE),
-        (the_engine_says_what_it_was_told, PROBE),
+        (the_engine_echoes_the_checksums_it_got, PROBE),
     ],
 )
 def test_the_verification_catches(

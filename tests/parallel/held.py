@@ -1,4 +1,4 @@
-"""What a real rank holds for the length of a run, told by its tensors; written apart from the planner's count."""
+"""Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held:
 
 
 def held_by(trainer: Any) -> Held:
-    """Of a trainer that has taken a step. Storages are told apart by their address."""
+    """Of a trainer that has taken a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     storages = _storages(weights)
     state: list[Tensor] = []
@@ -34,12 +34,12 @@ def held_by(trainer: Any) -> Held:
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
         for moments in inner.state.values():
             state += [moments["exp_avg"], moments["exp_avg_sq"]]
-    own = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
+    extra = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
     return Held(
         parameters=sum(weight.numel() for weight in weights),
         parameter_bytes=sum(storages.values()),
         gradient_bytes=sum(_storages(weight.main_grad for weight in weights).values()),
-        optimizer_bytes=sum(own.values()),
+        optimizer_bytes=sum(extra.values()),
     )
 
 

@@ -175,8 +175,8 @@ def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == trained
     found = stacked_experts(exported)
     for name in found.keys() - case.expected.gradients.keys():  # where modules have another name than files
-        (own,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
-        found[own] = found.pop(name)
+        (key,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
+        found[key] = found.pop(name)
     check_tensors(found, case.expected.gradients, GRADIENT_BOUND)
 
 

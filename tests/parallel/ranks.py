@@ -72,8 +72,8 @@ def run_ranks(
 
 
 def clean_forks() -> Any:
-    """Processes forked from the server. A test process has one, with the modules that its first user asks for: whoever
-    forks asks here, or all later ranks import everything themselves."""
+    """Processes forked from the server. A test process has one, with the modules that its first user asks for: all
+    forks go through here, or later ranks import everything themselves."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -155,7 +155,7 @@ def _stack_file(directory: Path, rank: int) -> Path:
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of loopback that the kernel gives to nobody else inside, while ranks, which name them, may listen there.
+    """Loopback ports that the kernel gives to no other process, while ranks, which name them, may listen there.
 
     A port that was merely free a moment ago can be somebody's when rank 0 gets to it: tests beside this one have groups
     that listen on hundreds of ports which the kernel chose. Linux lets two sockets share a port as long as only one of

@@ -369,7 +369,7 @@ def test_what_was_cut_off_behind_the_weights_is_not_converted(saved_by: SavedBy,
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
 def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
-    """A byte of a weight, of a moment and of the last rank's file; whoever reads it, all ranks refuse."""
+    """A byte of a weight, of a moment and of the last rank's file: all ranks reject it."""
     saved = saved_by("tp2-sp-dp2-distributed")
     model, whole = saved.config.model.path, saved.checkpoint
     stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
@@ -422,8 +422,8 @@ def _wait_for_save(trainer: MegatronTrainer) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_full_disk_is_told_on_every_rank(behind: bool, tmp_path: Path) -> None:
-    """Nobody waits for the rank that could not write, and what was written does not load."""
+def test_a_full_disk_is_reported_on_every_rank(behind: bool, tmp_path: Path) -> None:
+    """No rank waits for the one that could not write, and what was written does not load."""
     config = _config(_model(tmp_path / "model", "tp2"), tmp_path, LAYOUTS["tp2"])
     checkpoint = tmp_path / "checkpoint"
     first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint, behind)
@@ -444,7 +444,7 @@ def _save_without_room_for_plain_values(placement: RankPlacement, config: RunCon
     return str(caught.value)
 
 
-def test_megatron_s_own_small_file_on_a_full_disk_is_told_alike(tmp_path: Path) -> None:
+def test_a_full_disk_at_megatron_s_small_file_is_reported_alike(tmp_path: Path) -> None:
     """A disk may become full at any of a checkpoint's files, and that one is written by path, by torch itself."""
     config, checkpoint = _config(_model(tmp_path / "model", "single"), tmp_path, LAYOUTS["single"]), tmp_path / "full"
     (message,) = run_ranks(_save_without_room_for_plain_values, 1, tmp_path / "ranks", config, checkpoint)
@@ -492,4 +492,4 @@ def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_pat
     (read,) = run_ranks(
         _score_with, 1, tmp_path / "second", _config(model, tmp_path, {}, "bfloat16"), tmp_path / "weights"
     )
-    _same(read, {name: tensor for own in wrote for name, tensor in own.items()}, 0.0)
+    _same(read, {name: tensor for tensors in wrote for name, tensor in tensors.items()}, 0.0)

@@ -55,7 +55,7 @@ def test_torch_script_compiles_inside_as_it_does_outside() -> None:
 
 
 def test_a_device_context_that_is_first_used_inside_works() -> None:
-    """In a process of its own: torch notes once what such a context applies to."""
+    """In a separate process: torch notes once what such a context applies to."""
     first_use = (
         "import torch; from backends.megatron.cpu_runtime import megatron_runtime\n"
         "with megatron_runtime(on_meta=True), torch.device('meta'):\n"

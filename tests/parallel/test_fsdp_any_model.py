@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model trains with FSDP, or is refused by name; nothing of it is left out.
+"""Any Hugging Face causal language model trains with FSDP, or is rejected by name; nothing of it is left out.
 
 Families that this project has no formulas for are compared as the known ones are (``test_fsdp_parity``): with the
 model's own float64 forward pass on unpacked sequences, its gradients and its updates.
@@ -89,7 +89,7 @@ def _shapes(model: Path) -> dict[str, torch.Size]:
 
 
 def _refusals(placement: RankPlacement, runs: list[tuple[int, RunConfig]], pack: Any) -> list[str]:
-    """What each run's start, or its first pack, is refused with."""
+    """What each run's start, or its first pack, is rejected with."""
     messages = []
     for port, config in runs:
         trainer = FsdpTrainer(config, replace(placement, master_port=port))
@@ -104,7 +104,7 @@ def _refusals(placement: RankPlacement, runs: list[tuple[int, RunConfig]], pack:
 
 
 def _config(model: Path, name: str) -> RunConfig:
-    supervised = {"loss": "sft"} if "window" in name else {}  # lengths of samples are refused before anything starts
+    supervised = {"loss": "sft"} if "window" in name else {}  # lengths of samples are rejected before anything starts
     return RunConfig(
         run_dir=model,
         model={"path": model, "dtype": "bfloat16"},

@@ -1,4 +1,4 @@
-"""FSDP checkpoints continue training bit for bit on as many ranks, to rounding on others, and are refused when damaged.
+"""FSDP checkpoints continue training bit for bit on as many ranks, to rounding on others; damaged ones are rejected.
 
 Compared: with a run that was never interrupted (its weights after two further AdamW steps, which show moments and step
 counts too), with the weights as they were when the checkpoint was written, and random numbers drawn after loading with
@@ -103,7 +103,7 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> 
 def _load_and_go_on(
     placement: RankPlacement, config: RunConfig, checkpoints: list[Path], damaged: list[Path]
 ) -> list[Record]:
-    """The trainer has already trained elsewhere: nothing of that may survive. Damaged ones are refused before."""
+    """The trainer has already trained elsewhere: nothing of that may survive. Damaged ones are rejected before."""
     trainer = FsdpTrainer(config, placement)
     trainer.setup()
     records = []

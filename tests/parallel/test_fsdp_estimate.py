@@ -22,7 +22,7 @@ def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
     trainer = FsdpTrainer(config, placement)
     trainer.setup()
     shards = [shard_of(parameter) for parameter in trainer.model.parameters()]
-    moments = [value for own in trainer.optimizer.moments.values() for value in own.values()]
+    moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
     held = sum(shard.nbytes for shard in shards), sum(value.nbytes for value in moments)
     trainer.shutdown()
     return held

@@ -68,7 +68,7 @@ def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     attention = {"aten::_flash_attention_forward": (1, 2), "aten::_flash_attention_backward": (2, 3)}
     for name, places in attention.items():
-        (arguments,) = [own for operator, own in called.operators if operator == name]
+        (arguments,) = [found for operator, found in called.operators if operator == name]
         assert [arguments[place].shape for place in places] == [k.shape, v.shape]
     copies = [name for name, _ in called.operators if any(word in name for word in ("repeat", "expand", "cat"))]
     assert copies == []

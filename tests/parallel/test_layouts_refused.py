@@ -1,4 +1,4 @@
-"""Layouts that a model does not admit are refused before anything starts, with field, value and remedy."""
+"""Layouts that a model does not admit are rejected before anything starts, with field, value and remedy."""
 
 from __future__ import annotations
 

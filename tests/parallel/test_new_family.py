@@ -70,8 +70,8 @@ def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
 @torch.no_grad()
 def _of_transformers(model: SeedOssForCausalLM) -> Tensor:
     found = []
-    for own in scored_sequences([(5, 9), (3, 12)]):
-        tokens = torch.cat([own.prompt_tokens, own.response_tokens])
-        logits = model(tokens[None]).logits[0, own.prompt_len - 1 : -1] / own.temperature
-        found.append(logits.log_softmax(-1).gather(-1, own.response_tokens[:, None])[:, 0])
+    for sequence in scored_sequences([(5, 9), (3, 12)]):
+        tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
+        logits = model(tokens[None]).logits[0, sequence.prompt_len - 1 : -1] / sequence.temperature
+        found.append(logits.log_softmax(-1).gather(-1, sequence.response_tokens[:, None])[:, 0])
     return torch.cat(found)

@@ -158,14 +158,14 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     """A published checkpoint stores them behind its own; what is written has none, and says so."""
     make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES, num_nextn_predict_layers=1)
     file = tmp_path / "hf" / "model.safetensors"
-    own = load_file(file)
+    tensors = load_file(file)
     drafts = {"model.layers.4.eh_proj.weight": torch.zeros(2, 4), "model.layers.4.mlp.gate.weight": torch.zeros(8, 2)}
-    save_file(own | drafts, file, metadata={"format": "pt"})
+    save_file(tensors | drafts, file, metadata={"format": "pt"})
     dimensions = ModelDimensions.from_checkpoint(tmp_path / "hf")
     assert weight_file_problems(tmp_path / "hf", dimensions) == []
-    assert expected_tensors(tmp_path / "hf").keys() == own.keys()
+    assert expected_tensors(tmp_path / "hf").keys() == tensors.keys()
     _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2, "sequence": True})
-    _same_bits(_read_back(tmp_path / "meg"), own)
+    _same_bits(_read_back(tmp_path / "meg"), tensors)
     assert json.loads((tmp_path / "meg" / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
@@ -225,7 +225,7 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
     """Shapes alone, of the very modules that train: no weight is needed."""
     plans = plan_ranks(_config(tmp_path, layout), PUBLISHED[name])
     assert len(plans) == 32
-    stored = sum(own.numel for plan in plans for own in plan.parameters)
+    stored = sum(parameter.numel for plan in plans for parameter in plan.parameters)
     published = {"Qwen3-32B": 32.8e9, "Qwen2.5-32B": 32.8e9, "Llama-3-70B": 70.6e9, "Qwen3-30B-A3B": 30.5e9}
     assert stored == pytest.approx(published[name], rel=0.002)  # vocabulary padding is stored, too
 
@@ -234,7 +234,7 @@ def test_every_element_of_deepseek_v3_has_one_place_in_a_large_layout(tmp_path: 
     """61 layers on four stages, three of them dense. With 16 of its 256 experts, which are all alike and take long."""
     model = replace(PUBLISHED["DeepSeek-V3"], num_experts=16)
     plans = plan_ranks(_config(tmp_path, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}), model)
-    stored = sum(own.numel for plan in plans for own in plan.parameters)
+    stored = sum(parameter.numel for plan in plans for parameter in plan.parameters)
     left_out = 58 * (256 - 16) * (3 * 7168 * 2048 + 7168 + 1)  # experts, their rows in the routers, and the biases
     assert stored + left_out == pytest.approx(671.03e9, rel=1e-4)
 
@@ -244,9 +244,9 @@ def test_the_proof_finds_what_is_lost_or_twice(fault: str, tmp_path: Path) -> No
     dimensions = PUBLISHED["Qwen2.5-0.5B"]
     first, *others = plan_ranks(_config(tmp_path, {"tensor": 2}), dimensions)
     index, victim = next(
-        (index, own)
-        for index, own in enumerate(first.parameters)
-        if own.name.endswith("3.self_attention.linear_qkv.bias")
+        (index, parameter)
+        for index, parameter in enumerate(first.parameters)
+        if parameter.name.endswith("3.self_attention.linear_qkv.bias")
     )
     kept = list(first.parameters)
     if fault == "lost":
@@ -321,9 +321,7 @@ def small_disk() -> Any:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_told_with_the_tensors_and_shows_nothing(
-    tmp_path: Path, small_disk: Callable[[int], None]
-) -> None:
+def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
     make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     small_disk(150_000)

@@ -47,14 +47,14 @@ class Observed:
 
 
 def _train(placement: RankPlacement, config: object, packs: list[PackedTrajectory]) -> Observed:
-    """Four steps: the first, one as the loop does it, one that is abandoned, and one whose last window is not told."""
+    """Four steps: two as the loop does them, an abandoned one, and one whose last window is not announced."""
     trainer = MegatronTrainer(config, placement)  # type: ignore[arg-type]
     mine = packs[trainer.setup().data :: 2]
     under_way = []
-    for told, finished in ((True, True), (True, True), (True, False), (False, True)):
+    for announced, finished in ((True, True), (True, True), (True, False), (False, True)):
         trainer.begin_step()
         trainer.accumulate(mine[:1])
-        trainer.accumulate(mine[1:], last=told)
+        trainer.accumulate(mine[1:], last=announced)
         under_way.append(sum(group.grad_reduce_handle is not None for group in _groups(trainer)))
         if finished:
             trainer.finish_step(5.0)

@@ -64,7 +64,7 @@ def allocated(run: Any) -> int:
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in kineto.events() if event.name() == "[memory]"]
     live = peak = 0
-    for event in sorted(events, key=lambda own: own.start_ns()):
+    for event in sorted(events, key=lambda each: each.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
@@ -98,10 +98,10 @@ def test_activations_are_those_of_a_real_window(
 ) -> None:
     monkeypatch.setattr(attention, "kernel_for", lambda device: CpuFlash())
     configs = {name: planned_config(model, tmp_path, **layout) for name, layout in LAYOUTS.items()}
-    own = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
-    with held_ports(len(own)) as ports:
-        peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(own.values()), ports)
-    for index, (name, config) in enumerate(own.items()):
+    selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
+    with held_ports(len(selected)) as ports:
+        peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(selected.values()), ports)
+    for index, (name, config) in enumerate(selected.items()):
         for rank in range(world_size):
             memory = estimate(config, rank).memory
             planned, real = memory.activation_bytes + memory.head_bytes, peaks[rank][index]

@@ -98,10 +98,10 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
         )
         ranks = tmp_path / source
         found.append(run_ranks(_trained_once, config.trainer.parallel.world_size, ranks, config, pack))
-    for (own_weights, own), (weights, old) in zip(*found, strict=True):
-        assert (own is None) == (old is None)
-        if own is not None and old is not None:
-            torch.testing.assert_close(old, own, atol=1e-6, rtol=0)
+    for (own_weights, state), (weights, old) in zip(*found, strict=True):
+        assert (state is None) == (old is None)
+        if state is not None and old is not None:
+            torch.testing.assert_close(old, state, atol=1e-6, rtol=0)
         for ours, theirs in zip(own_weights, weights, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
     assert any(old is not None for _, old in found[1])

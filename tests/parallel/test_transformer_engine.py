@@ -118,12 +118,12 @@ CANONICAL = {
 
 def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[str]]:
     """Names in a checkpoint, and names of the modules' own parameters."""
-    own = _on_stand_ins(placement, config)
-    own.setup()
-    (chunk,) = own.chunks
+    model = _on_stand_ins(placement, config)
+    model.setup()
+    (chunk,) = model.chunks
     state = sharded_weights(chunk, checkpoint._METADATA)
     names = {name for name, _ in chunk.named_parameters()}
-    own.shutdown()
+    model.shutdown()
     return {value.key for value in state.values()}, names
 
 
@@ -142,39 +142,39 @@ def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped:
     """Two steps, a checkpoint, a third step; the weights after it."""
     if not mapped:
         specs.fused_norm_names = lambda config, num_experts: {}
-    own = _on_stand_ins(placement, config)
-    own.setup()
-    _steps(own, 2)
-    with own.runtime:
-        plan_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler, {}).write_all()
-    return _finished(own)
+    model = _on_stand_ins(placement, config)
+    model.setup()
+    _steps(model, 2)
+    with model.runtime:
+        plan_checkpoint(directory, model.chunks, model.optimizer.megatron, model.optimizer.scheduler, {}).write_all()
+    return _finished(model)
 
 
 def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor] | str:
     """A fresh trainer goes on from the checkpoint: the weights after one step, or why it could not be read."""
-    own = _on_stand_ins(placement, config)
-    own.setup()
+    model = _on_stand_ins(placement, config)
+    model.setup()
     try:
-        with own.runtime:
-            load_checkpoint(directory, own.chunks, own.optimizer.megatron, own.optimizer.scheduler)
+        with model.runtime:
+            load_checkpoint(directory, model.chunks, model.optimizer.megatron, model.optimizer.scheduler)
     except CheckpointError as error:
-        own.shutdown()
+        model.shutdown()
         return str(error)
-    return _finished(own)
+    return _finished(model)
 
 
-def _steps(own: MegatronTrainer, count: int) -> None:
+def _steps(model: MegatronTrainer, count: int) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=placement)) for placement in (0, 1)]
     for _ in range(count):
-        own.begin_step()
-        own.accumulate(packs, last=True)
-        own.finish_step(6.0)
+        model.begin_step()
+        model.accumulate(packs, last=True)
+        model.finish_step(6.0)
 
 
-def _finished(own: MegatronTrainer) -> dict[str, Tensor]:
-    _steps(own, 1)
-    weights = {name: x.clone() for bucket in own.export_weights() for name, x in bucket.tensors}
-    own.shutdown()
+def _finished(model: MegatronTrainer) -> dict[str, Tensor]:
+    _steps(model, 1)
+    weights = {name: x.clone() for bucket in model.export_weights() for name, x in bucket.tensors}
+    model.shutdown()
     return weights
 
 
@@ -227,7 +227,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert attention_of(auto, PUBLISHED["DeepSeek-V3"], on_cuda=True) == "ring"
 
 
-def test_a_machine_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
         for module in ("backends.megatron.attention_choice", "slime_like.checks.attention"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)

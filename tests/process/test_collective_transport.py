@@ -1,4 +1,4 @@
-"""Broadcasts between processes: who joins when, who is lost, and how that is told.
+"""Broadcasts between processes: joining, losing members, and the errors reported.
 
 Only gloo runs here; NCCL shares all but the forming of the group and the waiting for the device.
 """
@@ -42,7 +42,7 @@ def new_sender(timeout_s: float = TIMEOUT_S, address: str = "127.0.0.1") -> Send
 
 
 class Engine:
-    """A receiver in a process of its own that does what it is told through a pipe.
+    """A receiver in a separate process that is controlled through a pipe.
 
     Forked from a clean server: senders and their groups have threads here, and a fork of these may hang.
     """
@@ -80,13 +80,13 @@ def _serve(connection: Connection, rendezvous: dict[str, Any]) -> None:
     receiver = open_receiver("gloo", rendezvous)
     connection.send("connected")
     while True:
-        told = connection.recv()
-        if told == "close":
+        message = connection.recv()
+        if message == "close":
             receiver.close()
             connection.send("closed")
             continue
         try:
-            connection.send([(name, tensor_checksum(tensor)) for name, tensor in receiver.receive(told)])
+            connection.send([(name, tensor_checksum(tensor)) for name, tensor in receiver.receive(message)])
         except WeightSyncError as error:
             connection.send(error)
 
@@ -152,16 +152,16 @@ def test_several_senders_of_one_session(engines: Start) -> None:
     senders = [new_sender(), new_sender(address="127.0.0.2")]
     engine = engines(join_rendezvous([sender.rendezvous() for sender in senders]))
     buckets = [bucket(seed) for seed in range(2)]
-    sent = [sender.send(own) for sender, own in zip(senders, buckets, strict=True)]
-    for metadata, own in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
+    sent = [sender.send(weights) for sender, weights in zip(senders, buckets, strict=True)]
+    for metadata, weights in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
         engine.tell(metadata)
-        assert engine.answer() == [(name, tensor_checksum(tensor)) for name, tensor in own.tensors]
+        assert engine.answer() == [(name, tensor_checksum(tensor)) for name, tensor in weights.tensors]
     for sender, metadata in zip(senders, sent, strict=True):
         sender.release(metadata)
         sender.close()
 
 
-def test_it_listens_on_the_address_it_is_told_alone(engines: Start) -> None:
+def test_it_listens_on_the_given_address_only(engines: Start) -> None:
     sender = new_sender(address="127.0.0.2")
     engine = engines(sender.rendezvous())
     deliver(sender, [engine], bucket(0))
@@ -171,7 +171,7 @@ def test_it_listens_on_the_address_it_is_told_alone(engines: Start) -> None:
     sender.close()
 
 
-def test_a_receiver_that_dies_is_told_and_replaced(engines: Start) -> None:
+def test_a_receiver_that_dies_is_reported_and_replaced(engines: Start) -> None:
     sender = new_sender()
     victim, witness = engines(sender.rendezvous()), engines(sender.rendezvous())
     deliver(sender, [victim, witness], bucket(0))
@@ -214,8 +214,8 @@ def _send_two(connection: Connection) -> None:
         connection.recv()
 
 
-def test_a_sender_that_dies_is_told(engines: Start) -> None:
-    """It lives in a process of its own here, and is killed between two buckets."""
+def test_a_sender_that_dies_is_reported(engines: Start) -> None:
+    """It lives in a separate process here, and is killed between two buckets."""
     context = clean_forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_two, args=(theirs,), daemon=True)
@@ -235,7 +235,7 @@ def test_a_sender_that_dies_is_told(engines: Start) -> None:
         first = engine.answer()
     assert isinstance(first, WeightSyncError)
     assert "or another receiver of it, was lost" in str(first)
-    engine.close_receiver()  # though nobody hears of it
+    engine.close_receiver()  # though no sender is left
 
 
 def test_nobody_serves_there() -> None:

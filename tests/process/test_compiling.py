@@ -52,9 +52,9 @@ def package(tmp_path: Path) -> Path:
     kernels.mkdir(parents=True)
     for folder in (kernels, *kernels.parents[:2]):
         (folder / "__init__.py").touch()
-    own = Path(slime_like.cpu.kernels.__path__[0])
-    shutil.copy(own / "compiling.py", kernels)
-    shutil.copy(own.parents[1] / "errors.py", tmp_path / "slime_like")
+    package = Path(slime_like.cpu.kernels.__path__[0])
+    shutil.copy(package / "compiling.py", kernels)
+    shutil.copy(package.parents[1] / "errors.py", tmp_path / "slime_like")
     (kernels / "example.py").write_text(KERNEL)
     (kernels / "helper.py").write_text(HELPER % 1)
     return tmp_path
@@ -109,7 +109,7 @@ def test_in_the_users_home_where_the_package_cannot_be_written(package: Path) ->
     assert hits == 1 and Path(directory).is_relative_to(package / "home")
 
 
-def test_where_numba_may_not_compile_it_is_told_in_a_sentence(package: Path) -> None:
+def test_a_start_without_compiling_fails_with_one_sentence(package: Path) -> None:
     """Also by Numba's own file, which no check of the environment sees."""
     (package / ".numba_config.yaml").write_text("disable_jit: 1")
     with pytest.raises(subprocess.CalledProcessError) as failed:

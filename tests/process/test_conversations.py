@@ -102,9 +102,9 @@ class Engine:
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
     (tmp_path / "parrots.py").write_text(ENVIRONMENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = asyncio.new_event_loop()
-    yield own
-    own.close()
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
 
 
 def config(**environment: Any) -> RunConfig:
@@ -240,7 +240,7 @@ def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEv
         ({"name": "calculator", "options": {"opening": ""}}, "must not be empty"),
     ],
 )
-def test_an_unusable_environment_is_told_at_the_start(
+def test_an_unusable_environment_is_rejected_at_the_start(
     loop: asyncio.AbstractEventLoop, environment: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(EnvironmentFailure, match=reason):
@@ -294,13 +294,13 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
         RewardFunction(name="environment", weight=2.0),
     )
     reward = RewardConfig(functions=functions)
-    own = config().model_copy(update={"reward": reward})
+    settings = config().model_copy(update={"reward": reward})
     group = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), generations, 1.0)
     first = group.trajectories[0]
     assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
     assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]
     with RewardPool(reward) as pool:
-        scorer = Scorer(own, pool, TOKENIZER)
+        scorer = Scorer(settings, pool, TOKENIZER)
         (rewarded,) = scorer.rewards([group])
         scored = scorer.scored([rewarded], step=1)
     assert rewarded.rewards.tolist() == [[1.0, 0.5], [0.0, 0.0], [1.0, 0.25]]

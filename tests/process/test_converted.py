@@ -1,4 +1,4 @@
-"""Small files of a converted checkpoint that are not as they were written: found by whoever is given it."""
+"""Small files of a converted checkpoint that are not as they were written: found by every command."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "fault"), DAMAGE, ids=[case[1] for case in DAMAGE])
-def test_whoever_is_given_the_checkpoint_is_told(
+def test_every_command_rejects_the_damaged_checkpoint(
     converted: Path, tmp_path: Path, damage: Callable[[Path], object], fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sound, other = sound_flags(tmp_path), tmp_path / "tokens.jsonl"
@@ -91,9 +91,9 @@ def test_whoever_is_given_the_checkpoint_is_told(
     assert problem.startswith(f"model.weights={converted} is damaged ({fault}")
 
 
-def test_a_run_from_the_model_beside_the_weights_is_told(converted: Path, tmp_path: Path) -> None:
-    own = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
-    flags = [*sound_flags(tmp_path), *own]
+def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tmp_path: Path) -> None:
+    given = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
+    flags = [*sound_flags(tmp_path), *given]
     assert check(load_config(None, flags)) == []
     _flip(converted / "model" / "tokenizer.json", 1000)
     [problem] = check(load_config(None, flags))

@@ -64,7 +64,7 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
 @pytest.mark.parametrize(
     ("word", "reason"), [("raise", "error: LookupError: no such thing (FILE:9)"), ("x", "error: TypeError: step re")]
 )
-def test_a_step_that_fails_is_told_with_file_and_line(
+def test_a_step_that_fails_names_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, reason: str
 ) -> None:
     file = tmp_path / "failing_environment.py"

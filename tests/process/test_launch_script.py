@@ -39,7 +39,7 @@ def test_slurms_variables_suffice(recipe: str, engine: str, nodes: str) -> None:
     assert f"--cluster.nodes {nodes} --cluster.gpus_per_node 8" in done.stdout
 
 
-def test_variables_of_ones_own_win() -> None:
+def test_given_variables_take_precedence() -> None:
     slurm = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NODEID": "1"}
     done = dry_run(**slurm, NODES="4", NODE_RANK="2", HEAD_ADDR="10.0.0.1", PORT="7000", TOKEN_FILE="/k", PLAN="0")
     assert done.returncode == 0, done.stderr

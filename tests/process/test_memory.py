@@ -9,11 +9,11 @@ import sys
 import pytest
 
 _CYCLE = """
-from slime_like.system.memory import made_to_stay
+from slime_like.system.memory import permanent_allocations
 class Kept:
     def __init__(self): self.itself = self
     def __del__(self): print("freed")
-with made_to_stay():
+with permanent_allocations():
     Kept()
 """
 

@@ -1,4 +1,4 @@
-"""Large products go to oneDNN, in a process of its own."""
+"""Large products go to oneDNN, in a separate process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from tests.unit.cpu.test_onednn import WHICH
 
 
 def test_large_products_go_to_onednn_while_it_lasts() -> None:
-    """In a process of its own: in this one an engine may have asked for it, for good."""
+    """In a separate process: in this one an engine may have asked for it, for good."""
     done = subprocess.run([sys.executable, "-c", WHICH], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "True", "False"]

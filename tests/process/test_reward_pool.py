@@ -345,7 +345,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("function", "reason"), UNUSABLE, ids=[case[0].name for case in UNUSABLE])
-def test_an_unusable_function_is_told_at_the_start(
+def test_an_unusable_function_is_rejected_at_the_start(
     user_config: Callable[..., RewardConfig], function: RewardFunction, reason: str
 ) -> None:
     user_config()
@@ -353,7 +353,7 @@ def test_an_unusable_function_is_told_at_the_start(
         pool.start()
 
 
-def test_a_module_that_ends_the_worker_is_told_with_its_last_words(
+def test_a_module_that_ends_the_worker_is_reported_with_its_output(
     user_config: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
     user_config()

@@ -15,7 +15,7 @@ from tests.unit.orchestration.run.test_directory import _SECOND, config, prepare
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    """Another process's lock is told with its number, survives the directory's move, and ends when it is killed."""
+    """Another process's lock is reported with its number, survives the directory's move, and ends when it is killed."""
     run_dir = tmp_path / "run"
     other = subprocess.Popen(
         [sys.executable, "-c", _SECOND, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -15,14 +15,14 @@ HIDDEN = ("ray", "megatron", "math_verify", "ring_flash_attn", "tensorboard", "m
 
 
 def make_interpreter(root: Path, version: str = slime_like.__version__) -> Path:
-    """A virtual environment of its own, whose packages are those of this one, without the trainer's."""
+    """A virtual environment with the packages of this one, without the trainer's."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True, timeout=60)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(root)}))
     here = Path(slime_like.__file__).parents[1]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r}))"
     (packages / "shared.pth").write_text(f"{blocked}\n{here}\n{sysconfig.get_path('purelib')}\n")
-    own = packages / f"slime_like-{version}.dist-info"
-    own.mkdir()
-    (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {version}\n")
-    (own / "entry_points.txt").write_text(metadata.distribution("slime-like").read_text("entry_points.txt") or "")
+    info = packages / f"slime_like-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(metadata.distribution("slime-like").read_text("entry_points.txt") or "")
     return root / "bin" / "python"

@@ -126,7 +126,7 @@ class _AllGather(torch.autograd.Function):
         dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, segments.local, segments.local, True, scale)
         if n:
             dq = torch.cat([(dq[:n].to(lse.dtype) + parts[0]).to(dq.dtype), dq[n:]])
-        near = [own + gradient.wait() for own, gradient in zip((dk, dv), homecoming, strict=True)]
+        near = [local + gradient.wait() for local, gradient in zip((dk, dv), homecoming, strict=True)]
         return dq, near[0].to(k.dtype), near[1].to(v.dtype), None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""What ring-flash-attn calls of flash-attn, on the CPU: the same two functions, computed by our own kernel.
+"""The part of flash-attn that ring-flash-attn calls, on the CPU: the same two functions, computed by our own kernel.
 
 flash-attn exists for CUDA only. These stand-ins take the same arguments by the same names and mean the same by them;
 what the llama3 path never asks for (dropout, windows, soft caps, slopes, attention without a mask) they refuse.
@@ -89,18 +89,18 @@ def _flash_attn_varlen_backward(
     split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     kernel = CpuFlash()
     near = split.near_keys
-    own = kernel.backward(
+    local = kernel.backward(
         dout, q, k[near], v[near], out, softmax_lse, split.queries, split.queries, True, softmax_scale
     )
-    dq.copy_(own[0])
-    dk[near], dv[near] = own[1], own[2]
+    dq.copy_(local[0])
+    dk[near], dv[near] = local[1], local[2]
     if split.far is not None:
         rows, keys = split.far.query_rows, split.far.key_rows
         far = kernel.backward(
             dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous(),
             split.far.queries, split.far.keys, False, softmax_scale,
         )  # fmt: skip
-        dq[rows] = own[0][rows] + far[0]
+        dq[rows] = local[0][rows] + far[0]
         dk[keys], dv[keys] = far[1], far[2]
 
 
@@ -148,7 +148,7 @@ class _Split:
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> _Split:
-        """Raises ValueError where flash-attn would read wrong rows, or skip some, without a word."""
+        """Raises ValueError where flash-attn would read wrong rows, or skip some, silently."""
         q_spans, k_spans = (list(pairwise(cu_seqlens.tolist())) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
         _require_sound("q", q_spans, max_seqlen_q)
         _require_sound("k", k_spans, max_seqlen_k)

@@ -188,7 +188,7 @@ class FlashAttention:
 
 
 def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, scale: float) -> dict[str, Any]:
-    """What both functions of flash-attn take beside tensors of tokens."""
+    """Common arguments of flash-attn's two functions."""
     return {
         "cu_seqlens_q": q_segments.device,
         "cu_seqlens_k": k_segments.device,
@@ -291,9 +291,9 @@ def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list
     starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     pairs = zip(pairwise(q_boundaries), pairwise(k_boundaries), strict=True)
     for (q_start, q_end), (k_start, k_end) in pairs:
-        own = starts.setdefault((q_end - q_start, k_end - k_start), ([], []))
-        own[0].append(q_start)
-        own[1].append(k_start)
+        pair = starts.setdefault((q_end - q_start, k_end - k_start), ([], []))
+        pair[0].append(q_start)
+        pair[1].append(k_start)
     return [
         _Alike(_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
         for (q_length, k_length), (q_starts, k_starts) in starts.items()

@@ -51,7 +51,7 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
 
 @contextlib.contextmanager
 def refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses, in the system's words, whatever torch made of them."""
+    """Turn a failed write into one sentence with the system's reason, which torch hides."""
     try:
         yield
     except (CheckpointException, OSError) as error:
@@ -76,13 +76,13 @@ def save_to_stream(value: Any, stream: Any) -> None:
 
 
 def _of_system(error: BaseException) -> OSError | None:
-    """What the system refused: the error itself, or one that torch raised its own over."""
+    """Return the system's error: the error itself, or one that it hides."""
     if isinstance(error, OSError):
         return error
-    behind = [own for own, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    behind = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     if error.__context__ is not None:
         behind.append(error.__context__)
-    return next((cause for own in behind if (cause := _of_system(own)) is not None), None)
+    return next((cause for failure in behind if (cause := _of_system(failure)) is not None), None)
 
 
 def _name(index: MetadataIndex) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
-from slime_like.models.converted import again
+from slime_like.models.converted import damage_remedy
 from slime_like.system.disk import length_fault
 
 CHECKSUMS_FILE = "checksums.json"
@@ -62,7 +62,7 @@ class ChecksumStream:
         self._file.flush()
 
     def piece(self, name: str) -> Piece:
-        """What was written since the stream was made, or since the last piece; the next one begins here."""
+        """End a piece: what was written since the last one."""
         end = self._file.tell()
         piece = Piece(name, self._start, end - self._start, self._crc32)
         self._start, self._crc32 = end, 0
@@ -83,21 +83,21 @@ class Checksums:
     ) -> None:
         self._directory = directory
         self._files = dict(files)
-        self._pieces = {(file, piece.offset): piece for file, own in pieces.items() for piece in own}
+        self._pieces = {(file, piece.offset): piece for file, entries in pieces.items() for piece in entries}
         self._lengths = {
-            file: max((piece.offset + piece.length for piece in own), default=0) for file, own in pieces.items()
+            file: max((piece.offset + piece.length for piece in entries), default=0) for file, entries in pieces.items()
         }
 
     @classmethod
     def of_directory(
         cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
     ) -> Checksums:
-        """With the checksums of the plain files beside the data files, which are read for it."""
+        """Create it with the checksums of the plain files beside the data files, which it reads."""
         return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
 
     @classmethod
     def read(cls, directory: Path) -> Checksums:
-        """What ``write`` wrote there.
+        """Read what ``write`` wrote.
 
         Raises:
             CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
@@ -201,14 +201,14 @@ class Checksums:
 
 def damaged(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
-    remedy = again(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
+    remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
     return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
 
 
 def not_whole(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a checkpoint that lacks what is written last, or was never one."""
     return CheckpointError(
-        f"{directory}: not a whole training checkpoint ({reason}); {again(directory, 'use another one')}"
+        f"{directory}: not a whole training checkpoint ({reason}); {damage_remedy(directory, 'use another one')}"
     )
 
 
@@ -229,7 +229,7 @@ class VerifyingReader(FileSystemReader):
 
 
 def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
-    """Of a part of an open file, in bounded memory; ``None`` if the file ends before it."""
+    """Hash a part of an open file, in bounded memory; ``None`` if the file ends before it."""
     file.seek(offset)
     crc32 = 0
     while length:

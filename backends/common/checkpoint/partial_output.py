@@ -141,7 +141,7 @@ def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFil
 
 
 def _as_written(path: Path, pieces: Sequence[Piece]) -> bool:
-    """Are all pieces there, with the bytes that were written, and nothing behind them?"""
+    """Return whether all pieces hold the bytes that were written, with nothing behind them."""
     if not path.is_file():
         return False
     end = max((piece.offset + piece.length for piece in pieces), default=0)

@@ -36,7 +36,7 @@ class RankWriting(ABC):
 
     @abstractmethod
     def _write(self) -> None:
-        """All of this rank's files, flushed to disk. Needs neither the device nor another rank."""
+        """Write and flush this rank's files. Needs neither the device nor another rank."""
 
     @abstractmethod
     def finish(self, timeout_s: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class RankWriting(ABC):
         self._thread.start()
 
     def is_written(self) -> bool:
-        """Whether this rank has written all it has to. Not collective.
+        """Return whether this rank has written all its files. Not collective.
 
         Raises:
             CheckpointError: it could not.

@@ -1,4 +1,4 @@
-"""What conversions in both directions share: what they were asked to do, and how they fail."""
+"""Parts shared by conversions in both directions: requests and failures."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class FileJob(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
 
 
 Job = TypeVar("Job", bound=FileJob)
@@ -118,7 +118,7 @@ def write_files(
 
 
 def overflows(before: Tensor, after: Tensor) -> bool:
-    """Has a cast made a finite number infinite? float16 ends at 65504, bfloat16 where float32 does."""
+    """Return whether a cast made a finite number infinite. float16 ends at 65504, bfloat16 where float32 does."""
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return False
     infinite = after.isinf()

@@ -52,11 +52,11 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return sum(own.nbytes for own in self.groups)
+        return sum(group.nbytes for group in self.groups)
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return {name: shape for own in self.groups for name, shape in own.shapes.items()}
+        return {name: shape for group in self.groups for name, shape in group.shapes.items()}
 
 
 def to_hugging_face(
@@ -97,7 +97,7 @@ def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
-    # Wide types first: every tensor then begins at a multiple of its own type.
+    # Wide types first: every tensor then begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
     return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
 
@@ -117,16 +117,16 @@ class _Work:
             stream = ChecksumStream(file)
             stream.write(_header(job))
             pieces = [stream.piece("header")]
-            for own in job.groups:
-                for name, tensor in self.source.read(list(own.shapes)).items():
+            for group in job.groups:
+                for name, tensor in self.source.read(list(group.shapes)).items():
                     if is_not_finite(tensor):
                         nan.append(name)
-                    cast = tensor.to(own.dtype)
+                    cast = tensor.to(group.dtype)
                     if overflows(tensor, cast):
                         too_large.append(name)
                     stream.write(as_bytes(cast).numpy().data)
                     pieces.append(stream.piece(name))
-                tracker.advance(own.nbytes)
+                tracker.advance(group.nbytes)
             file.flush()
             os.fsync(file.fileno())
         return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
@@ -136,10 +136,10 @@ def _header(job: _Job) -> bytes:
     """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for own in job.groups:
-        for name, shape in own.shapes.items():
-            end = offset + torch.Size(shape).numel() * own.dtype.itemsize
-            described[name] = {"dtype": TYPE_NAMES[own.dtype], "shape": shape, "data_offsets": [offset, end]}
+    for group in job.groups:
+        for name, shape in group.shapes.items():
+            end = offset + torch.Size(shape).numel() * group.dtype.itemsize
+            described[name] = {"dtype": TYPE_NAMES[group.dtype], "shape": shape, "data_offsets": [offset, end]}
             offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -156,7 +156,7 @@ def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Repor
         if len(jobs) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.groups])
+        dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.groups])
         copy_companions(config.model.path, partial.path, dtype)
         partial.commit()
     return ConversionSummary(len(weight_map), total, len(jobs), reused)

@@ -1,4 +1,4 @@
-"""How trainer ranks meet."""
+"""Rendezvous of trainer ranks."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class BalanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Whose tokens a router sees; travels with the micro-batch.
+    """Sequences of a router's tokens; travel with the micro-batch.
 
     Attributes:
         sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers.
@@ -97,7 +97,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> RoutedTokens:
-        """Those of ``shard`` that stand in ``rows`` of its token axis."""
+        """Create it for the ``rows`` of the token axis of ``shard``."""
         source = shard.source[rows]
         padding = pack.num_sequences
         sequence = pack.sequence_mask[source.clamp_min(0)].long()

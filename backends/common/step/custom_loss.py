@@ -13,7 +13,7 @@ from slime_like.plugins.traceback import format_error, full_traceback
 
 
 def configured_loss(config: AlgorithmConfig) -> Loss:
-    """As ``build_loss``.
+    """Build the configured loss, as ``build_loss`` does.
 
     Raises:
         TrainerError: a user's own loss cannot be imported or built; in a call of it, it raised or returned no terms.
@@ -31,17 +31,17 @@ class _UsersPolicy:
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
         except Exception as error:
-            self._tell(error, "__init__")
+            self._raise_named(error, "__init__")
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         try:
             terms = self._policy(inputs)
             check_terms(self.name, terms, inputs)
         except Exception as error:
-            self._tell(error, "__call__")
+            self._raise_named(error, "__call__")
         return terms
 
-    def _tell(self, error: Exception, member: str) -> NoReturn:
+    def _raise_named(self, error: Exception, member: str) -> NoReturn:
         if isinstance(error, SlimeLikeError):
             raise error
         failure = TrainerError(f"{format_error('algorithm.loss', self._path, error, member)}; correct it")

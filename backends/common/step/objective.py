@@ -1,4 +1,4 @@
-"""From one pack's logprobs to its share of the step's loss."""
+"""Objective: one pack's share of the step's loss, from its logprobs."""
 
 from __future__ import annotations
 

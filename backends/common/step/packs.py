@@ -13,7 +13,7 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass
 class ResponseRows:
-    """Which local hidden states predict response tokens, and what to score there.
+    """Local hidden states that predict response tokens, and their targets.
 
     Attributes:
         index: (r,) int64 rows of the local token axis whose hidden state predicts a response token.

@@ -16,7 +16,7 @@ from slime_like.errors import TrainerError
 
 @dataclass(slots=True)
 class StepSums:
-    """What has been accumulated since ``begin_step``.
+    """Sums accumulated since ``begin_step``.
 
     Attributes:
         denominator: what gradients will be divided by, where it is known at the beginning.

@@ -31,7 +31,7 @@ Groups = dict[tuple[int, ...], tuple[int, int]]
 
 @dataclass(slots=True)
 class Counted:
-    """What has been computed and sent since it was set.
+    """Counters of computation and messages.
 
     Attributes:
         matmul_flops, attention_flops: as ``slime_like.interfaces.estimate.Work`` has them.
@@ -136,7 +136,7 @@ class Trace(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Those among arguments or results of an operation, also inside their lists."""
+    """List the tensors among arguments or results of an operation, also inside lists."""
     found: list[Tensor] = []
     for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor):
@@ -191,7 +191,7 @@ def _cpu_flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Coun
 
 
 def _batched_pairs(query: Tensor, key: Tensor, causal: bool) -> float:
-    """As ``_flash_pairs``, of (batch, heads, length, D)."""
+    """Count pairs as ``_flash_pairs`` does, of (batch, heads, length, D)."""
     return 2.0 * query.numel() * key.shape[2] * (0.5 if causal else 1.0)
 
 

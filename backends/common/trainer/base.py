@@ -75,7 +75,7 @@ class TrainerBase(StoringTrainer):
 
     @abstractmethod
     def _machine_problems(self) -> list[str]:
-        """What this rank's machine lacks, each with a remedy."""
+        """List what this rank's machine lacks, each with a remedy."""
 
     @abstractmethod
     def _build(self) -> None:

@@ -74,14 +74,14 @@ class StoringTrainer(ABC):
             self.state.plan_save(directory, snapshot=False).write_all()
 
     def start_save(self, directory: Path) -> None:
-        """As ``save``, from a snapshot in host memory that a thread writes while the trainer goes on."""
+        """Start a save from a snapshot in host memory, which a thread writes while training continues."""
         self.settle_weights()
         with self._phase("save"):
             self._pending_save = self.state.plan_save(directory, snapshot=True)
             self._pending_save.write_in_background()
 
     def is_save_written(self) -> bool:
-        """Whether this rank's files are on disk."""
+        """Return whether this rank's files are on disk."""
         return self._started_save().is_written()
 
     def finish_save(self) -> None:

@@ -61,7 +61,7 @@ def _alone_as(config: RunConfig, rank: int) -> Iterator[Groups]:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """What is gathered at once: numbers of parameters of every layer, and of all else."""
+    """Units that are gathered at once: numbers of parameters of every layer, and of all else."""
 
     layers: tuple[int, ...]
     root: int
@@ -105,12 +105,12 @@ class _Rank:
         packs = worst_packs(self._config, "contiguous")
         found = [self._passes(pack) for pack in packs]
         worst = max(range(len(packs)), key=lambda index: found[index].peak)
-        own, pack = found[worst], packs[worst]
+        largest, pack = found[worst], packs[worst]
         return RankEstimate(
             rank=rank,
-            memory=self._memory(own),
-            forward=self._work(own.scoring, self._gathers(1)),
-            training=self._work(own.training, self._gathers(2) + (self._sums() if self._sums_always else ())),
+            memory=self._memory(largest),
+            forward=self._work(largest.scoring, self._gathers(1)),
+            training=self._work(largest.training, self._gathers(2) + (self._sums() if self._sums_always else ())),
             update=Work(0.0, 0.0, () if self._sums_always else self._sums()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
@@ -126,7 +126,7 @@ class _Rank:
         return self._config.trainer.fsdp.accumulate == "sharded"
 
     # ------------------------------------------------------------------------------------------------------- memory
-    def _memory(self, own: _Passes) -> TrainerMemory:
+    def _memory(self, passes: _Passes) -> TrainerMemory:
         shards = sum(_rows(p) * (p[0].numel() if p.ndim else 1) for p in self._model.parameters())
         state, on_host = shards * _MASTER.itemsize, self._config.trainer.optimizer.offload
         between = 0 if self._sums_always else self._units.whole * _MASTER.itemsize
@@ -136,11 +136,11 @@ class _Rank:
             parameter_bytes=0 if on_host else state,
             gradient_bytes=between + (0 if on_host else state),
             optimizer_bytes=0 if on_host else 2 * state,
-            activation_bytes=own.peak - own.head + self._reduced_bytes(),
-            head_bytes=own.head,
-            saved_bytes=own.saved,
+            activation_bytes=passes.peak - passes.head + self._reduced_bytes(),
+            head_bytes=passes.head,
+            saved_bytes=passes.saved,
             in_flight=1,
-            forward_bytes=own.forward_peak,
+            forward_bytes=passes.forward_peak,
             update_bytes=0,
             communication_bytes=gathered,
             host_optimizer_bytes=4 * state if on_host else 0,
@@ -213,13 +213,13 @@ def _rows(parameter: nn.Parameter) -> int:
 
 
 def _forget_gradient(parameter: Tensor) -> None:
-    """It is summed, and leaves, as soon as it is whole."""
+    """Free a gradient as soon as it is complete and summed."""
     parameter.grad = None
 
 
 @contextlib.contextmanager
 def _head_labelled(trace: Trace) -> Iterator[None]:
-    """What the head makes is counted as the head's."""
+    """Count the head's tensors as the head's."""
     function = head._FusedLogprobs
     originals = function.forward, function.backward
 
@@ -235,4 +235,4 @@ def _head_labelled(trace: Trace) -> Iterator[None]:
     try:
         yield
     finally:
-        function.forward, function.backward = (staticmethod(own) for own in originals)  # type: ignore[assignment]
+        function.forward, function.backward = (staticmethod(original) for original in originals)  # type: ignore[assignment]

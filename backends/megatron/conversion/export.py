@@ -53,8 +53,8 @@ def export_gradients(
 
     What lies in memory like a parameter is exported like one. Weights that no gradient reaches are left out.
     """
-    trained = [own for own in _exported(model_chunks, dimensions) if own.parameter.requires_grad]
-    yield from _stream([replace(own, parameter=_gradient(own.parameter)) for own in trained], bucket_bytes)
+    trained = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
+    yield from _stream([replace(item, parameter=_gradient(item.parameter)) for item in trained], bucket_bytes)
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -74,8 +74,8 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
     batches = [_Batch(placements) for placements in _in_batches(exported, bucket_bytes)]
     device = exported[0].parameter.device
     with contextlib.ExitStack() as stack:
-        dense = stack.enter_context(_open(role.dense, _dense_group(), [own.dense for own in batches], device))
-        expert = stack.enter_context(_open(role.expert, _expert_group(), [own.expert for own in batches], device))
+        dense = stack.enter_context(_open(role.dense, _dense_group(), [batch.dense for batch in batches], device))
+        expert = stack.enter_context(_open(role.expert, _expert_group(), [batch.expert for batch in batches], device))
         arena = _Arena(device)
         for batch in batches:
             arena.clear()
@@ -92,12 +92,12 @@ class _Batch:
     @property
     def dense(self) -> list[Placement]:
         """Those that tensor-parallel ranks hold parts of."""
-        return [own for own in self.placements if own.expert is None and own.rule.transform.sharded]
+        return [item for item in self.placements if item.expert is None and item.rule.transform.sharded]
 
     @property
     def expert(self) -> list[Placement]:
         """Those of which expert-parallel ranks hold others."""
-        return [own for own in self.placements if own.expert is not None]
+        return [item for item in self.placements if item.expert is not None]
 
 
 def _in_batches(placements: Sequence[Placement], max_bytes: int) -> list[list[Placement]]:
@@ -127,7 +127,7 @@ def _open(
     takes_part: bool, group: dist.ProcessGroup, batches: Sequence[Sequence[Placement]], device: torch.device
 ) -> Iterator[Gather | None]:
     """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
-    largest = max((packed_bytes([own.parameter.data for own in batch]) for batch in batches), default=0)
+    largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)
     if not takes_part or largest == 0:
         yield None
         return
@@ -139,10 +139,10 @@ def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[st
     """On the first rank of the group, every rank's shard of each parameter, by name."""
     if gather is None or not placements:
         return {}
-    by_rank = gather([own.parameter.data for own in placements])
+    by_rank = gather([item.parameter.data for item in placements])
     if by_rank is None:
         return {}
-    return {own.name: [shards[index] for shards in by_rank] for index, own in enumerate(placements)}
+    return {item.name: [shards[index] for shards in by_rank] for index, item in enumerate(placements)}
 
 
 class _Arena:
@@ -210,9 +210,9 @@ def _tensors(
     if not role.sender:
         yield from zip(names, [None] * len(names), sizes, strict=True)
         return
-    own = shards.get(placement.name, [placement.parameter.data])
+    gathered = shards.get(placement.name, [placement.parameter.data])
     per_expert = placement.tp.size if placement.rule.transform.sharded else 1
-    slices = [own[start : start + per_expert] for start in range(0, len(own), per_expert)]
+    slices = [gathered[start : start + per_expert] for start in range(0, len(gathered), per_expert)]
     yield from zip(
         names, [tensor for part in slices for tensor in merge_shards(placement, part, arena.empty)], sizes, strict=True
     )
@@ -242,7 +242,7 @@ def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = 
     for rank, shard in enumerate(shards):
         for piece in placement.pieces(rank):
             parts[piece.source].append((piece, shard))
-    return [_joined(shape, own, empty) for shape, own in zip(placement.shapes, parts, strict=True)]
+    return [_joined(shape, pieces, empty) for shape, pieces in zip(placement.shapes, parts, strict=True)]
 
 
 def _joined(shape: Shape, parts: Sequence[tuple[Piece, Tensor]], empty: Empty) -> Tensor:

@@ -81,13 +81,13 @@ class _Messages:
         self._group = group
 
     def gather(self, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        own = torch.empty(packed_bytes(shards), dtype=torch.uint8, device=shards[0].device)
-        _pack(shards, own)
+        packed = torch.empty(packed_bytes(shards), dtype=torch.uint8, device=shards[0].device)
+        _pack(shards, packed)
         if self._group.rank() > 0:
-            dist.gather(own, None, group=self._group, group_dst=0)
+            dist.gather(packed, None, group=self._group, group_dst=0)
             return None
-        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.gather(own, everyones, group=self._group, group_dst=0)
+        everyones = [torch.empty_like(packed) for _ in range(self._group.size())]
+        dist.gather(packed, everyones, group=self._group, group_dst=0)
         return [_unpack(shards, buffer) for buffer in everyones]
 
 
@@ -111,11 +111,11 @@ class _Segments:
 
     def __enter__(self) -> _Segments:
         size = _TOKEN_BYTES + 2 * self._half
-        with _segment(size) as (own, offer):
+        with _segment(size) as (mine, offer):
             offers = [offer] * self._group.size()
             dist.all_gather_object(offers, offer, group=self._group)
             first = self._group.rank() == 0
-            self._maps = [own, *(_map(other, size) for other in offers[1:])] if first else [own]
+            self._maps = [mine, *(_map(other, size) for other in offers[1:])] if first else [mine]
             answers = [False] * self._group.size()
             dist.all_gather_object(answers, all(segment is not None for segment in self._maps), group=self._group)
         self.everyone_sees = all(answers)

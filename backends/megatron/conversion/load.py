@@ -47,8 +47,8 @@ def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
 def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensions, device: torch.device) -> None:
     """Every Hugging Face tensor of the model must have a place on some rank: each rank marks its own. Collective."""
     names = sorted(family_of(dimensions).hf_shapes(dimensions))
-    own = {name for placement in placements for name in placement.source_names()}
-    used = torch.tensor([name in own for name in names], dtype=torch.uint8, device=device)
+    sources = {name for placement in placements for name in placement.source_names()}
+    used = torch.tensor([name in sources for name in names], dtype=torch.uint8, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     unused = [name for name, mark in zip(names, used.tolist(), strict=True) if not mark]
     if unused:

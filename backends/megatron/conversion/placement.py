@@ -1,4 +1,4 @@
-"""Which of this rank's parameters comes from which rule, under global layer and expert numbers."""
+"""Rules of this rank's parameters, under global layer and expert numbers."""
 
 from __future__ import annotations
 

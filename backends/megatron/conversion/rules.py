@@ -57,7 +57,7 @@ def _latent_sizes(dimensions: ModelDimensions, latent: LatentAttention) -> dict[
 
 
 def every_layer(dimensions: ModelDimensions) -> range:
-    """What a rule holds for, unless it says otherwise."""
+    """Layers of a rule by default: all of them."""
     return range(dimensions.num_layers)
 
 

@@ -1,4 +1,4 @@
-"""How Hugging Face tensors lie inside Megatron's tensor-parallel shards.
+"""Layout of Hugging Face tensors inside Megatron's tensor-parallel shards.
 
 A transform names, for one tensor-parallel rank, the *pieces*: which range of which Hugging Face tensor stands in which
 view of the rank's Megatron tensor. Reading copies every piece in, writing copies the same pieces out, so both

@@ -58,7 +58,7 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
 
 
 def holdings(config: RunConfig, rank: int) -> Holdings:
-    """What ``rank`` holds for the length of a run; exact, and quicker than ``estimate``, for no pass is followed."""
+    """Memory that ``rank`` holds throughout a run; exact, and faster than ``estimate``."""
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     local = _with_own_layers(config)
     with alone_as(local, rank, on_meta=True):
@@ -89,16 +89,16 @@ class _Rank:
         passes = Passes(self._config, self._dimensions, self._attention, self._trace)
         packs = worst_packs(self._config, context_layout_of(self._attention))
         per_pack = [self._passes(passes, pack) for pack in packs]
-        peaks = [self._peak(own) for own in per_pack]
+        peaks = [self._peak(passes) for passes in per_pack]
         worst = max(range(len(packs)), key=lambda index: peaks[index].nbytes)
-        own, pack = per_pack[worst], packs[worst]
+        largest, pack = per_pack[worst], packs[worst]
         update, update_bytes = self._update()
         handed_on = self._handed_on(pack.packed_seq_len)
         return RankEstimate(
             rank=rank,
-            memory=self._memory(own, peaks[worst], passes.standing, update_bytes),
-            forward=_work(total([part.scoring for part in own]), _axes(), handed_on[:1]),
-            training=_work(total([part.training for part in own]), _axes(), handed_on),
+            memory=self._memory(largest, peaks[worst], passes.standing, update_bytes),
+            forward=_work(total([part.scoring for part in largest]), _axes(), handed_on[:1]),
+            training=_work(total([part.training for part in largest]), _axes(), handed_on),
             update=_work(update, _axes(_replicas()), ()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
@@ -114,7 +114,7 @@ class _Rank:
 
     def _peak(self, passes: Sequence[ChunkPasses]) -> WindowPeak:
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        return window_peak(stage, self._config.trainer.parallel.pipeline, [own.memory for own in passes])
+        return window_peak(stage, self._config.trainer.parallel.pipeline, [chunk.memory for chunk in passes])
 
     def _memory(
         self, passes: Sequence[ChunkPasses], peak: WindowPeak, standing: int, update_bytes: int
@@ -127,14 +127,14 @@ class _Rank:
             optimizer_bytes=held.optimizer_bytes,
             activation_bytes=peak.nbytes - peak.head,
             head_bytes=peak.head,
-            saved_bytes=sum(own.memory.saved for own in passes),
+            saved_bytes=sum(chunk.memory.saved for chunk in passes),
             in_flight=peak.in_flight,
-            forward_bytes=max(own.forward_only for own in passes),
+            forward_bytes=max(chunk.forward_only for chunk in passes),
             update_bytes=update_bytes,
             communication_bytes=standing,
             host_optimizer_bytes=held.host_optimizer_bytes,
             host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,
-            host_activation_bytes=peak.in_flight * max(own.host_bytes for own in passes),
+            host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 
     def _update(self) -> tuple[Counted, int]:

@@ -1,4 +1,4 @@
-"""What one rank holds for the length of a run, counted from its own tensors: on shapes, or in a real trainer."""
+"""Memory that one rank holds throughout a run, counted from its own tensors: on shapes, or in a real trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOST_COPIES = 4
 def holdings_of(
     chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
 ) -> Holdings:
-    """Of one rank, after the optimizer's first step.
+    """Count one rank's memory after the optimizer's first step.
 
     Args:
         chunks, wrapped: its model chunks, bare and inside DDP.
@@ -73,8 +73,8 @@ def optimizer_bytes(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> tuple[
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     on_host = [part.optimizer for part in parts if isinstance(part.optimizer, HybridDeviceOptimizer)]
     on_device = [part.optimizer for part in parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
-    held = [tensor for own in on_device for tensor in (*_parameters(own), *_state(own))]
-    numel = sum(parameter.numel() for own in on_host for parameter in _parameters(own))
+    held = [tensor for optimizer in on_device for tensor in (*_parameters(optimizer), *_state(optimizer))]
+    numel = sum(parameter.numel() for optimizer in on_host for parameter in _parameters(optimizer))
     return storage_bytes(held, without=parameters_of(chunks)), numel * 4 * _HOST_COPIES
 
 

@@ -1,4 +1,4 @@
-"""Whose activations a pipeline stage keeps at once, under Megatron's schedules."""
+"""Activations that a pipeline stage keeps at once, under Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOWS_OF_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """What one chunk's pass over one micro-batch needs, in bytes above what was there before.
+    """Memory of one chunk's pass over one micro-batch, in bytes above what was there before.
 
     Attributes:
         saved: kept from forward to backward.
@@ -63,13 +63,13 @@ def window_peak(stage: int, stages: int, passes: Sequence[PassMemory]) -> Window
     """The highest moment of a window of equal micro-batches; ``passes`` has one entry per chunk of the stage."""
     peak, live, under_way = WindowPeak(0, 0, 0), 0, 0
     for direction, chunk in schedule(stage, stages, len(passes)):
-        own = passes[chunk]
+        chunk_pass = passes[chunk]
         if direction == "forward":
             under_way += 1
-            moment = WindowPeak(live + own.forward, own.head_forward, under_way)
-            live += own.saved
+            moment = WindowPeak(live + chunk_pass.forward, chunk_pass.head_forward, under_way)
+            live += chunk_pass.saved
         else:
-            moment = WindowPeak(live - own.saved + own.backward, own.head_backward, under_way)
-            live, under_way = live - own.saved, under_way - 1
+            moment = WindowPeak(live - chunk_pass.saved + chunk_pass.backward, chunk_pass.head_backward, under_way)
+            live, under_way = live - chunk_pass.saved, under_way - 1
         peak = max(peak, moment, key=lambda found: found.nbytes)
     return peak

@@ -34,7 +34,7 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class ChunkPasses:
-    """What one chunk does with one micro-batch.
+    """Passes of one chunk over one micro-batch.
 
     Attributes:
         memory: of training.
@@ -147,7 +147,7 @@ class Passes:
 
 
 class _HostShapes:
-    """What ``ActivationOffload`` would do, on shapes: bytes leave the device's count for the host's."""
+    """``ActivationOffload`` on shapes: bytes leave the device's count for the host's."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
@@ -172,7 +172,7 @@ def _to_device(saved: Any) -> Tensor:
 
 
 def _head_labels(trace: Trace) -> list[Patch]:
-    """What the head makes is counted as the head's."""
+    """Count the head's tensors as the head's."""
     function = head._FusedLogprobs
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -217,10 +217,10 @@ def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
 def total(counted: Sequence[Counted]) -> Counted:
     """The sum over chunks."""
     whole = Counted()
-    for own in counted:
-        whole.matmul_flops += own.matmul_flops
-        whole.attention_flops += own.attention_flops
-        for ranks, (nbytes, calls) in own.sent.items():
+    for chunk in counted:
+        whole.matmul_flops += chunk.matmul_flops
+        whole.attention_flops += chunk.attention_flops
+        for ranks, (nbytes, calls) in chunk.sent.items():
             before = whole.sent.get(ranks, (0, 0))
             whole.sent[ranks] = (before[0] + nbytes, before[1] + calls)
     return whole

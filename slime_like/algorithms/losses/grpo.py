@@ -160,7 +160,7 @@ class GRPOLoss:
 
 
 def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
-    """Everything is flattened later on, when (T, B) could no longer be told from (B, T)."""
+    """Check shapes before flattening, after which (T, B) looks like (B, T)."""
     require_tensors(**per_target)
     if targets.ndim not in (1, 2):
         raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")

@@ -94,7 +94,7 @@ class Loss:
 
         Raises:
             ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
-                policy term (of one's own) gives something else than (R,) values in ``PolicyTerms``.
+                custom policy term returns something else than (R,) values in ``PolicyTerms``.
         """
         self._check(inputs)
         inputs = inputs.cut_masked()
@@ -165,7 +165,7 @@ class Loss:
 
 
 def _check_coefficients(config: AlgorithmConfig) -> None:
-    """A NaN is not above 0: the term would be left out without a word."""
+    """Reject a NaN, which is not above 0: the term would be left out silently."""
     for name in ("kl_coef", "entropy_coef", "off_policy_mask"):
         value = getattr(config, name)
         if not (value is None and name == "off_policy_mask") and not 0 <= value < math.inf:

@@ -41,7 +41,7 @@ class LossSums:
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> LossSums:
-        """Where adding up starts."""
+        """Sums of nothing."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
     def add(self, other: LossSums) -> LossSums:

@@ -1,4 +1,4 @@
-"""What goes into a loss and what comes out."""
+"""Inputs and outputs of a loss."""
 
 from __future__ import annotations
 

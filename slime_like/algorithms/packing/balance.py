@@ -47,7 +47,7 @@ def share_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> 
     """
     weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
     rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
-    return [[bins[k] for k in own] for own in _differencing(rounds)]
+    return [[bins[k] for k in group] for group in _differencing(rounds)]
 
 
 def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:

@@ -38,14 +38,14 @@ def checked_list(sequences: Sequence[Trajectory]) -> list[Trajectory]:
         raise ValueError("cannot pack an empty list of sequences; give at least one")
     kinds = set(map(type, sequences))
     if odd := [kind for kind in kinds if not issubclass(kind, UnscoredTrajectory)]:
-        raise ValueError(f"a {odd[0].__name__} is no sequence; give UnscoredTrajectory or ScoredTrajectory objects")
+        raise ValueError(f"a {odd[0].__name__} is not a sequence; give UnscoredTrajectory or ScoredTrajectory objects")
     if len(kinds) > 1:
         raise ValueError("scored and unscored sequences cannot share a pack; pack each kind by itself")
     return sequences
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Where a pack may go.
+    """Return the device of a pack.
 
     Raises:
         ValueError: no device's name, or a GPU where torch sees none.
@@ -66,7 +66,7 @@ def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) ->
     given = {"target_tokens_per_batch": budget, "pad_token_id": pad_token_id, "ignore_index": ignore_index}
     for name, value in given.items():
         if not isinstance(value, Integral) and not (value is None and name == "target_tokens_per_batch"):
-            raise ValueError(f"{name}={value!r} is no whole number; give an integer")
+            raise ValueError(f"{name}={value!r} must be an integer")
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
 
@@ -75,14 +75,14 @@ def check_arguments(budget: int | None, pad_token_id: int, ignore_index: int) ->
 def check_sizes(
     sequences: Sequence[Trajectory], prompts: list[int], responses: list[int], packed: int, pad_token_id: int
 ) -> None:
-    """Nothing empty, nothing over the length of the pack, and padding that is a token.
+    """Reject empty parts, sizes over the pack's length, and padding that is no token.
 
     Raises:
         ValueError: the first that is not so.
     """
-    for name, own in (("prompt", prompts), ("response", responses)):
-        if min(own) < 1:
-            where = sequences[own.index(min(own))].sequence_id
+    for name, parts in (("prompt", prompts), ("response", responses)):
+        if min(parts) < 1:
+            where = sequences[parts.index(min(parts))].sequence_id
             raise ValueError(f"sequence {where!r} has an empty {name}: nothing could be scored; drop it before packing")
     actual = sum(prompts) + sum(responses)
     if actual > packed:
@@ -154,7 +154,7 @@ def _fault(sequence: Trajectory) -> str | None:
 
 
 def _entries(name: str, described: TensorField) -> str:
-    """What a field holds, in words."""
+    """Describe a field's values."""
     if described.over == "functions":
         return "numbers, one per reward function"
     if described.over == "sequence":
@@ -166,7 +166,7 @@ def _entries(name: str, described: TensorField) -> str:
 
 
 def _fits(dtype: torch.dtype, described: torch.dtype) -> bool:
-    """Whether entries of a type become the described type: numbers any, integers integers, bools bools."""
+    """Return whether a type converts to the described one: numbers to floats, integers to integers, bools to bools."""
     if described == torch.bool or dtype == torch.bool:
         return described.is_floating_point or dtype == described
     return not dtype.is_complex if described.is_floating_point else not (dtype.is_floating_point or dtype.is_complex)

@@ -145,7 +145,7 @@ def _gathered(
     tensors = list(map(attrgetter(name), sequences))
     found = list(map(count, tensors))
     if found != lengths:
-        where = next(i for i, (own, stated) in enumerate(zip(found, lengths, strict=True)) if own != stated)
+        where = next(i for i, (length, stated) in enumerate(zip(found, lengths, strict=True)) if length != stated)
         raise ValueError(
             f"sequence {sequences[where].sequence_id!r}: {name} has {found[where]} entries, its stated length is "
             f"{lengths[where]}"
@@ -154,7 +154,7 @@ def _gathered(
 
 
 def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
-    """The pieces end to end in ``out``; what torch would let pass is refused: other dimensions, bools as integers."""
+    """The pieces end to end in ``out``; what torch would let pass is rejected: other dimensions, bools as integers."""
     if pieces[0].ndim != out.ndim or pieces[0].device.type != "cpu":
         raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
     is_integer = not out.is_floating_point() and out.dtype != torch.bool

@@ -1,4 +1,4 @@
-"""What follows from the lengths and masks of a pack's sequences: index arithmetic on the CPU.
+"""Index arithmetic on the lengths and masks of a pack's sequences, on the CPU.
 
 Computed by NumPy, which is faster at repeating (four times) and at masking integers (twice) than torch.
 """
@@ -28,7 +28,7 @@ class PackLengths:
         self.padding = self.packed - self.actual
 
     def per_token(self, per_sequence: Array) -> Array:
-        """Every sequence's value on each of its response tokens."""
+        """Repeat every sequence's value on its response tokens."""
         return np.repeat(per_sequence, self.response)
 
     def owner(self, response_token: int) -> tuple[int, int]:
@@ -39,7 +39,7 @@ class PackLengths:
 
 
 def layout(lengths: PackLengths) -> dict[str, Tensor]:
-    """Every tensor that follows from the lengths alone."""
+    """Compute the tensors that depend on lengths alone."""
     layout = {
         "position_ids": _positions(lengths),
         "sequence_mask": _sequence_mask(lengths),
@@ -53,7 +53,7 @@ def layout(lengths: PackLengths) -> dict[str, Tensor]:
 
 
 def _positions(lengths: PackLengths) -> Array:
-    """Every token's own index less that of its segment's first token; padding is a segment too."""
+    """Return every token's index less that of its segment's first token; padding is a segment too."""
     positions = np.arange(lengths.packed, dtype=np.int32)
     firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
     positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))

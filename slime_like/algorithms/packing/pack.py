@@ -57,7 +57,7 @@ def pack_sequences(
         ignore_index: value of ``targets`` where a token carries no loss; negative, as every other id is a token's.
 
     Returns:
-        The pack. Padding is a segment of its own: it belongs to no sequence, mask, mean or count.
+        The pack. Padding is a separate segment: it belongs to no sequence, mask, mean or count.
 
     Raises:
         ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields

@@ -58,7 +58,7 @@ def partition_by_tokens(
     costs = lengths if costs is None else costs
     shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
-    partition = [[[share[k] for k in members] for members in own] for share, own in zip(shares, bins, strict=True)]
+    partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
     if equal_counts is not False and not _even_out(partition, lengths, costs):
         evened = _even_partition(lengths, max_tokens, num_ranks, costs)
         if evened is None and equal_counts:
@@ -68,7 +68,7 @@ def partition_by_tokens(
                 "fill up with zero_weight_pack"
             )
         partition = evened or partition
-    return [sorted(sorted(members) for members in _levelled(own, lengths)) for own in partition]
+    return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class StreamedPartition:
 
 
 def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> StreamedPartition:
-    """What can be sent already while sequences still arrive: whole rounds of micro-batches that no further one fits in.
+    """Partition a growing list of sequences: whole rounds of full micro-batches, which can be sent already.
 
     Micro-batches are filled in order of arrival. One is full when the next sequence no longer fits; full ones are given
     out in rounds of one per rank, and everything else is spare and belongs in front of the next call's sequences.
@@ -149,32 +149,32 @@ def training_flops(
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     """The same sequences in as many bins, the fullest of which holds less; as they are where none such is found."""
-    members = [i for own in bins for i in own]
+    members = [i for batch in bins for i in batch]
     even = [[members[k] for k in part] for part in balance([lengths[i] for i in members], len(bins))]
-    return min((bins, even), key=lambda each: max(sum(lengths[i] for i in own) for own in each))
+    return min((bins, even), key=lambda each: max(sum(lengths[i] for i in batch) for batch in each))
 
 
 # -------------------------------------------------------------------------------------------------------- equal counts
 def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[float]) -> bool:
     """Bring every rank to the largest count of any, with as little change as possible; whether all got there."""
-    most = max(len(own) for own in partition)
-    for own in partition:
-        _split_up(own, lengths, most)
-    for own in partition:
-        while len(own) < most:
+    most = max(len(batches) for batches in partition)
+    for batches in partition:
+        _split_up(batches, lengths, most)
+    for batches in partition:
+        while len(batches) < most:
             moved = _take_cheapest(partition, costs)
             if moved is None:
                 return False
-            own.append([moved])
+            batches.append([moved])
     return True
 
 
 def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
     """Take a sequence out of a micro-batch that holds others too: the cheapest of the rank that bears most."""
-    donors = [own for own in partition if any(len(members) > 1 for members in own)]
+    donors = [batches for batches in partition if any(len(members) > 1 for members in batches)]
     if not donors:
         return None
-    donor = max(donors, key=lambda own: sum(costs[i] for members in own for i in members))
+    donor = max(donors, key=lambda batches: sum(costs[i] for members in batches for i in members))
     _, slot, index = min((costs[i], k, i) for k, members in enumerate(donor) if len(members) > 1 for i in members)
     donor[slot].remove(index)
     return index
@@ -234,14 +234,14 @@ def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Seque
 
 def _check_ranks(num_ranks: int) -> None:
     if not isinstance(num_ranks, Integral):
-        raise ValueError(f"num_ranks={num_ranks!r} is no number of ranks; give a whole one")
+        raise ValueError(f"num_ranks={num_ranks!r} must be an integer")
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
 
 
 def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     if not isinstance(max_tokens, Integral):
-        raise ValueError(f"max_tokens={max_tokens!r} is no number of tokens; give a whole one")
+        raise ValueError(f"max_tokens={max_tokens!r} must be an integer")
     for index, length in enumerate(lengths):
         if not isinstance(length, Integral):
             raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")

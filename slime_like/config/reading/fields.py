@@ -83,7 +83,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: str = "") -> Iterator[SectionDoc]:
-    """Every section of the configuration, outer before inner, in the order of the models."""
+    """List the configuration's sections, outer before inner, in the order of the models."""
     leaves = []
     inner: list[tuple[type[BaseModel], str, str]] = []
     for key, info in model.model_fields.items():
@@ -98,7 +98,7 @@ def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: 
 
 
 def all_fields() -> dict[str, Field]:
-    """Every leaf by its dotted name."""
+    """Return the leaves by dotted name."""
     return {field.name: field for section in _of_a_run() for field in section.fields}
 
 

@@ -46,7 +46,7 @@ def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, lis
         elif flags:
             flags[-1][1].append(argument)
         else:
-            problems.append(f"{argument!r} is no flag; write --section.field value")
+            problems.append(f"{argument!r} is not a flag; write --section.field value")
     return flags
 
 

@@ -10,7 +10,7 @@ _INDENT = " " * 6
 
 
 def fields_help(width: int = 100) -> str:
-    """Every flag with type, default and description, section by section."""
+    """Describe every flag, its type and default, section by section."""
     return "\n\n".join(_section(section, width) for section in sections() if section.fields)
 
 

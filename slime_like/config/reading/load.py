@@ -1,4 +1,4 @@
-"""From a YAML file and flags that mirror it to a validated ``RunConfig``, and back."""
+"""Conversion between YAML files or flags and a validated ``RunConfig``."""
 
 from __future__ import annotations
 

@@ -106,17 +106,17 @@ def _wrong(name: str, detail: ErrorDetails) -> str:
     if kind == "finite_number":
         return "is not finite; give a finite number"
     if kind == "literal_error":
-        return f"is no choice; use one of: {context['expected']}"
+        return f"must be one of: {context['expected']}"
     if kind == "too_short":
         return f"is too short; give at least {context['min_length']}"
     if kind in ("model_type", "model_attributes_type"):
         return "is one value where a section belongs; write its fields below it"
     if kind == "dict_type":
-        return "is no mapping; write `key: value` pairs below it"
+        return "must be a mapping; write `key: value` pairs below it"
     if kind == "invalid_key":
-        return "is no name of a field; remove it (slime-like train --help lists every field)"
+        return "is not the name of a field; remove it (slime-like train --help lists every field)"
     if kind == "tuple_type":
-        return "is no list; write [first, second]"
+        return "must be a list; write [first, second]"
     field = all_fields().get(name)
     expected = field.type_text if field is not None else detail["msg"].removeprefix("Input should be ")
     return f"has the wrong type; give {expected}"

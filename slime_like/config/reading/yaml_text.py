@@ -74,7 +74,7 @@ def read_document(text: str, name: str) -> Document:
 
 
 def read_value(text: str) -> Any:
-    """One value as it would stand in the YAML file. Raises ``yaml.YAMLError``."""
+    """Parse one YAML value. Raises ``yaml.YAMLError``."""
     try:
         loader = _Loader(text)
         node = _composed(loader)

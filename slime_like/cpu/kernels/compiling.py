@@ -62,7 +62,7 @@ def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callab
 
 
 def part(fastmath: frozenset[str] = SUMS) -> Callable[[Callable[..., Any]], Any]:
-    """For functions that kernels call: compiled with each, and not by themselves."""
+    """Mark a function that kernels call; it is compiled with each of them."""
     decorate: Callable[[Callable[..., Any]], Any] = njit(fastmath=set(fastmath), error_model="numpy")
     return decorate
 
@@ -85,7 +85,7 @@ def _places() -> Iterator[Path]:
 
 @cache
 def _directory() -> Path | None:
-    """Where compiled code is kept: beside the sources, or in the user's home; ``None`` where neither is writable."""
+    """Return the cache directory: beside the sources or in the home directory; ``None`` if neither is writable."""
     for base in _places():
         directory = base / f"kernels-{_stamp()}"
         try:
@@ -110,7 +110,7 @@ def _remove_unused(base: Path) -> None:
 
 
 class _Locator:
-    """What Numba asks where to keep a function. Of its answers only the directory is used; see ``_KernelFile``."""
+    """Numba's cache locator; only its directory is used, see ``_KernelFile``."""
 
     @classmethod
     def from_function(cls, function: Any, source: str) -> _Locator:
@@ -145,7 +145,7 @@ class _KernelFile:
         return pickle.loads(code) if hashlib.sha256(code).digest() == digest else None
 
     def save(self, key: object, data: object) -> None:
-        """At once or not at all. Where it cannot be written the next process compiles, too."""
+        """Write the file atomically. If that fails, the next process compiles, too."""
         code = dumps(data)
         with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=self._path.parent) as directory:
             written = Path(directory) / self._path.name

@@ -1,4 +1,4 @@
-"""What comes between the projections of one new float32 token per row and its attention."""
+"""Operations between projections and attention, for one new float32 token per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to one head at a time, as vector instructions: its loops are too short for a compiler to find them.
+"""Operations on one head as vector instructions, since its loops are too short for automatic vectorisation.
 
 Arrays are contiguous float32, of any number of axes; where a head lies (``..._at``) counts from their beginning,
 unchecked. A head has D elements, a multiple of ``2 * LANES``; element d is rotated with element d + D / 2, by cosines
@@ -79,7 +79,7 @@ def norm_back(
     weight_grad: Any,
     width: Any,
 ) -> Any:
-    """In place of ``x`` its gradient from that of its norm, and ``weight_grad += grad * x * rstd``.
+    """Overwrite ``x`` with its gradient from that of its norm, and add ``weight_grad += grad * x * rstd``.
 
     See ``rms_norm.backward``.
     """
@@ -139,14 +139,14 @@ def _generate_norm_back(*given: Any) -> Any:
     total = code.times(code.times(code.sum_of(projection), code.times(rstd, rstd)), code.inverse(width))
     shares = code.splat(total)
     with code.pieces(width) as d:
-        own = code.times(code.load(grad, grad_at, d), code.load(weight, d))
-        own = code.minus(own, code.times(code.load(x, x_at, d), shares))
-        code.store(code.times(own, factors), x, x_at, d)
+        term = code.times(code.load(grad, grad_at, d), code.load(weight, d))
+        term = code.minus(term, code.times(code.load(x, x_at, d), shares))
+        code.store(code.times(term, factors), x, x_at, d)
     return code.nothing
 
 
 class _Code:
-    """What an intrinsic is generated with: its arguments, arrays as where they begin, and operations of vectors."""
+    """Code generation of an intrinsic: its arguments, array addresses, and vector operations."""
 
     _vector = ir.VectorType(ir.FloatType(), LANES)
 
@@ -207,7 +207,7 @@ class _Code:
         self._builder.store(self.plus(self._builder.load(total), self.times(a, b)), total)
 
     def sum_of(self, total: Any) -> Any:
-        """Of all lanes."""
+        """Sum over all lanes."""
         lanes, width = self._builder.load(total), LANES
         while width > 1:
             width //= 2

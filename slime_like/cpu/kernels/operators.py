@@ -14,12 +14,12 @@ from slime_like.cpu.kernels.tile import LANES
 
 
 def are_served(*tensors: Tensor) -> bool:
-    """If the kernels know such tensors; all others are torch's own operators' business."""
+    """Return whether the kernels support such tensors; torch's operators handle all others."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
 def is_served_width(head_dim: int) -> bool:
-    """If ``FusedAttention`` knows heads of so many elements."""
+    """Return whether ``FusedAttention`` supports this head size."""
     return head_dim % LANES == 0
 
 
@@ -133,7 +133,7 @@ class FusedSwiGLU(torch.autograd.Function):
 
 
 class FusedAttention(torch.autograd.Function):
-    """What ``packed_attention.forward`` computes.
+    """Autograd function of ``packed_attention.forward``.
 
     Arguments: mixed (T, G, (R + 2) * D); the weights (D,) of the norms of queries and keys, or None for both; their
     eps; cos and sin (T, D / 2); (S + 1,) int64 boundaries; the scale of products.
@@ -219,7 +219,7 @@ def _given(
 
 
 def _reused(saved: Tensor) -> Tensor:
-    """What backward needs for the last time, as the place of its gradient, which is as large.
+    """Reuse the memory of a saved tensor for its gradient, which is as large.
 
     It lies in the processor's cache then, where new memory would have to be fetched only to be overwritten. torch
     rejects later reads through autograd, such as a second backward.

@@ -43,7 +43,7 @@ def _pitch(boundaries: np.ndarray) -> int:
 
 @part()
 def _at(heads: np.ndarray, t: int, g: int, place: int) -> int:
-    """Where a head begins in ``heads``."""
+    """Offset of a head in ``heads``."""
     return (t * heads.shape[1] + g) * heads.shape[2] + place
 
 
@@ -55,7 +55,7 @@ def _ones_if_none(weight: np.ndarray, width: int) -> np.ndarray:
 
 @part()
 def _rstd(mixed: np.ndarray, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
-    """What a head is multiplied by before its norm's weight; without a norm, 1."""
+    """Scale of a head before its norm's weight; 1 without a norm."""
     return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
 
 

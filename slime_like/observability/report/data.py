@@ -1,4 +1,4 @@
-"""What a run left in its directory, read back for a report."""
+"""A run's directory, read back for a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from slime_like.config.reading.yaml_text import read_document
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.metrics import METRICS_FILE, read_metrics, series, that_count
+from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.tables import TOKEN_TABLE
 
@@ -67,7 +67,7 @@ class RunData:
 
     def non_finite_steps(self, name: str) -> list[int]:
         """Steps at which the metric was logged but was NaN or infinite."""
-        last = {record["step"]: record[name] for record in that_count(self.records) if name in record}
+        last = {record["step"]: record[name] for record in current_records(self.records) if name in record}
         return sorted(step for step, value in last.items() if value is None)
 
 
@@ -136,7 +136,8 @@ def _engine(rollout: Mapping[str, Any]) -> str:
 
 def _steps(run: RunData) -> str:
     done = max(
-        (record["step"] for record in that_count(run.records) if STEP_TIME in record or LOSS in record), default=0
+        (record["step"] for record in current_records(run.records) if STEP_TIME in record or LOSS in record),
+        default=0,
     )
     planned = run.config.get("steps")
     return f"{done} of {planned}" if planned else str(done)

@@ -1,4 +1,4 @@
-"""Which curves a report draws, and where a run's time went."""
+"""Panels of a report: curves, and the time by phase."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def panels(run: RunData) -> tuple[list[Panel], list[str]]:
 
 
 def phase_picture(run: RunData) -> PhasePicture | None:
-    """Where the time of every step went; ``None`` where the run recorded no phases."""
+    """Draw the time of every step by phase; ``None`` without recorded phases."""
     seconds = {phase: _by_step(run, phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
     steps = sorted({step for values in seconds.values() for step in values})
     taken = {phase: values for phase, values in seconds.items() if any(value > 0 for value in values.values())}

@@ -1,4 +1,4 @@
-"""What a model said, made safe to look at."""
+"""Model output, escaped for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many devices a run takes, in which pieces, and which node each piece goes to. Pure: no Ray."""
+"""Bundles of devices of a run, and their nodes. Pure: no Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANK_LABEL = "slime-like.io/node-rank"
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each engine of its own devices,
+    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each separate engine,
     then one for each rank of the reference workers.
 
     Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
@@ -28,7 +28,7 @@ def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bo
 
 
 def num_reference_ranks(config: RunConfig) -> int:
-    """Of all reference workers together."""
+    """Number of ranks of all reference workers."""
     return config.reference_workers * config.reference.parallel.world_size
 
 
@@ -56,7 +56,7 @@ class NodeRoom:
 
     Attributes:
         address: the node's.
-        free: devices that nobody uses.
+        free: number of unused devices.
     """
 
     address: str
@@ -101,7 +101,7 @@ def assign_nodes(
 
 
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
-    """Can a whole run be placed on empty nodes with so many devices each?"""
+    """Return whether the run fits on empty nodes with so many devices each."""
     references = reference_blocks(config)
     others = bundle_sizes(config)[config.trainer.parallel.world_size :]
     engines = others[: len(others) - sum(references)]

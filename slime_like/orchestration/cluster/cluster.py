@@ -40,8 +40,7 @@ class Cluster:
         bucket_directories: where weight buckets lie besides shared memory.
 
     Attributes:
-        run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end, whoever
-            left them.
+        run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end.
     """
 
     def __init__(self, config: ClusterConfig, logs: Path, slots: int, bucket_directories: Sequence[Path] = ()) -> None:
@@ -54,7 +53,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
-            raise SlimeLikeError("Ray is already initialised in this process; call train() from a process of its own")
+            raise SlimeLikeError("Ray is already initialised in this process; call train() in a separate process")
         problem = object_store_problem(self._config.object_store_mb) if self._config.address is None else None
         if problem is not None:
             raise SlimeLikeError(problem)
@@ -66,7 +65,7 @@ class Cluster:
         sessions = Sessions.from_now_on(Path(get_default_ray_temp_dir()), os.getpid())
         self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
-            with _own_signals(), _few_helpers(), _own_process_groups(), _no_paragraphs():
+            with _own_signals(), _limited_idle_workers(), _own_process_groups(), _without_error_listener():
                 ray.init(**self._arguments())
             take_signals_back()
             raise_if_interrupted()
@@ -88,7 +87,7 @@ class Cluster:
         self._end(in_order=kind is None)
 
     def _end(self, in_order: bool) -> None:
-        """What was interrupted while it started may still be starting: then the guard looks once more."""
+        """Shut Ray down; after an interrupted start the orphan reaper looks once more."""
         ray.shutdown()
         cleanup(self.run_name, self._bucket_directories)
         if in_order:
@@ -108,19 +107,19 @@ class Cluster:
             "include_dashboard": False,
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
-            # Every actor here has an environment of its own or starts at once: what idles in advance serves none.
+            # Every actor here has its own environment or starts at once: what idles in advance serves none.
             # Without the GCS nothing can go on, and Ray would wait a minute for it to come back.
             "_system_config": {"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 15},
         }
 
 
 def _own_signals() -> AbstractContextManager[None]:
-    """Ray puts a handler of its own on SIGTERM: it exits without a word, or not at all where the exit is swallowed."""
+    """Replace Ray's SIGTERM handler, which exits silently, or not at all where the exit is swallowed."""
     return replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
 
 
 @contextmanager
-def _few_helpers() -> Iterator[None]:
+def _limited_idle_workers() -> Iterator[None]:
     """A cluster of our own neither grows, nor repeats the workers' words here, nor shows pages: ``ray.init`` starts a
     process for each, and has no argument that says no."""
     module = ray._private.parameter
@@ -129,30 +128,30 @@ def _few_helpers() -> Iterator[None]:
         yield
 
 
-def _no_paragraphs() -> AbstractContextManager[None]:
-    """Whatever dies, Ray tells the terminal in paragraphs of its own; its logs have them, the run has one sentence."""
+def _without_error_listener() -> AbstractContextManager[None]:
+    """Keep Ray's paragraphs on dead actors out of the terminal: its logs have them, the run reports one sentence."""
     return replaced(ray._private.worker, "listen_error_messages", lambda worker, stopped: None)
 
 
-class _InGroupOfItsOwn(services.ConsolePopen):
-    """What ``ray.init`` starts a daemon with; see ``_own_process_groups``."""
+class _SeparateGroupProcess(services.ConsolePopen):
+    """``Popen`` of Ray's daemons; see ``_own_process_groups``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, process_group=0)
 
 
 def _own_process_groups() -> AbstractContextManager[None]:
-    """Ray's daemons leave the driver's process group, so that a signal to all of it reaches the driver alone.
+    """Start Ray's daemons outside of the driver's process group, whose signals then reach the driver alone.
 
     ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
     gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
     driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
     """
-    return replaced(services, "ConsolePopen", _InGroupOfItsOwn)
+    return replaced(services, "ConsolePopen", _SeparateGroupProcess)
 
 
 def _require_reachable(address: str) -> None:
-    """Ray itself tries for minutes, and names an address nobody gave."""
+    """Check the address before Ray does, which tries for minutes and then names another address."""
     host, separator, port = address.rpartition(":")
     if not separator:
         return  # "auto"
@@ -169,7 +168,7 @@ def _stay_on_loopback() -> None:
     """Keep a cluster of our own out of the network.
 
     Ray replaces 127.0.0.1 by the machine's outward address and then listens on all of them, except on systems where it
-    knows no clusters; this is the variable by which it is told so, in this process and in those it starts.
+    supports no clusters. This variable marks such a system, in this process and in those it starts.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False

@@ -1,4 +1,4 @@
-"""Ray's GCS as the nodes of a launch use it: which nodes Ray has, whether they are healthy, and a few small values.
+"""Client of Ray's GCS for the nodes of a launch: membership, health, and a few small values.
 
 Ray's own clients try for a minute and then end the process, or raise what does not name the node. These calls of its
 gRPC services have a bound each and raise why they failed.
@@ -85,7 +85,7 @@ class Gcs:
         return bool(self._call(self._values.InternalKVPut, request).added)
 
     def members(self) -> dict[int, Member]:
-        """Every node that has joined, by its rank."""
+        """Return the joined nodes by rank."""
         found = self._call(self._nodes.GetAllNodeInfo, messages.GetAllNodeInfoRequest()).node_info_list
         return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
 
@@ -93,7 +93,7 @@ class Gcs:
         """
         Raises:
             UnreachableError: no answer in time.
-            WrongTokenError: the token is refused.
+            WrongTokenError: the token is rejected.
         """
         began = time.monotonic()
         while True:

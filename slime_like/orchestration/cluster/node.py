@@ -22,7 +22,7 @@ def node_address() -> str:
 
 
 def session_directory() -> Path:
-    """Where Ray keeps the files of this cluster on this node."""
+    """Directory of Ray's files of this cluster on this node."""
     return Path(ray._private.worker._global_node.get_session_dir_path())
 
 

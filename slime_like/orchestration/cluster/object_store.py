@@ -1,4 +1,4 @@
-"""Has this machine room for Ray's object store? Asked before Ray is started, which answers in words of its own."""
+"""Check that this machine has room for Ray's object store, before Ray starts."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ stay for ever.
 
 Run as ``python -m slime_like.orchestration.cluster.orphan_reaper DRIVER_PID RAY_DIRECTORY SINCE LOGS
 RUN_NAME BUCKET_DIRECTORY...``
-with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver, which has said why, is
-ending; its end without a word that the driver was ended by somebody else, which nobody but the guard can tell.
+with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver is ending with a
+message of its error; end of file alone means that the driver was killed, which only this process can report.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _GRACE_S = 2.0
 _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
-_LAST_WORDS = (
+_KILLED_MESSAGE = (
     "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
     "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
-    "what it had started was ended, too; a training run goes on from its latest checkpoint when started again"
+    "its processes were ended too; restart a training run to resume from the last checkpoint"
 )
 
 
@@ -52,7 +52,7 @@ def start(
         run_name,
         *map(str, bucket_directories),
     ]
-    # A session of its own: Ctrl-C on the terminal is the driver's business.
+    # A separate session: Ctrl-C on the terminal is handled by the driver.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
@@ -77,7 +77,7 @@ def hand_over(guard: subprocess.Popen[bytes]) -> None:
 
 
 def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
-    """Until standard input says something, or ends."""
+    """Wait for a message or end of file on standard input."""
     word = sys.stdin.readline()
     if word == "done\n":
         return
@@ -87,7 +87,7 @@ def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Seq
     for session in sessions.directories():
         put_away(session, logs)
     if not word:  # last, for the terminal may be gone as well
-        print(_LAST_WORDS.format(driver=sessions.driver, logs=logs), file=sys.stderr)
+        print(_KILLED_MESSAGE.format(driver=sessions.driver, logs=logs), file=sys.stderr)
 
 
 def end_orphans(sessions: Sessions) -> None:

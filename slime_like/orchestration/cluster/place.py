@@ -50,15 +50,15 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
             or is loopback although other nodes must reach it.
     """
     head = _resolved_head(head_name, address)
-    own = address or (head if rank == 0 else _address_towards(head))
-    if rank == 0 and own != head and not is_loopback(head):
+    node = address or (head if rank == 0 else _address_towards(head))
+    if rank == 0 and node != head and not is_loopback(head):
         raise ConfigError(
-            [f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={own}; give every node the same HEAD_ADDR"]
+            [f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={node}; give every node the same HEAD_ADDR"]
         )
     try:
-        interface = interface_of(own)
+        interface = interface_of(node)
     except ValueError as error:
-        raise ConfigError([f"NODE_ADDR={own} is no address ({error}); give a number such as 10.0.0.2"]) from error
+        raise ConfigError([f"NODE_ADDR={node} is no address ({error}); give a number such as 10.0.0.2"]) from error
     if interface is None:
         listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
         if rank == 0 and not address:
@@ -68,8 +68,8 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
                     f"{listed}); start NODE_RANK=0 on the node that has it, or give that node's address to all nodes"
                 ]
             )
-        raise ConfigError([f"NODE_ADDR={own} is no address of {socket.gethostname()}; it has {listed}"])
-    return Place(rank, own if rank == 0 else head, own, interface)
+        raise ConfigError([f"NODE_ADDR={node} is no address of {socket.gethostname()}; it has {listed}"])
+    return Place(rank, node if rank == 0 else head, node, interface)
 
 
 def _resolved_head(name: str, address: str) -> str:
@@ -96,7 +96,7 @@ def _resolved_head(name: str, address: str) -> str:
 
 
 def _is_loopback_address(host: str) -> bool:
-    """Whether loopback is given as an address: then several nodes of one machine are meant."""
+    """Return whether a loopback address is given, which means several nodes on one machine."""
     try:
         return is_loopback(host)
     except ValueError:

@@ -96,7 +96,7 @@ class Placement:
         return self._options(rank, gpus=1)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
-        """Ray options of one engine's actor. A colocated one owns no device: it is told which to use."""
+        """Ray options of one engine's actor. A colocated one owns no device: the caller names the one to use."""
         if self._shared:
             return self._options(self.shared_ranks(engine).start, gpus=0)
         return self._options(self._num_ranks + engine, gpus=self._config.rollout.tensor)
@@ -176,12 +176,12 @@ class Placement:
     def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
         """Bundles of trainer ranks along the devices of each node, then those of engines as they are.
 
-        Which device a bundle has reserved is told by a task that runs in it.
+        A task inside each bundle reports the device that the bundle has reserved.
         """
         ranks = list(range(self._num_ranks))
         if self.device == "GPU":
             options = [self._in_bundle(bundle, gpus=1) for bundle in ranks]
-            asked = [ray.remote(_own_device).options(**own).remote() for own in options]
+            asked = [ray.remote(_own_device).options(**actor_options).remote() for actor_options in options]
             devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
             ranks = along_devices(wanted[: self._num_ranks], devices)
         return ranks + list(range(self._num_ranks, len(self._sizes)))

@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 5.0
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
-def nobody() -> None:
-    """Nobody else to look at."""
+def watch_none() -> None:
+    """Check no other worker while waiting."""
 
 
 def gather(
@@ -33,7 +33,7 @@ def gather(
     phase: str,
     timeout_s: float,
     error: type[SlimeLikeError],
-    watch: Callable[[], None] = nobody,
+    watch: Callable[[], None] = watch_none,
 ) -> list[Any]:
     """Wait for every reference; the first failure ends the wait.
 
@@ -43,7 +43,7 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         error: class of the error to raise.
-        watch: called every few seconds of waiting; raises where an answer needs somebody who has died.
+        watch: called every few seconds of waiting; raises where an answer needs a dead worker.
 
     Raises:
         error: a worker died, raised, or did not answer in time.
@@ -102,7 +102,7 @@ def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLi
 
 
 def _death(cause: RayActorError) -> str:
-    """Of an actor's process that ended without an exception Ray says no more than that, and its id."""
+    """Describe an actor's death, of which Ray reports only the process id."""
     process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)

@@ -1,4 +1,4 @@
-"""What Ray starts besides what a run needs, and has no argument that says no: left out.
+"""Patches that keep Ray from starting processes that a run does not need.
 
 Each of these processes imports Ray for itself, and starting Ray waits for the last of them.
 """
@@ -26,8 +26,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def without_dashboard() -> Iterator[None]:
-    """Without its pages a dashboard's server is started all the same, to count usage; and what an agent of every node
-    does for it is left out where Ray thinks that it cannot be imported."""
+    """Skip the dashboard's server and agents, which Ray starts even without its pages."""
     with (
         replaced(services, "start_api_server", _no_api_server),
         replaced(ray._private.utils, "get_dashboard_dependency_error", _not_wanted),

@@ -1,4 +1,4 @@
-"""This node's part of Ray: started, watched and ended by process id, whatever else of Ray runs on the machine."""
+"""This node's Ray processes: started, watched and ended by process id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RayNodeSpec:
-    """How one node of Ray is started.
+    """Specification of one Ray node.
 
     Attributes:
         rank: the node's rank.
@@ -142,16 +142,16 @@ class RayNode:
         line = output.readline()
         if not line:
             self._process.wait(_STOP_S)
-            raise LaunchError(f"Ray did not start on {self._spec.address}: {self._last_words()}")
+            raise LaunchError(f"Ray did not start on {self._spec.address}: {self._last_output()}")
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:
         """Why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
         if self._process.poll() is None:
             return None
-        return f"Ray ended on {self._spec.address} by itself: {self._last_words()}"
+        return f"Ray ended on {self._spec.address} by itself: {self._last_output()}"
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         with contextlib.suppress(OSError):
             self._log.seek(0)
             lines = [line.strip() for line in self._log if line.strip()]

@@ -56,9 +56,9 @@ def main(spec: RayNodeSpec) -> int:
 
 
 def _parameters(spec: RayNodeSpec) -> RayParams:
-    own = {} if spec.gcs is not None else {"gcs_server_port": spec.port, "include_dashboard": False, "no_monitor": True}
+    gcs = {} if spec.gcs is not None else {"gcs_server_port": spec.port, "include_dashboard": False, "no_monitor": True}
     return RayParams(
-        **own,
+        **gcs,
         gcs_address=spec.gcs,
         redis_address=spec.gcs,
         node_ip_address=spec.address,

@@ -1,4 +1,4 @@
-"""What a Ray session of our own leaves on disk: its logs are kept in the run's directory, all else is removed."""
+"""Files of a Ray session: logs are kept in the run's directory, all else is removed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sessions:
         return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
     def directories(self) -> list[Path]:
-        """Those that exist."""
+        """List the existing session directories."""
         earliest = f"session_{self.since}"
         return [path for path in self.ray_directory.glob(f"session_*_{self.driver}") if path.name >= earliest]
 

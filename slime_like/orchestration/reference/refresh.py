@@ -20,7 +20,7 @@ _STEP = "reference_step"
 
 
 class WeightsUser(Protocol):
-    """What scores with the reference's weights: the reference workers, or the trainer ranks."""
+    """Interface of what scores with the reference's weights: reference workers or trainer ranks."""
 
     def use(self, weights: Path) -> None:
         """Score with the weights in this directory from now on."""
@@ -43,7 +43,7 @@ class TrainerReference:
 
 
 class Reference:
-    """No reference is in use: nothing is refreshed."""
+    """Null object of a run without a reference."""
 
     def refresh(self, step: int) -> None:
         """Training step ``step`` has been made: where a refresh is due, what is scored from now on is by its weights.
@@ -53,11 +53,11 @@ class Reference:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must remember beside ``files``; expressible in JSON."""
+        """State for checkpoints besides ``files``; expressible in JSON."""
         return {_STEP: None}
 
     def files(self) -> Path | None:
-        """What a checkpoint must hold; ``None`` while nothing has been refreshed."""
+        """Directory that checkpoints must hold; ``None`` before the first refresh."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take the reference that the checkpoint's run had then.
@@ -80,7 +80,7 @@ def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool 
 
 
 class MovingReference(Reference):
-    """Every ``reference.update_interval`` steps, the policy of that moment becomes the reference; 0 keeps the first.
+    """Reference that is replaced by the policy every ``reference.update_interval`` steps; 0 keeps the first.
 
     Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
     there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints hold links to

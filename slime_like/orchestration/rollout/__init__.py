@@ -1,1 +1,1 @@
-"""From prompts to scored groups: engines, requests, rewards, advantages, staleness."""
+"""Path from prompts to scored groups: engines, requests, rewards, advantages, staleness."""

@@ -38,7 +38,7 @@ class Mailbox:
         self._filled.set()
 
     async def take(self) -> list[Answer]:
-        """All answers that are ready, as soon as one is."""
+        """Wait for an answer; return all that are ready."""
         await self._filled.wait()
         await asyncio.sleep(_TOGETHER_S)
         answers, self._answers = self._answers, []

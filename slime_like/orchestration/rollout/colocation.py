@@ -12,19 +12,19 @@ class Turns(Protocol):
     """Called before each phase; what must move has moved on return."""
 
     def starting_engines(self) -> None:
-        """Before a dead engine is started again."""
+        """Prepare the devices for starting engines."""
 
     def training(self) -> None:
-        """Before scoring, training and saving."""
+        """Prepare the devices for scoring, training and saving."""
 
     def generation(self) -> None:
-        """Before sampling."""
+        """Prepare the devices for sampling."""
 
     def begin_sync(self) -> None:
-        """Before weights travel: trainers still need theirs, engines need room for theirs."""
+        """Prepare for a weight sync, in which trainers and engines both hold weights."""
 
     def end_sync(self) -> None:
-        """When weights have arrived, before engines sample again."""
+        """Give the devices to the engines after a sync."""
 
 
 class OwnDevices:

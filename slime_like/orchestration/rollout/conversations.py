@@ -53,7 +53,7 @@ class Conversations:
         await self._pool.close()
 
     async def run(self, request: GenerationRequest) -> list[Generation]:
-        """One conversation per sample, in sample order. The request must have a task.
+        """Run one conversation per sample, in sample order. The request must have a task.
 
         ``request.sampling.max_new_tokens`` bounds a whole response, observations included.
 
@@ -203,7 +203,7 @@ def _turn_seed(seed: int, sample: int, turn: int) -> int:
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
-    """All results, in order; if one fails, or the caller is cancelled, all others are cancelled."""
+    """Gather all results in order; a failure or cancellation cancels the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

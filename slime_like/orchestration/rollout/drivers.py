@@ -150,7 +150,7 @@ class ThreadedDriver:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        """As many groups as the batch may take, as soon as they are ``at_least``."""
+        """Wait for ``at_least`` groups; return as many as the batch may take."""
         while True:
             with self._store.changed:
                 self._store.changed.wait_for(lambda: self._has_news(at_least), _CHECK_EVERY_S)

@@ -131,7 +131,7 @@ class EngineActor:
 
     @asynccontextmanager
     async def _opened_by_failure(self) -> AsyncIterator[None]:
-        """After a failed update requests go to the engine, which rejects them with the reason."""
+        """Open the gate after a failed update: the engine rejects requests with the reason."""
         try:
             yield
         except BaseException:

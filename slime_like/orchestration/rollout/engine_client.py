@@ -15,7 +15,7 @@ from slime_like.orchestration.rollout.answers import Answer
 
 
 class NoEngineLeft(EngineError):
-    """Every engine of the pool has died. Requests wait until an engine joins."""
+    """Death of the pool's last engine. Requests wait until an engine joins."""
 
 
 class EnginePool(Protocol):
@@ -39,7 +39,7 @@ class EnginePool(Protocol):
         """Read a ready reference. Raises ``EngineError`` if the engine has failed."""
 
     def lose(self, member: int, error: EngineError) -> bool:
-        """After a failed request: remove the engine from the pool if it is dead. True if it is out."""
+        """Remove the engine from the pool if it is dead; called after a failed request. True if it is removed."""
 
     def abort(self, member: int, request_id: str) -> None: ...
 

@@ -13,7 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import gather, nobody
+from slime_like.orchestration.cluster.ray_calls import gather, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
 
 _HEALTH_TIMEOUT_S = 15.0
@@ -27,7 +27,7 @@ class EngineGroup:
         watch: called whenever engines are waited for; raises where an actor that they depend on has died.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = nobody) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = watch_none) -> None:
         self._config = config
         self._placement = placement
         self._watch = watch
@@ -65,7 +65,7 @@ class EngineGroup:
         """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
         self._start(range(len(self)), "starting")
 
-    def start_again(self, indexes: Sequence[int]) -> None:
+    def restart_engines(self, indexes: Sequence[int]) -> None:
         """End these engines, and start others in their places.
 
         Raises:

@@ -20,7 +20,7 @@ from slime_like.trajectory import UnscoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """All files together, and each by itself under its name where there are several."""
+    """Result over all files, and per file where there are several."""
 
     overall: EvaluationRecord
     datasets: dict[str, EvaluationRecord]

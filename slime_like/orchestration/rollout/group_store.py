@@ -68,7 +68,7 @@ class GroupStore:
 
     # -------------------------------------------------------------------------------------------------------- changes
     def issue(self) -> list[Prompt]:
-        """As many prompts as the bound on staleness allows; those that a checkpoint found under way come first."""
+        """Issue as many prompts as the bound on staleness allows; those restored from a checkpoint come first."""
         with self.changed:
             version = self._gate.version
             count = self._gate.may_issue(len(self._under_way) + len(self._ready))
@@ -126,7 +126,7 @@ class GroupStore:
             )
 
     def drop_oversampled(self) -> None:
-        """Every group that is left of a complete batch."""
+        """Drop the groups left over from a complete batch."""
         with self.changed:
             rest = [*self._under_way, *(held.group_id for held in self._ready.take(len(self._ready)))]
             self._under_way.clear()
@@ -134,14 +134,14 @@ class GroupStore:
 
     # ---------------------------------------------------------------------------------------------------------- batch
     def may_take(self) -> int:
-        """How many ready groups the batch may take now; see ``StalenessGate``."""
+        """Number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
             return self._gate.may_take(
                 (held.version for held in self._ready), (issued.version for issued in self._under_way.values())
             )
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
-        """All that the batch may take, in the order of their ids; none while there are fewer than ``at_least``."""
+        """Return all groups that the batch may take, in order of id; none while there are fewer than ``at_least``."""
         with self.changed:
             count = self.may_take()
             if count < at_least:

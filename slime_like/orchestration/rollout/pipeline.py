@@ -45,7 +45,7 @@ class GroupPipeline:
 
     @property
     def has_references(self) -> bool:
-        """Whether reference workers score the groups before they are ready."""
+        """True if reference workers score the groups before they are ready."""
         return self._references is not None
 
     @property
@@ -110,6 +110,6 @@ class GroupPipeline:
         self._client.resent.clear()
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
-        """Whether there is anything to learn from it: rewards that differ, where ``rollout.drop_zero_spread``."""
+        """Return whether its rewards differ, where ``rollout.drop_zero_spread`` requires it."""
         spread = float(rewarded.totals.max() - rewarded.totals.min())
         return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps

@@ -230,5 +230,5 @@ class ReferencePool:
                 self.news.append(f"{worker.name} did not start again ({error})")
                 self._restart_or_close(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)), error)
             else:
-                self.news.append(f"{worker.name} was started again")
+                self.news.append(f"{worker.name} was restarted")
                 self.join(worker)

@@ -1,4 +1,4 @@
-"""Which worker takes the next request: least outstanding tokens first. A plain object, no Ray inside."""
+"""Choice of a worker for the next request: least outstanding tokens first. No Ray."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class StalenessGate:
         self.formed = max(self.formed, version)
 
     def may_issue(self, held: int) -> int:
-        """How many more groups may be issued, while ``held`` are issued and not taken."""
+        """Number of further groups that may be issued, while ``held`` are issued and not taken."""
         batches = min(self.version + self._max_staleness + 1, self._steps) - self.formed
         allowed = math.ceil(batches * self._batch_size * self._oversample)
         return max(0, allowed - held - self.taken)
 
     def may_take(self, ready: Iterable[int], under_way: Iterable[int]) -> int:
-        """How many ready groups, oldest first, the batch may take now: the most that it has room for, as long as the
+        """Number of ready groups, oldest first, that the batch may take: the most that it has room for, as long as the
         groups left behind can still be trained in time.
 
         Args:
@@ -65,7 +65,7 @@ class StalenessGate:
         return bisect_left(range(1, most + 1), True, key=lambda n: self._is_late([*oldest_first[n:], *later], n))
 
     def _is_late(self, left: list[int], count: int) -> bool:
-        """Whether, after ``count`` more groups are taken, one of the versions ``left`` is trained too late."""
+        """Return whether a version in ``left`` is trained too late after ``count`` more groups."""
         first = self.taken + count
         steps = (self.formed + 1 + place // self._batch_size for place in range(first, first + len(left)))
         return any(step > version + self._max_staleness + 1 for step, version in zip(steps, sorted(left), strict=True))

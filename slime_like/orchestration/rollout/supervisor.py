@@ -15,7 +15,7 @@ from slime_like.orchestration.rollout.engine_group import EngineGroup
 class WeightSource(Protocol):
     """Brings engines up to date: the run's weight sync."""
 
-    def send_again(self) -> None:
+    def resend(self) -> None:
         """Replace dead engines; on return all of them serve the current weights."""
 
 
@@ -90,7 +90,7 @@ class EngineSupervisor:
 
     @property
     def has_dead(self) -> bool:
-        """Whether an engine is dead that has not been replaced."""
+        """True if a dead engine has not been replaced."""
         return bool(self._dead)
 
     @property
@@ -100,7 +100,7 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------------------------------------------- deaths
     def lose(self, number: int, error: EngineError) -> bool:
-        """After a failed call: ask whether the engine lives; record its death if not.
+        """Check whether the engine lives after a failed call; record its death if not.
 
         Returns:
             True if it is dead and may be replaced. Where no restart is left, ``error`` has to end the run.
@@ -110,7 +110,7 @@ class EngineSupervisor:
             return number not in self._living
 
     def find_dead(self, error: Exception) -> bool:
-        """As ``lose``, where any engine may be the reason. True if some are dead, and all of them may be replaced."""
+        """Check all engines as ``lose`` does. True if some are dead, and all of them may be replaced."""
         with self._lock:
             living = sorted(self._living)
         self._bury(living, EngineError(str(error)))
@@ -142,23 +142,23 @@ class EngineSupervisor:
         """
         with self._lock:
             dead = dict(self._dead)
-        self.engines.start_again(list(dead))
+        self.engines.restart_engines(list(dead))
         self._add(dead)
         with self._lock:
             self.generation += len(dead)
             for index in dead:
                 del self._dead[index]
         for index, death in dead.items():
-            self._note(f"{self.engines.name(index)} was started again ({death})")
+            self._note(f"{self.engines.name(index)} was restarted ({death})")
 
     def admit(self) -> None:
-        """Every engine that lives has the current weights: let it serve."""
+        """Let every live engine serve; all of them have the current weights."""
         with self._lock:
             for number in self._living:
                 self._starts[number].serves = True
 
     def revive(self) -> None:
-        """Have engines serve again after the last one that did has died. Call where the weight source may be used.
+        """Restart engines after the last serving one has died. Call where the weight source may be used.
 
         Raises:
             EngineError: an engine did not start, or no restart is left.
@@ -168,7 +168,7 @@ class EngineSupervisor:
         if not self.has_dead:
             raise EngineError("no engine has been started")
         if self.weights is not None:
-            self.weights.send_again()
+            self.weights.resend()
             return
         self.replace_dead()
         self.admit()

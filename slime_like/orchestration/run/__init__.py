@@ -1,1 +1,1 @@
-"""One run: directory, session, steps, figures."""
+"""A run: directory, session, steps, figures."""

@@ -25,7 +25,7 @@ _MAX_NAMED = 8  # changed settings named in one sentence
 
 
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """What ``resume`` asks for; ``None`` means a new start. Nothing is changed on disk.
+    """Find the checkpoint of ``resume``; ``None`` means a new start. Nothing is changed on disk.
 
     Raises:
         CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
@@ -89,7 +89,7 @@ def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether the checkpoint lies in the run's directory."""
+    """Return whether the checkpoint lies in the run's directory."""
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
 

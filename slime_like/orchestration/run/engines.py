@@ -10,7 +10,7 @@ from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import nobody
+from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
 from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
@@ -44,7 +44,7 @@ def launch_engines(
     placement: Placement,
     note: Callable[[str], None],
     shared_devices: Sequence[str] = (),
-    watch: Callable[[], None] = nobody,
+    watch: Callable[[], None] = watch_none,
 ) -> tuple[RolloutManager, RewardPool]:
     """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
 

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: two would move, overwrite and remove each other's files."""
+"""Lock of a run directory: two runs would move, overwrite and remove each other's files."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Milestones:
         return evaluates or saves or committed is not None
 
     def finish(self, wall_s: float) -> TrainSummary:
-        """After the last step: export, draw, sum up."""
+        """Export the model, draw the curves and summarise after the last step."""
         run, config = self._run, self._run.config
         self._report_saved(run.checkpoints.finish())
         self._recorder.responses.finish()

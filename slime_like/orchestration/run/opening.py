@@ -68,15 +68,15 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _report_resume_point(run: Run) -> None:
-    """Name the checkpoint that the run resumes from when it is started again."""
+    """Name the checkpoint that the run resumes from."""
     latest = latest_checkpoint(run.config.run_dir)
     if latest is not None:
-        run.progress.note(f"started again with --resume auto, the run goes on from {latest.resolve()}")
+        run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
 
 
 # ------------------------------------------------------------------------------------------------------ three openings
 def _open_replay(base: _Base, rollouts: Path) -> Run:
-    """On rollouts that an earlier run kept: no prompts, no engines."""
+    """Open a run on kept rollouts: no prompts, no engines."""
     placed = base.place("starting Ray and trainers")
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
@@ -85,7 +85,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
 
 
 def _open_supervised(base: _Base) -> Run:
-    """On demonstrations: prompts, but no engines."""
+    """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
     base.start.position(prompts)
     placed = base.place("starting Ray and trainers")
@@ -96,14 +96,14 @@ def _open_supervised(base: _Base) -> Run:
 
 
 def _open_rl(base: _Base) -> Run:
-    """On rollouts that engines sample."""
+    """Open a run on rollouts that engines sample."""
     config, stack = base.config, base.stack
     prompts = base.prompts(need_responses=False)
     datasets = held_out(config, base.tokenizer)
     base.start.position(prompts, LEDGER)
     placed = base.place("starting Ray, trainers and engines")
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
-    transport_of(config, placement)  # one that does not reach is refused before minutes of starting,
+    transport_of(config, placement)  # one that does not reach is rejected before minutes of starting,
     require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
     placed.launch_trainers()
     started = start_engines(config, stack, placement, trainers, progress)

@@ -24,18 +24,18 @@ class ResponseRecorder:
     """The part of a step's record that depends on the kind of its trajectories; demonstrations have none."""
 
     def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
-        """What the reward functions returned."""
+        """Return the reward functions' results."""
 
     def rollout(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> RolloutRecord | None:
-        """How the responses were sampled."""
+        """Return the figures of sampling."""
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
-        """After the step's metrics are logged: tables and warnings."""
+        """Write tables and warnings, after the step's metrics."""
 
     def finish(self) -> None:
-        """After the last step: warnings about the whole run."""
+        """Write warnings about the whole run, after the last step."""
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         """Draw the curves of a finished run; their files, by name."""

@@ -1,4 +1,4 @@
-"""Where a run's trajectories come from, and what goes back: weights to engines, prompts to checkpoints."""
+"""Source of a run's trajectories, weights for engines, and the prompts' state in checkpoints."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class RolloutSide:
         self.state_dict = state
 
     def start(self, version: int) -> None:
-        """Before the first step: make engines serve the weights that the trainers hold as ``version``."""
+        """Make engines serve the trainers' weights as ``version``, before the first step."""
 
     def sync(self, version: int) -> None:
-        """After the update of step ``version``: make engines serve its weights."""
+        """Make engines serve the weights of step ``version``, after its update."""
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         """The step is trained and its weights are served: sampling for later steps may go on."""
@@ -149,7 +149,7 @@ class EngineSide(RolloutSide):
 
 
 def no_metrics(step: int) -> Metrics:
-    """Without an evaluation file."""
+    """Evaluate nothing, without an evaluation file."""
     return {}
 
 

@@ -9,7 +9,7 @@ _MEMORY_EVERY = 10
 
 
 class Schedule:
-    """What is due after a step, counted from 1."""
+    """Schedule of what is due after a step, counted from 1."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

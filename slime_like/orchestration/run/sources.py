@@ -23,7 +23,7 @@ class ExperienceSource(Protocol):
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """As ``next_batch``, in whole groups as they become ready; no phase is open while the caller has them."""
+        """Stream the batch in whole groups as they become ready; no phase is open while the caller has them."""
 
 
 class DemonstrationSource:

@@ -1,4 +1,4 @@
-"""How a run starts: from its first step, or from a checkpoint."""
+"""Start of a run: from its first step, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.orchestration.trainer.checkpoints import Checkpoint
 
 
 class Start:
-    """From step 1, with the weights of ``model``.
+    """Start from step 1, with the weights of ``model``.
 
     Attributes:
         finished_steps: steps of the checkpoint that the run resumes from; 0 without one.
@@ -35,7 +35,7 @@ class Start:
 
 
 class ResumedStart(Start):
-    """From a checkpoint."""
+    """Start from a checkpoint."""
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint) -> None:
         super().__init__(config)
@@ -61,6 +61,6 @@ class ResumedStart(Start):
 
 
 def start_of(config: RunConfig) -> Start:
-    """What ``resume`` asks for; see ``find_checkpoint``."""
+    """Return the start that ``resume`` selects; see ``find_checkpoint``."""
     checkpoint = find_checkpoint(config)
     return Start(config) if checkpoint is None else ResumedStart(config, checkpoint)

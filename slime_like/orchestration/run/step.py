@@ -81,7 +81,7 @@ def _reference_record(trajectories: Sequence[ScoredTrajectory], seconds: float) 
 
 
 def update(run: Run, batch: TrainingBatch) -> list[GRPOStats]:
-    """All optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches."""
+    """Run the optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches."""
     return [
         run.trainers.training.train_minibatch(index, denominator)
         for _ in range(run.config.algorithm.epochs)

@@ -30,7 +30,7 @@ _FEWEST_PER_STAGE = 4
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """What one training step feeds the trainers.
+    """Input of the trainers for one training step.
 
     Attributes:
         replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
@@ -52,7 +52,7 @@ class ExperienceBatcher:
         self._pad_token_id = pad_token_id
 
     def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
-        """All trajectories of a step, in minibatches of whole groups.
+        """Pack all trajectories of a step, in minibatches of whole groups.
 
         Raises:
             DataError: fewer sequences than replicas in a minibatch, or one longer than the token budget.
@@ -94,7 +94,7 @@ class ExperienceBatcher:
         return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
 
     def pack_all(self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False) -> Window:
-        """All of them in one window, balanced over replicas.
+        """Pack all sequences in one window, balanced over replicas.
 
         Args:
             sequences: at least one for every replica.
@@ -125,7 +125,7 @@ class ExperienceBatcher:
         return TokenBudget(self._config.trainer).padded_lengths(sequences)
 
     def _costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """What replicas are balanced by; none means tokens."""
+        """Return the costs that balance replicas; ``None`` means tokens."""
         if self._config.trainer.balance == "tokens":
             return None
         model = self._dimensions

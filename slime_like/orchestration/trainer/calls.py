@@ -35,12 +35,12 @@ class Answers(Generic[T]):
         return self.gather(timeout_s)
 
     def gather(self, timeout_s: float | None = None) -> list[T]:
-        """As ``result``, without looking at deferred calls."""
+        """Wait for the results without checking deferred calls."""
         bound = timeout_s or self._calls.timeout_s
         return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError)
 
     def is_answered(self) -> bool:
-        """Whether all ranks have answered. Raises the error of a rank that has failed; never waits."""
+        """Return whether all ranks have answered. Raises the error of a rank that has failed; never waits."""
         ended, running = ray.wait(self._references, num_returns=len(self._references), timeout=0)
         for reference in ended:
             name = self._names[self._references.index(reference)]
@@ -79,7 +79,7 @@ class RankCalls:
 
     # ---------------------------------------------------------------------------------------------------- replicas
     def place(self, coordinates: Sequence[RankCoordinates]) -> None:
-        """Where the ranks stand on the parallel axes."""
+        """Find the ranks' coordinates on the parallel axes."""
         self._replicas = [place.data for place in coordinates]
 
     @property
@@ -93,7 +93,7 @@ class RankCalls:
         return [(stored[replica], *more) for replica in self._replicas]
 
     def by_replica(self, answers: Sequence[R | None]) -> list[R]:
-        """One answer per data-parallel replica, from its rank that has one."""
+        """Return one answer per data-parallel replica, from its rank that has one."""
         found = {replica: answer for replica, answer in zip(self._replicas, answers, strict=True) if answer is not None}
         return [found[replica] for replica in sorted(found)]
 
@@ -107,7 +107,7 @@ class RankCalls:
     def start(
         self, phase: str, method: Callable[Concatenate[Any, P], T], /, *arguments: P.args, **options: P.kwargs
     ) -> Answers[T]:
-        """As ``call``, without waiting."""
+        """Start a call without waiting."""
         return self._start(phase, method, [arguments] * self.size, options)
 
     def start_each(self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Answers[T]:

@@ -37,7 +37,7 @@ class Checkpoint:
         return self.path / _TRAINER
 
     def data_position(self) -> dict[str, Any]:
-        """Where the prompts go on.
+        """Position of the prompts to resume from.
 
         Raises:
             CheckpointError: the run that wrote it read no prompts, but kept rollouts.
@@ -136,11 +136,11 @@ class CheckpointStore:
             shutil.rmtree(partial)
 
     def also_write(self, write: Callable[[Path], None], name: str) -> None:
-        """From now on, ``write`` the file ``name`` into every checkpoint."""
+        """``write`` the file ``name`` into every later checkpoint."""
         self._also[name] = write
 
     def also_link(self, source: Callable[[], Path | None], name: str) -> None:
-        """From now on, link the files of the directory that ``source`` names, if any, into every checkpoint as
+        """Link the files of the directory that ``source`` names, if any, into every later checkpoint as
         ``name``. They must not be written to any more; readers check their checksums."""
         self._linked[name] = source
 
@@ -158,7 +158,7 @@ class CheckpointStore:
         return final
 
     def start(self, step: int, state: dict[str, Any]) -> None:
-        """As ``save``, from a copy of the present state; it counts once ``commit_written`` or ``finish`` returns it.
+        """Start a save of a copy of the present state; it counts once ``commit_written`` or ``finish`` returns it.
 
         The one started before must have been finished.
         """

@@ -68,7 +68,7 @@ class TrainerGroup:
         self._set_up(TrainerRank.setup)
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> None:
-        """As ``setup``, without gradients and optimizer; weights of ``checkpoint`` (what ``save`` wrote), if given."""
+        """Set up without gradients and optimizer; weights of ``checkpoint`` (what ``save`` wrote), if given."""
         self._set_up(TrainerRank.setup_for_scoring, checkpoint)
 
     def _set_up(self, method: Callable[..., RankCoordinates], *arguments: Any) -> None:
@@ -124,7 +124,7 @@ class TrainerGroup:
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> int:
-        """Of the rank that needed most."""
+        """Peak memory of the rank that needed most."""
         return max(self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes))
 
     def shutdown(self, timeout_s: float = 10.0) -> None:

@@ -43,7 +43,7 @@ class GroupTraining:
         self._calls.call("receiving advantages", RankTraining.set_advantages, dict(advantages))
 
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats:
-        """One optimizer step over the minibatch ``index`` of the loaded batch."""
+        """Run one optimizer step over the minibatch ``index`` of the loaded batch."""
         answers = self._calls.call("training", RankTraining.train_minibatch, index, denominator)
         return next(stats for stats in answers if stats is not None)
 

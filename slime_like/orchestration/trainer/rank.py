@@ -58,7 +58,7 @@ class TrainerRank:
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def sees(self, witness: Path, timeout_s: float) -> tuple[bool, str]:
-        """Is ``witness`` there, at the latest after ``timeout_s`` seconds? And this node's address."""
+        """Wait up to ``timeout_s`` seconds for ``witness``; return whether it exists, and this node's address."""
         deadline = time.monotonic() + timeout_s
         while not witness.exists() and time.monotonic() < deadline:  # network file systems show a new file late
             time.sleep(0.1)

@@ -89,7 +89,7 @@ class RankTraining:
             pack.advantages = values.to(pack.response_lens.device).repeat_interleave(pack.response_lens)
 
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
-        """One optimizer step over the minibatch ``index`` of the loaded batch."""
+        """Run one optimizer step over the minibatch ``index`` of the loaded batch."""
         self.accumulate_minibatch(index, denominator)
         return self._backend.finish_step(denominator)
 

@@ -43,7 +43,7 @@ class ObservationEncoder:
 
 
 def tool_template(tokenizer: Any) -> str:
-    """What the chat template puts after the end of an assistant's turn where a tool answers and the model goes on."""
+    """Return the chat template's text around a tool's answer, between two assistant turns."""
     remedy = f"set rollout.environment.template to text with {PLACE} in it"
     if tokenizer.chat_template is None:
         raise ConfigError([f"rollout.environment.template=none: the tokenizer has no chat template; {remedy}"])

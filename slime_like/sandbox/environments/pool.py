@@ -62,7 +62,7 @@ class EnvironmentPool:
         await self._workers.ready()
 
     async def step(self, task: Task, state: Any, response: str, first: bool) -> Step:
-        """One step, the first of a conversation with its reset; waits for a free worker.
+        """Run one step, the first of a conversation with its reset; waits for a free worker.
 
         Raises:
             StepFailed: of this step alone.
@@ -87,7 +87,7 @@ class EnvironmentPool:
         await self._workers.close()
 
     def _broken(self, last: StepFailed) -> EnvironmentFailure:
-        """One bad turn costs one conversation; an environment that fails on everything is a bug."""
+        """Build the error of an environment that fails on everything; one bad turn costs one conversation."""
         return EnvironmentFailure(
             f"environment {self._name} had no outcome for any of its first {_SUSPICIOUS_STEPS} steps, last by {last}; "
             "correct it, or raise rollout.environment.timeout_s"

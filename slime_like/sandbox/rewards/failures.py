@@ -37,7 +37,7 @@ class RewardFailures:
         self._groups = FailureBudget(_SUSPICIOUS_PROMPTS)
 
     def record_prompts(self, answers: Sequence[Mapping[str, Any]], prompts: int, last: tuple[str, str]) -> None:
-        """One call's answers about responses to so many prompts; ``last`` is its last prompt and ground truth.
+        """Record one call's answers about responses to so many prompts; ``last`` is its last prompt and ground truth.
 
         Raises:
             RewardError: too many prompts in succession had no response with a reward.
@@ -45,7 +45,7 @@ class RewardFailures:
         self._record(self._prompts, "prompts", answers, prompts, last)
 
     def record_groups(self, answers: Sequence[Mapping[str, Any]], last: tuple[str, str]) -> None:
-        """As ``record_prompts``, of the functions that are given whole groups."""
+        """Record the answers of group functions, as ``record_prompts`` does."""
         self._record(self._groups, "groups", answers, len(answers), last)
 
     def refuse_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
@@ -86,7 +86,7 @@ class RewardFailures:
 
 
 class BatchTimeouts:
-    """Responses of one batch that hang: broken functions are refused at the eighth, not after hundreds."""
+    """Responses of one batch that hang: broken functions are rejected at the eighth, not after hundreds."""
 
     def __init__(self, failures: RewardFailures) -> None:
         self._failures = failures

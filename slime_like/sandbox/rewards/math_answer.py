@@ -1,4 +1,4 @@
-"""Does the response's final answer equal the ground truth? Judged by Hugging Face's math-verify.
+"""Comparison of the final answer with the ground truth, by Hugging Face's math-verify.
 
 What a model wrote is hostile until shown otherwise: it is cut to a length and refused beyond a nesting depth before
 anything parses it. What still takes too long or too much memory is ended by the worker's limits.
@@ -94,7 +94,7 @@ def _ground_truth(answer: str) -> Any:
     delimited = _NUMBER.fullmatch(plain) or "$" in plain or "\\boxed" in plain
     parsed = parse(plain if delimited else f"\\boxed{{{plain}}}", parsing_timeout=None)
     if not parsed:
-        raise ValueError(f"the ground truth {answer!r} is no mathematical expression")
+        raise ValueError(f"the ground truth {answer!r} is not a mathematical expression")
     return parsed
 
 

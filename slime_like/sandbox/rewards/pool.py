@@ -148,7 +148,7 @@ class RewardPool:
         return (item.response, item.answer, *([item.prompt] if self._has_foreign else []))
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
-        """One per item, in order. The first error ends the batch."""
+        """Return one answer per item, in order. The first error ends the batch."""
         size = min(_CHUNK_ITEMS, math.ceil(len(items) / (2 * self._count)))
         timeouts = BatchTimeouts(self._failures)
         try:

@@ -42,7 +42,7 @@ def resolve_reward(name: str) -> RewardCallable:
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
-    """As ``check_options``, and functions that touch nothing but their arguments are called with the options once.
+    """Check the options; functions without side effects are called with them once.
 
     A service's request is checked; nothing is sent.
 

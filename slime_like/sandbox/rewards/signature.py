@@ -1,4 +1,4 @@
-"""Whether reward workers can call a function: its parameters and their order, its options, what it returns."""
+"""Check that reward workers can call a function: its parameters and their order, its options, what it returns."""
 
 from __future__ import annotations
 

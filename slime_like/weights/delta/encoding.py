@@ -39,7 +39,7 @@ def changes_nbytes(count: int, elements: int, element_size: int) -> int:
 def find_changes(new: Tensor, base: Tensor) -> Tensor:
     """(k,) int64, ascending: where two integer tensors of one length differ."""
     groups = zip(new.split(_GROUP), base.split(_GROUP), strict=True)
-    found = [_differences(own, other) + index * _GROUP for index, (own, other) in enumerate(groups)]
+    found = [_differences(words, other) + index * _GROUP for index, (words, other) in enumerate(groups)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=new.device)
 
 
@@ -84,9 +84,9 @@ def _differences(new: Tensor, base: Tensor) -> Tensor:
         return (new != base).nonzero().flatten()
     words, others = new.view(torch.int64), base.view(torch.int64)
     changed = (words != others).nonzero().flatten()
-    own, other = words[changed].view(new.dtype), others[changed].view(new.dtype)
+    values, other = words[changed].view(new.dtype), others[changed].view(new.dtype)
     places = (changed[:, None] * per_word + torch.arange(per_word, device=new.device)).flatten()
-    return places[own != other]
+    return places[values != other]
 
 
 def _has_words(data: Tensor, per_word: int) -> bool:

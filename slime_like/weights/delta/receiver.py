@@ -18,7 +18,7 @@ _BASE_LOST = "delta base lost"
 
 
 def is_base_lost(error: BaseException) -> bool:
-    """Whether a sync failed because a receiver does not hold what the changes were made for: a whole one helps."""
+    """Return whether a sync failed because a receiver lacks the base of the changes; a whole sync helps."""
     return _BASE_LOST in str(error)
 
 
@@ -31,8 +31,8 @@ class _Held:
 class DeltaReceiver:
     """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
 
-    A wrong copy cannot go unnoticed: changes are refused where the copy's checksum is not that of the sender's, and
-    whoever receives compares the hash of the result with the entry.
+    A wrong copy cannot go unnoticed: changes are rejected where the copy's checksum is not that of the sender's, and
+    the receiver compares the hash of the result with the entry.
     """
 
     def __init__(self, inner: Receiver) -> None:

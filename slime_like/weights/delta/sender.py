@@ -17,7 +17,7 @@ from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 
 @dataclass(slots=True)
 class _Base:
-    """What every receiver holds of one tensor, and its checksum."""
+    """The receivers' copy of one tensor, and its checksum."""
 
     tensor: Tensor
     checksum: int
@@ -63,7 +63,7 @@ class DeltaSender:
 
     ``metadata.entries`` describe the whole tensors, checksums included; what travels is in ``metadata.location``.
     Every change names the checksum of the tensor it is made for, so that a receiver that holds another one notices.
-    After a sync that failed nobody knows who holds what: open a new sender, which has sent nothing yet.
+    After a failed sync the receivers' copies are unknown: open a new sender, which has sent nothing yet.
     """
 
     def __init__(self, inner: Sender) -> None:

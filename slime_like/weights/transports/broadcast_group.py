@@ -50,7 +50,7 @@ class BroadcastGroup:
             torch.cuda.set_device(data.device)  # of this thread
         timeout = timedelta(seconds=self.timeout_s)
         if self._group is None:
-            # A connection of its own: waiting for the others must not keep other users from the store.
+            # A separate connection: waiting for the others must not keep other users from the store.
             store = join_store(self.host, self.port, self.timeout_s)
             own_part = dist.PrefixStore(f"group/{self.generation}", store)
             self._group = _FORM[self.backend](own_part, self.rank, self.size, self.own, timeout)
@@ -63,10 +63,10 @@ class BroadcastGroup:
             torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
 
 
-def _form_gloo(store: dist.Store, rank: int, size: int, own: str, timeout: timedelta) -> Any:
+def _form_gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=own)]  # the one interface it listens on
+    options._devices = [gloo.create_device(hostname=address)]  # the one interface it listens on
     options._timeout = timeout
     return gloo(store, rank, size, options)
 

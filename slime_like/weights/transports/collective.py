@@ -1,7 +1,7 @@
 """Buckets by broadcast, over gloo (hosts) or NCCL (GPUs): one sender, any number of receivers, on any host.
 
-The process group is an object of its own, never torch's default one, which trainer and engine use for themselves. Its
-members find each other through a store that the sender serves, on the one interface it is told:
+The process group is a separate object, never torch's default one, which trainer and engine use for themselves. Its
+members find each other through a store that the sender serves, on one given interface:
 
     joined            how many receivers have ever connected; each takes its number from here
     left/NUMBER       that receiver has closed
@@ -9,7 +9,7 @@ members find each other through a store that the sender serves, on the one inter
     broken/G          the sender has given that group up
 
 The sender makes a new group when a bucket is to be sent and somebody has come or gone since the last one, or the last
-one has broken: an engine that is started again just connects. After a broken group every receiver must connect anew,
+one has broken: a restarted engine just connects. After a broken group every receiver must connect anew,
 since the sender cannot know which of them are still there.
 """
 
@@ -122,7 +122,7 @@ class CollectiveSender:
         hashing = Stopwatch()
         entries = write_bucket(bucket, data, hashing)
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has a stream of its own
+            torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has its own stream
         delivery = _Delivery(lambda: group.broadcast(data), self._last)
         location = {
             "sender": self._id,
@@ -227,9 +227,9 @@ class CollectiveReceiver:
                     f"weight sync over {self._backend}: this receiver is not in the sender's group; connect again"
                 )
             rank, size = members.index(self._number) + 1, len(members) + 1
-            own = address_towards(self._host, self._port)
+            address = address_towards(self._host, self._port)
             self._group = BroadcastGroup(
-                self._backend, own, self._host, self._port, generation, rank, size, self._timeout_s
+                self._backend, address, self._host, self._port, generation, rank, size, self._timeout_s
             )
             self._generation = generation
         return self._group

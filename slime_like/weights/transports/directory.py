@@ -145,7 +145,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _read(path: Path) -> Tensor:
-    """(n,) uint8, the file's bytes; privately mapped, so that nobody can write to the sender's file."""
+    """(n,) uint8, the file's bytes; privately mapped, so that writes never reach the sender's file."""
     deadline = time.monotonic() + _APPEARS_S
     while True:
         try:

@@ -16,7 +16,7 @@ def check_session(session: str) -> None:
     """Refuse a session whose name could be that of something else."""
     if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
         raise WeightSyncError(
-            f"weight sync session {session!r} is refused: use at least {_MIN_SESSION} letters, digits, - or _, "
+            f"weight sync session {session!r} is rejected: use at least {_MIN_SESSION} letters, digits, - or _, "
             "unique to the run, because whatever bears this name is removed after it"
         )
 

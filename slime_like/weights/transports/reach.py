@@ -1,4 +1,4 @@
-"""Which transport reaches from the trainers to the engines, and which one ``auto`` is."""
+"""Reach of transports from trainers to engines, and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_PRECISION = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where the weights come from and where they go.
+    """Location of trainers and engines.
 
     Attributes:
         on_cuda: trainers and engines compute on GPUs.
@@ -42,7 +42,7 @@ def choose_transport(name: str, situation: Situation) -> str:
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
-    """Whether only changes are sent.
+    """Return whether only changes are sent.
 
     Automatically where bytes cross a network or a disk, and weights are of 16 bits, most of which one step leaves
     as they are. Inside a host, finding the changes takes longer than copying everything.
@@ -67,7 +67,7 @@ def _problem(name: str, situation: Situation) -> str | None:
     if name in ("nccl", "cuda_ipc") and not situation.on_cuda:
         return "needs GPUs, and there are none"
     if name == "nccl" and situation.shared_devices:
-        return "needs a device of its own for every process, but engines share the trainers' (cluster.placement)"
+        return "needs its own device for every process, but engines share the trainers' (cluster.placement)"
     if name == "cuda_ipc" and not (situation.shared_devices and situation.devices_are_visible):
         return (
             "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "

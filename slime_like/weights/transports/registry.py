@@ -47,8 +47,8 @@ def open_sender(name: str, session: str, settings: TransportSettings = Transport
     """A sender of transport ``name``.
 
     Args:
-        session: unique over all runs on this host; names whatever the transport creates, so that the leavings of a
-            dead process can be told from a living one's.
+        session: unique over all runs on this host; names whatever the transport creates, so that leftovers of a
+            dead process are distinct from those of a live one.
         settings: where it listens or writes, and how long it waits.
     """
     sender: Sender = _module(name).open_sender(name, session, settings)

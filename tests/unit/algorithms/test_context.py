@@ -39,7 +39,7 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
         real = shard.source >= 0
         assert torch.equal(shard.tokens[real], packed.tokens[shard.source[real]]) and not shard.tokens[~real].any()
         assert torch.equal(shard.position_ids[real], packed.position_ids[shard.source[real]])
-        # The logit that scores a response token is one position before it, whoever holds the token itself.
+        # The logit that scores a response token is one position before it, on whichever rank.
         scored = packed.tokens[shard.source[shard.response_index] + 1]
         assert torch.equal(scored, response_tokens(packed)[shard.response_slot])
     values = [shard.response_slot.double() for shard in shards]

@@ -148,9 +148,9 @@ def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, 
     group, results = ThreadGroup(ranks), [{} for _ in range(ranks)]
 
     def body(rank: int) -> None:
-        own = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
+        shard = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
         found = vocab_parallel_logprobs(
-            own,
+            shard,
             case["targets"],
             case["temperatures"],
             vocab_start=rank * columns,
@@ -160,7 +160,7 @@ def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, 
             chunk_tokens=chunk,
         )
         ((case["w"] * found[0]).sum() + (case["h"] * found[1]).sum()).backward()
-        results[rank] = {"logprobs": found[0].detach(), "entropy": found[1].detach(), "gradient": own.grad}
+        results[rank] = {"logprobs": found[0].detach(), "entropy": found[1].detach(), "gradient": shard.grad}
 
     group.run(body)
     # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
@@ -302,10 +302,10 @@ def test_large_logits_keep_their_gradient(
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
     (expected,) = torch.autograd.grad(use[0] * logprobs.sum() + use[1] * entropy.sum(), exact)
-    own = logits.clone().requires_grad_()
-    found = form(own, targets)
+    leaf = logits.clone().requires_grad_()
+    found = form(leaf, targets)
     (gradient,) = torch.autograd.grad(
-        sum(factor * x.sum() for factor, x in zip(use, found, strict=True) if factor), own
+        sum(factor * x.sum() for factor, x in zip(use, found, strict=True) if factor), leaf
     )
     assert (gradient - expected).abs().max() < 6e-7
 
@@ -319,9 +319,9 @@ def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(
     allowed = logits[:, 1:].double().requires_grad_()
     log_softmax = allowed.log_softmax(-1)
     (expected,) = torch.autograd.grad(-100 * (log_softmax.exp() * log_softmax).sum() + log_softmax[0, 0], allowed)
-    own = logits.requires_grad_()
-    logprobs, entropy = form(own, torch.tensor([1]))
-    (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), own)
+    leaf = logits.requires_grad_()
+    logprobs, entropy = form(leaf, torch.tensor([1]))
+    (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), leaf)
     assert gradient[0, 0] == 0 and close(gradient[:, 1:], expected, 1e-6)
 
 
@@ -336,10 +336,10 @@ def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(
     weights = torch.full((count,), 5e-3).index_fill(0, torch.tensor([0]), 1.0)
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        own = head.to(dtype).clone().requires_grad_()
+        leaf = head.to(dtype).clone().requires_grad_()
         sizes = {"vocab_size": vocabulary, "chunk_tokens": 256}
-        logprobs, _ = fused_logprobs(hidden.to(dtype), own, targets, torch.ones(count), **sizes)
+        logprobs, _ = fused_logprobs(hidden.to(dtype), leaf, targets, torch.ones(count), **sizes)
         (logprobs * weights).sum().backward()
-        assert own.grad is not None
-        gradients.append(own.grad.double())
+        assert leaf.grad is not None
+        gradients.append(leaf.grad.double())
     assert (gradients[0] - gradients[1]).norm() < 6e-7 * gradients[1].norm()

@@ -79,7 +79,7 @@ def test_the_off_policy_threshold_belongs_to_the_kept() -> None:
 
 
 def test_correction_scales_the_policy_term_alone() -> None:
-    """KL and entropy are of the current policy, whoever sampled."""
+    """KL and entropy are of the current policy, independent of the sampler."""
     inputs = make_inputs()
     common = {"kl_coef": 0.3, "entropy_coef": 0.1}
     plain = build_loss(AlgorithmConfig(**common))(inputs)
@@ -125,9 +125,9 @@ def test_off_policy_mask_in_the_loss() -> None:
     expected = 0.0
     for start, n in zip(STARTS, LENGTHS, strict=True):
         part = slice(start, start + n)
-        own = kept[part]
-        gap = (inputs.behaviour_logprobs - inputs.logprobs)[part][own]
-        if own.any() and inputs.advantages[start] < 0 and gap.mean() > 0:
+        mask = kept[part]
+        gap = (inputs.behaviour_logprobs - inputs.logprobs)[part][mask]
+        if mask.any() and inputs.advantages[start] < 0 and gap.mean() > 0:
             continue
         alone = build_loss(AlgorithmConfig())(replace(inputs, loss_mask=kept & _only(part)))
         expected += alone.loss.item()

@@ -132,14 +132,14 @@ def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTraje
     sequences = batch(shapes, seed)
     for index, s in enumerate(sequences):
         s.temperature = 0.7 + 0.3 * (index % 3)
-        own = score_alone(model, s)[0].detach()
+        alone = score_alone(model, s)[0].detach()
         old, engine = pick.choice(OFFSETS), pick.choice(OFFSETS)
-        s.old_logprobs = (own + old).float()
-        s.logprobs = (own + old + engine).float()
+        s.old_logprobs = (alone + old).float()
+        s.logprobs = (alone + old + engine).float()
         s.advantages = torch.tensor(pick.choice(ADVANTAGES))
         # Far enough away: the difference of two nearly equal float32 numbers has no 1e-6 to be compared to.
-        distance = 0.5 + torch.rand(own.shape, generator=torch.Generator().manual_seed(seed))
-        s.ref_logprobs = (own - distance).float()
+        distance = 0.5 + torch.rand(alone.shape, generator=torch.Generator().manual_seed(seed))
+        s.ref_logprobs = (alone - distance).float()
     return sequences
 
 
@@ -169,8 +169,8 @@ def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> t
     model, losses = TinyModel(torch.float64), []
     for s in sequences:
         logprobs, entropy = score_alone(model, s)
-        own = [x.double() for x in (s.old_logprobs, s.logprobs, s.ref_logprobs, s.advantages)]  # type: ignore[union-attr]
-        per_token = CASES[name][0](logprobs, *own, s.loss_mask) if s.loss_mask.any() else logprobs
+        others = [x.double() for x in (s.old_logprobs, s.logprobs, s.ref_logprobs, s.advantages)]  # type: ignore[union-attr]
+        per_token = CASES[name][0](logprobs, *others, s.loss_mask) if s.loss_mask.any() else logprobs
         losses.append((per_token - ENTROPY_COEF * entropy)[s.loss_mask])
     groups = [s.group_id for s in sequences]
     loss = mean_by_definition(losses, groups, reduction)

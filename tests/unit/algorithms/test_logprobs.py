@@ -115,9 +115,9 @@ def test_response_logprobs_of_each_sequence_alone(
     expected, start = [], 0
     for s in sequences:
         tokens = torch.cat([s.prompt_tokens, s.response_tokens])
-        own = (logits[start : start + s.total_len] / (temperature or s.temperature)).log_softmax(-1)
+        scores = (logits[start : start + s.total_len] / (temperature or s.temperature)).log_softmax(-1)
         for i in range(s.prompt_len, s.total_len):
-            expected.append(own[i - 1, tokens[i]])
+            expected.append(scores[i - 1, tokens[i]])
         start += s.total_len
     actual = compute_response_logprobs(logits, packed, temperature)
     assert close(actual, torch.stack(expected), 1e-13)
@@ -197,6 +197,6 @@ def test_another_temperature_than_the_one_that_sampled_is_refused() -> None:
     for arguments in ((), (1.0,), (0.9,)):
         with pytest.raises(ValueError, match=r"'s2' was sampled at temperature 0\.7, .*give temperature=None"):
             compute_response_logprobs(logits, packed, *arguments)
-    own = compute_response_logprobs(logits, packed, None).split(packed.response_lens.tolist())
+    parts = compute_response_logprobs(logits, packed, None).split(packed.response_lens.tolist())
     everywhere = compute_response_logprobs(logits, packed, 0.7).split(packed.response_lens.tolist())
-    assert torch.equal(own[2], everywhere[2]) and not torch.equal(own[1], everywhere[1])
+    assert torch.equal(parts[2], everywhere[2]) and not torch.equal(parts[1], everywhere[1])

@@ -354,8 +354,8 @@ class Halved:
 
 def test_loss_by_import_path_and_unknown_name() -> None:
     inputs = make_inputs()
-    own, sft = (build_loss(AlgorithmConfig(loss=name))(inputs) for name in (f"{__name__}:Halved", "sft"))
-    assert own.loss.item() == pytest.approx(0.5 * sft.loss.item())
+    custom, sft = (build_loss(AlgorithmConfig(loss=name))(inputs) for name in (f"{__name__}:Halved", "sft"))
+    assert custom.loss.item() == pytest.approx(0.5 * sft.loss.item())
     with pytest.raises(ValueError, match=r"unknown loss 'ppo'; known: cispo, gspo, policy_gradient, ppo_clip, sft"):
         build_loss(AlgorithmConfig(loss="ppo"))
 

@@ -1,4 +1,4 @@
-"""What a newcomer gives by mistake is refused in a sentence that names what, where and the remedy."""
+"""What a newcomer gives by mistake is rejected in a sentence that names what, where and the remedy."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     # lists that are not arguments by themselves
     (lambda: compute_response_logprobs([[0.0]], packed()), "logits is a list"),  # type: ignore[arg-type]
     (lambda: unpack_response_logprobs(packed(), [0.0] * 15), "response_logprobs is a list"),  # type: ignore[arg-type]
-    (lambda: merge_from_context_parallel(half(), [[0.0] * 15]), "local_values hold something"),  # type: ignore[list-item]
-    (lambda: sum_of_sample_mean(TWO, [2], [LIST]), "loss_masks hold something"),  # type: ignore[list-item]
+    (lambda: merge_from_context_parallel(half(), [[0.0] * 15]), "local_values must be tensors"),  # type: ignore[list-item]
+    (lambda: sum_of_sample_mean(TWO, [2], [LIST]), "loss_masks must be tensors"),  # type: ignore[list-item]
     (lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST), "logprobs is a list"),  # type: ignore[arg-type]
     # lengths below 0
     (lambda: gae(TWO, TWO, MASK, torch.tensor([3, -1])), "response_lens has -1 for sequence 1; a length is 0 or more"),
@@ -149,13 +149,13 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: training_flops([NAN], 2, 3, 4), "sequence 0 has length nan"),
     # numbers that have to be whole, or finite
     *(
-        (lambda partition=partition, budget=budget: partition([1, 2], budget, 1), rf"max_tokens={budget} is no number")
+        (lambda partition=partition, budget=budget: partition([1, 2], budget, 1), rf"max_tokens={budget} must be an")
         for partition in (partition_by_tokens, partition_full_batches)
         for budget in (NAN, INF, 2.5)
     ),
-    (lambda: partition_by_tokens([1, 2], 5, 1.5), r"num_ranks=1\.5 is no number of ranks"),  # type: ignore[arg-type]
+    (lambda: partition_by_tokens([1, 2], 5, 1.5), r"num_ranks=1\.5 must be an integer"),  # type: ignore[arg-type]
     *(
-        (lambda x=x: pack_sequences(batch(SHAPES), **x), rf"{next(iter(x))}=.* is no whole number; give an integer")
+        (lambda x=x: pack_sequences(batch(SHAPES), **x), rf"{next(iter(x))}=.* must be an integer")
         for x in ({"target_tokens_per_batch": 99.5}, {"ignore_index": -1.5}, {"pad_token_id": 0.5})
     ),
     *(
@@ -174,9 +174,9 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)), r"targets have shape \(\), logits \(\); give"),
     (lambda: logprobs_and_entropy(LOGITS, IDS.to(torch.uint8)), "targets are torch.uint8; give .* int64"),
     (lambda: vocab_parallel_logprobs(LOGITS, IDS.to(torch.uint8), TWO + 1, vocab_size=5), "targets are torch.uint8"),
-    (lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 is no vocabulary"),
+    (lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 must be the number"),
     (lambda: vocab_parallel_logprobs(LOGITS.long(), IDS, TWO + 1, vocab_size=5), "logits are torch.int64; give floats"),
-    (lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 is no vocabulary"),
+    (lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 must be the number"),
     (
         lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS, TWO + 1, vocab_size=2),
         r"hidden is torch.bfloat16, weight torch.float32; give floats of one type, e.g. hidden.to\(weight.dtype\)",
@@ -268,6 +268,6 @@ def test_large_but_finite_values_are_packed() -> None:
 
 def test_a_graph_stays_behind() -> None:
     """Logprobs of a pack are data: what made them is no part of it."""
-    own = scored(0)
-    found = pack_sequences([replace(own, logprobs=own.logprobs.clone().requires_grad_())])
-    assert not found.logprobs.requires_grad and found.logprobs.equal(own.logprobs)
+    sequence = scored(0)
+    found = pack_sequences([replace(sequence, logprobs=sequence.logprobs.clone().requires_grad_())])
+    assert not found.logprobs.requires_grad and found.logprobs.equal(sequence.logprobs)

@@ -205,7 +205,7 @@ ERRORS = [
     (lambda: [scored(0), scored(1, 30, 30)], 50, "'s1' has 60 tokens, over the budget of 50"),
     (lambda: [scored(0), scored(1)], 10, "14 tokens together, over the budget of 10"),
     (lambda: scored(1), None, "'s1' was given alone; give a list"),
-    (lambda: [scored(0), {"tokens": [1]}], None, "a dict is no sequence"),
+    (lambda: [scored(0), {"tokens": [1]}], None, "a dict is not a sequence"),
 ]  # fmt: skip
 
 # Changes of one of two sequences; whatever torch makes of it, the message names the sequence and the field.

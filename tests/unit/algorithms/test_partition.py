@@ -27,11 +27,11 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
             partition_by_tokens(lengths, budget, ranks)
         return
     partition = partition_by_tokens(lengths, budget, ranks)
-    assert len(partition) == ranks and all(own and all(own) for own in partition)
-    assert sorted(i for own in partition for batch in own for i in batch) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in batch) <= budget for own in partition for batch in own)
-    # Counts differ only where there is nothing left to split: every sequence has a micro-batch of its own.
-    assert len({len(own) for own in partition}) == 1 or all(len(batch) == 1 for own in partition for batch in own)
+    assert len(partition) == ranks and all(bins and all(bins) for bins in partition)
+    assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in batch) <= budget for bins in partition for batch in bins)
+    # Counts differ only where there is nothing left to split: every sequence has its own micro-batch.
+    assert len({len(bins) for bins in partition}) == 1 or all(len(batch) == 1 for bins in partition for batch in bins)
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
@@ -65,9 +65,9 @@ def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cos
         return
     partition = partition_by_tokens(lengths, 64, ranks, costs=costs, equal_counts=True)
     assert partition == partition_by_tokens(lengths, 64, ranks, costs=costs)
-    assert len({len(own) for own in partition}) == 1
-    assert sorted(i for own in partition for batch in own for i in batch) == list(range(len(lengths)))
-    assert all(batch and sum(lengths[i] for i in batch) <= 64 for own in partition for batch in own)
+    assert len({len(bins) for bins in partition}) == 1
+    assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
+    assert all(batch and sum(lengths[i] for i in batch) <= 64 for bins in partition for batch in bins)
 
 
 def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
@@ -79,7 +79,7 @@ def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
     assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
     assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
     partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6, equal_counts=True)
-    assert [len(own) for own in partition] == [1] * 6
+    assert [len(bins) for bins in partition] == [1] * 6
 
 
 def test_equal_counts_move_little() -> None:
@@ -87,7 +87,7 @@ def test_equal_counts_move_little() -> None:
     lengths = [4096] + [256] * 24
     flops = training_flops(lengths, hidden_size=64, num_parameters=100_000, num_layers=4)
     partition = partition_by_tokens(lengths, 4096, 2, costs=flops, equal_counts=True)
-    assert sorted(len([i for batch in own for i in batch]) for own in partition) == [2, 23]
+    assert sorted(len([i for batch in bins for i in batch]) for bins in partition) == [2, 23]
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -126,7 +126,7 @@ def test_balance_by_flops_differs_from_tokens() -> None:
     assert flops[0] == 6 * 100_000 * 4096 + 6 * 4 * 64 * 4096**2
 
     def imbalance(costs: list[float] | None) -> float:
-        shares = [[i for batch in own for i in batch] for own in partition_by_tokens(lengths, 4096, 2, costs=costs)]
+        shares = [[i for batch in bins for i in batch] for bins in partition_by_tokens(lengths, 4096, 2, costs=costs)]
         loads = [sum(flops[i] for i in share) for share in shares]
         return max(loads) / min(loads)
 
@@ -134,9 +134,9 @@ def test_balance_by_flops_differs_from_tokens() -> None:
 
 
 def test_equal_counts_can_be_switched_off() -> None:
-    counts = [len(own) for own in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2, equal_counts=False)]
+    counts = [len(bins) for bins in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2, equal_counts=False)]
     assert counts[0] != counts[1]
-    assert len({len(own) for own in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2)}) == 1
+    assert len({len(bins) for bins in partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2)}) == 1
     assert sorted(map(len, partition_by_tokens([60, 60, 60], 64, 2))) == [1, 2]
     with pytest.raises(ValueError, match=r"3 sequences cannot .* equally many .* 2 ranks; .*zero_weight_pack"):
         partition_by_tokens([60, 60, 60], 64, 2, equal_counts=True)
@@ -154,11 +154,11 @@ def test_tensors_are_welcome() -> None:
 @examples(60)
 def test_full_batches_and_spare(lengths: list[int], ranks: int) -> None:
     result = partition_full_batches(lengths, 20, ranks)
-    sent = [i for own in result.partition for batch in own for i in batch]
+    sent = [i for bins in result.partition for batch in bins for i in batch]
     assert sorted(sent + result.spare) == list(range(len(lengths)))
-    assert len({len(own) for own in result.partition}) == 1
-    for own in result.partition:
-        for batch in own:
+    assert len({len(bins) for bins in result.partition}) == 1
+    for bins in result.partition:
+        for batch in bins:
             assert sum(lengths[i] for i in batch) <= 20 < sum(lengths[i] for i in [*batch, batch[-1] + 1])
     assert result.spare == sorted(result.spare)
 
@@ -186,14 +186,14 @@ def test_errors_name_the_index() -> None:
 def test_micro_batches_are_as_few_and_even() -> None:
     """First-fit-decreasing alone fills the first one to the brim and leaves the second one all but empty."""
     lengths = [70, 62] * 64 + [58, 13] * 3 + [19]
-    (own,) = partition_by_tokens(lengths, 8192, 1)
-    loads = sorted(sum(lengths[i] for i in batch) for batch in own)
-    assert len(own) == len(first_fit_decreasing(lengths, 8192)) == 2
+    (bins,) = partition_by_tokens(lengths, 8192, 1)
+    loads = sorted(sum(lengths[i] for i in batch) for batch in bins)
+    assert len(bins) == len(first_fit_decreasing(lengths, 8192)) == 2
     assert loads[1] - loads[0] <= 1 and sum(loads) == sum(lengths)
 
 
 def test_micro_batches_that_differencing_would_overfill_stay_as_they_are() -> None:
     """Its best of [8, 7, 6, 5, 4] is 14 and 16 where 15 and 15 is all that fits."""
     assert max(sum((8, 7, 6, 5, 4)[i] for i in part) for part in balance([8, 7, 6, 5, 4], 2)) == 16
-    (own,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
-    assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in own) == [15, 15]
+    (bins,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
+    assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in bins) == [15, 15]

@@ -1,4 +1,4 @@
-"""What would be broadcast, read as an index, or rounded away is refused or done in higher precision."""
+"""What would be broadcast, read as an index, or rounded away is rejected or done in higher precision."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_gae_refuses_what_it_would_round_or_misread() -> None:
     with pytest.raises(ValueError, match=r"response_lens \(1,\) of torch.float32"):
         gae(rewards, values, mask, lengths.float())
     for factors in ({"gamma": NAN}, {"gamma": -0.1}, {"lam": 1.5}):
-        with pytest.raises(ValueError, match=r"(gamma|lam)=.* is no discount; give 0 to 1"):
+        with pytest.raises(ValueError, match=r"(gamma|lam)=.* must be 0 to 1"):
             gae(rewards, values, mask, lengths, **factors)
 
 
@@ -166,7 +166,7 @@ def test_a_value_is_not_clipped_to_less_than_nothing() -> None:
         (lambda logprobs: logprobs, r"returned a Tensor; return PolicyTerms"),
     ],
 )
-def test_a_loss_of_ones_own_gives_a_value_per_token(
+def test_a_custom_loss_gives_a_value_per_token(
     made: Callable[[Tensor], object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
@@ -185,7 +185,7 @@ def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
 one_too_few, without_threshold = (AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
 
 
-def test_an_estimator_of_ones_own_gives_a_finite_advantage_per_sample() -> None:
+def test_a_custom_estimator_gives_a_finite_advantage_per_sample() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 1.0]), [1, 1, 2]
     with pytest.raises(ValueError, match=r"'.*:one_too_few' gave shape \(2,\) for 3 rewards"):
         compute_advantages(rewards, groups, f"{__name__}:one_too_few")
@@ -264,7 +264,7 @@ def test_options_of_an_estimator() -> None:
         compute_advantages(rewards, [0, 0], "rloo", ddof=0)
     with pytest.raises(ValueError, match="'grpo' has no option 'epsilon'; it has eps, ddof"):
         compute_advantages(rewards, [0, 0], epsilon=1e-3)
-    with pytest.raises(ValueError, match="ddof=2 is no standard deviation"):
+    with pytest.raises(ValueError, match="ddof=2 is not supported"):
         compute_advantages(rewards, [0, 0], ddof=2)
     for eps in (-1.0, NAN):
         with pytest.raises(ValueError, match=f"eps={eps} is no spread"):
@@ -340,7 +340,7 @@ def test_importance_broadcasts_nothing() -> None:
 # --------------------------------------------------------------------------------------------------- context and rest
 def test_a_padded_length_has_a_group_and_a_layout() -> None:
     for cp_size in (0, -1):
-        with pytest.raises(ValueError, match=f"cp_size={cp_size} is no group"):
+        with pytest.raises(ValueError, match=f"cp_size={cp_size} must be at least 1"):
             padded_length(5, cp_size)
     with pytest.raises(ValueError, match="unknown context-parallel layout 'ring'"):
         padded_length(5, 1, "ring")  # type: ignore[arg-type]

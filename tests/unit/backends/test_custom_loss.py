@@ -1,4 +1,4 @@
-"""A user's own loss that fails is told with its name, file and line; built-in ones fail as they do."""
+"""Errors of a custom loss name it, its file and line; built-in ones fail unchanged."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_one_that_works_is_computed(file: Path) -> None:
         ("Mean", "ValueError: loss 'own' returned per_token of shape ()", 21),
     ],
 )
-def test_one_that_fails_in_a_call_is_told_with_its_line(file: Path, name: str, what: str, line: int) -> None:
+def test_a_failing_call_names_its_line(file: Path, name: str, what: str, line: int) -> None:
     loss = configured_loss(AlgorithmConfig(loss=f"own_losses:{name}"))
     with pytest.raises(TrainerError) as caught:
         loss(inputs())
@@ -112,14 +112,14 @@ def test_one_that_fails_in_a_call_is_told_with_its_line(file: Path, name: str, w
         ("own_broken:Boom", "ValueError: loss 'own_broken:Boom': importing own_broken fails", "own_broken.py:3"),
     ],
 )
-def test_one_that_cannot_be_built_is_told_with_its_line(file: Path, name: str, what: str, place: str) -> None:
+def test_a_failing_construction_names_its_line(file: Path, name: str, what: str, place: str) -> None:
     with pytest.raises(TrainerError) as caught:
         configured_loss(AlgorithmConfig(loss=name))
     assert str(caught.value).startswith(f"algorithm.loss={name} failed with {what}")
     assert str(caught.value).endswith(f" ({file.parent / place}); correct it")
 
 
-def test_a_trainer_s_objective_is_told_so(file: Path) -> None:
+def test_a_trainer_s_objective_is_reported_as_custom(file: Path) -> None:
     algorithm = AlgorithmConfig(loss="own_losses:Unbuilt")
     model = ModelConfig(path=file.parent)
     with pytest.raises(TrainerError, match=r"algorithm\.loss=own_losses:Unbuilt failed with KeyError"):
@@ -140,6 +140,6 @@ def test_our_own_errors_pass_unchanged(file: Path) -> None:
         configured_loss(AlgorithmConfig(loss="own_losses:Ours"))(inputs())
 
 
-def test_built_in_ones_are_not_told_as_somebodys_own() -> None:
+def test_built_in_ones_are_not_reported_as_custom() -> None:
     with pytest.raises(ValueError, match="needs advantages"):
         configured_loss(AlgorithmConfig(loss="policy_gradient"))(inputs())

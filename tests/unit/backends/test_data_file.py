@@ -1,4 +1,4 @@
-"""A data file on a disk that refuses: told in the system's words, not in those that torch makes of them."""
+"""A data file on a failing disk: the message is the system's, not torch's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(b
 
 
 @pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
-def test_a_full_disk_is_told_in_the_system_s_words(entries: list[tuple[Any, Any]]) -> None:
+def test_a_full_disk_is_reported_in_the_system_s_words(entries: list[tuple[Any, Any]]) -> None:
     usage = os.statvfs(FULL)
     with pytest.raises(CheckpointError) as caught, refused_by_disk(FULL):
         write_data_file(FULL, "__0_0.distcp", entries)
     sizes = re.fullmatch(
         r"/dev/full: could not be written \(No space left on device; (\d+) of (\d+) bytes are free\); free space "
-        "there, and start again: the run goes on from its last checkpoint",
+        "there, and restart to resume from the last checkpoint",
         str(caught.value),
     )
     assert sizes is not None
@@ -39,7 +39,7 @@ def test_a_full_disk_is_told_in_the_system_s_words(entries: list[tuple[Any, Any]
     assert 0 <= int(sizes[1]) <= int(sizes[2])
 
 
-def test_what_torch_gathered_from_a_rank_is_told_without_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_s_error_is_reported_without_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "__1_0.distcp"
     failure = CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
     sentence = rf"^{path}: could not be written \(Input/output error; \d+ of \d+ bytes"

@@ -1,4 +1,4 @@
-"""A checkpoint that is not exactly the model of its config.json is refused, and the message names the tensors."""
+"""A checkpoint that is not exactly the model of its config.json is rejected, and the message names the tensors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_cut_off_is_named_with_the_tensors_it_lacks(keep: int, tm
     assert str(caught.value) == problem
 
 
-def test_a_file_with_more_than_its_header_tells_of_is_refused(tmp_path: Path) -> None:
+def test_a_file_longer_than_its_header_describes_is_rejected(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
     size = file.stat().st_size
@@ -99,8 +99,8 @@ def test_a_file_with_more_than_its_header_tells_of_is_refused(tmp_path: Path) ->
         stream.write(bytes(3))
     with pytest.raises(CheckpointError) as caught:
         _require(tmp_path)
-    told = f"{file} has {size + 3} bytes, but its header tells of {size}: it is too long or damaged; copy or download"
-    assert str(caught.value).startswith(told)
+    message = f"{file} has {size + 3} bytes, but its header describes {size}: it is too long or damaged; copy or"
+    assert str(caught.value).startswith(message)
 
 
 def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_files_come_from_the_index_where_there_is_one(tmp_path: Path) -> None:
     assert expected_tensors(tmp_path) == shapes
     names = sorted(tensors)
     parts = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-    for part, own in parts.items():
-        save_file({name: tensors[name] for name in own}, tmp_path / part)
-    weight_map = {name: part for part, own in parts.items() for name in own}
+    for part, held in parts.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / part)
+    weight_map = {name: part for part, held in parts.items() for name in held}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=r"model\.safetensors and an .*index\.json that does not list it"):

@@ -1,4 +1,4 @@
-"""Which checkpoint it is and what has become of its files, told without the tensors in them."""
+"""Identify a checkpoint and its damaged files without reading tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(("beside", "remedy"), [("state.json", OLDER), ("conversion.json", AGAIN)])
 @pytest.mark.parametrize(("name", "length", "reason"), LENGTHS, ids=[f"{name} {length}" for name, length, _ in LENGTHS])
-def test_a_file_of_another_length_is_told_with_what_it_lacks_and_the_remedy_that_fits(
+def test_a_file_of_another_length_names_what_it_lacks_and_the_remedy(
     name: str, length: int | None, reason: str, beside: str, remedy: str, tmp_path: Path
 ) -> None:
     trainer = _stored(tmp_path / "checkpoint", beside)
@@ -80,7 +80,7 @@ def test_a_file_of_another_length_is_told_with_what_it_lacks_and_the_remedy_that
 
 
 @pytest.mark.parametrize(("beside", "remedy"), [("state.json", "use another one"), ("conversion.json", AGAIN)])
-def test_what_lacks_its_checksums_is_told_with_the_remedy_that_fits(beside: str, remedy: str, tmp_path: Path) -> None:
+def test_missing_checksums_name_the_remedy(beside: str, remedy: str, tmp_path: Path) -> None:
     trainer = _stored(tmp_path / "checkpoint", beside)
     (trainer / "checksums.json").unlink()
     with pytest.raises(CheckpointError) as caught:

@@ -100,7 +100,7 @@ def _dimensions(directory: Path, config: dict[str, Any]) -> ModelDimensions:
 
 
 def test_the_rules_are_of_every_tensor_in_deepseek_v3_s_published_files(tmp_path: Path) -> None:
-    """All but the layer for multi-token prediction. (The files' 8-bit matrices have scales; such are refused.)"""
+    """All but the layer for multi-token prediction. (The files' 8-bit matrices have scales; such are rejected.)"""
     published = _spelled_out(_LISTING)
     unscaled = 4 + 59 + 1  # embeddings and heads, routers, eh_proj
     scales = sum(1 for shape in published.values() if len(shape) == 2) - unscaled

@@ -68,7 +68,7 @@ BAD_ROW = "FILE:1: the answer 'answer' is missing; give text or a number, or set
 FOREIGN = "MODEL/config.json: "
 NO_TOKENIZER = "MODEL: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
 NO_ROWS = "FILE: no rows; give a file with rows"
-# what stands in the held-out file, whether the model is foreign, flags, and all that must be told in one list
+# what stands in the held-out file, whether the model is foreign, flags, and all problems expected in one list
 TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', False, ["--rollout.top_p", "0.5"], ["rollout.top_p=0.5 cuts the distribution", BAD_ROW]),
     ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["--rollout.top_p=5 is out of range", BAD_ROW]),
@@ -85,7 +85,7 @@ TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("rows", "foreign", "flags", "sentences"), TOGETHER, ids=[" ".join(c[2]) for c in TOGETHER])
-def test_bad_files_are_told_together_with_wrong_settings(
+def test_bad_files_are_reported_together_with_wrong_settings(
     rows: str,
     foreign: bool,
     flags: list[str],
@@ -93,12 +93,12 @@ def test_bad_files_are_told_together_with_wrong_settings(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own, file = sound_flags(tmp_path), tmp_path / "eval.jsonl"
+    sound, file = sound_flags(tmp_path), tmp_path / "eval.jsonl"
     file.write_text(rows)
     if foreign:
         write_checkpoint(tmp_path / "model", architectures=["GPT2LMHeadModel"], model_type="gpt2")
         (tmp_path / "model" / "tokenizer_config.json").unlink()
-    assert main(["train", *own, "--evaluation.files", str(file), *flags]) == _REFUSED
+    assert main(["train", *sound, "--evaluation.files", str(file), *flags]) == _REFUSED
     first, *problems = capsys.readouterr().err.splitlines()
     assert first == f"slime-like: {len(sentences)} problems", problems
     for sentence in sentences:
@@ -107,7 +107,7 @@ def test_bad_files_are_told_together_with_wrong_settings(
 
 
 @pytest.mark.parametrize("flags", [["--rollout.top_p", "2"], ["--rollout.engine", "x"]], ids=" ".join)
-def test_what_a_wrong_setting_comes_with_is_told_without_a_tokenizer(
+def test_further_problems_are_reported_without_a_tokenizer(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which would be imported for seconds."""

@@ -95,7 +95,7 @@ def test_options_that_make_no_sense_are_refused(root: Path, options: list[str]) 
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
-    with pytest.raises(ArgumentTypeError, match="is no size; give one such as 500MB"):
+    with pytest.raises(ArgumentTypeError, match="is not a size; give one such as 500MB"):
         size_in_bytes(f"{text}x")
 
 
@@ -103,7 +103,7 @@ def test_sizes(text: str, size: int) -> None:
     ("nbytes", "text"),
     [(500, "0.50 KB"), (1_999_000, "2.00 MB"), (999_000_000, "999.00 MB"), (1_000_000_000, "1.00 GB")],
 )
-def test_sizes_are_told_in_the_unit_that_fits(nbytes: int, text: str) -> None:
+def test_sizes_are_given_in_a_fitting_unit(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
 
@@ -120,7 +120,7 @@ def test_help_of_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_check_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of any family, and without a config.json."""
     tensors = {"one.weight": torch.randn(4, 3), "two.bias": torch.randn(5)}
     for name in ("a", "b", "c"):

@@ -78,7 +78,7 @@ def test_eval_names_what_it_cannot_do_without(
     assert not (tmp_path / "run").exists()
 
 
-# flags that a training run is refused for, and an evaluation does not look at
+# flags that a training run is rejected for, and an evaluation does not look at
 NOT_EVALUATED = [
     ["--algorithm.loss", "sft"],
     ["--algorithm.loss", "unknown"],
@@ -149,10 +149,10 @@ def test_an_error_is_a_sentence_and_an_exit_code(
 
 
 UNFORESEEN: list[tuple[Exception, str]] = [
-    (ZeroDivisionError("a\nbug"), "ZeroDivisionError: a bug; this was not foreseen, its traceback is in "),
-    (RuntimeError(), "RuntimeError; this was not foreseen, its traceback is in "),
-    (ValueError("x" * 9999), f"ValueError: {'x' * 300}; this was not foreseen"),
-    (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device; look at that place, or at "),
+    (ZeroDivisionError("a\nbug"), "ZeroDivisionError: a bug; unexpected error; traceback: "),
+    (RuntimeError(), "RuntimeError; unexpected error; traceback: "),
+    (ValueError("x" * 9999), f"ValueError: {'x' * 300}; unexpected error"),
+    (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device; check that path; traceback: "),
 ]
 
 
@@ -175,7 +175,7 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     assert main(sound) == 1
     printed = capsys.readouterr().err
     assert printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
-    kept = Path(printed.strip().rpartition(" in ")[2])
+    kept = Path(printed.strip().rpartition(" traceback: ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
     assert "in _train\n    raise self._error\n" in kept.read_text()
 
@@ -190,7 +190,7 @@ def test_the_traceback_of_a_users_own_code_is_kept_too(
     Loop(monkeypatch, error)
     assert main(sound) == 1
     kept = tmp_path / "run" / "traceback.txt"
-    expected = f"slime-like: reward function mine:f failed; correct it; its traceback is in {kept}\n"
+    expected = f"slime-like: reward function mine:f failed; correct it; traceback: {kept}\n"
     assert capsys.readouterr().err == expected
     assert kept.read_text() == "Traceback: line 3"
 

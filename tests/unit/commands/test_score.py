@@ -103,7 +103,7 @@ def test_refusals(root: Path, arguments: list[str], message: str, capsys: pytest
     assert not (root / "out.jsonl").exists()
 
 
-def test_a_bad_row_is_told_before_anything_starts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_row_is_rejected_before_anything_starts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (root / "in.jsonl").open("a") as file:
         file.write('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}\n')
     assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1

@@ -70,9 +70,9 @@ def test_something_to_verify_must_be_named() -> None:
 
 def test_the_users_flags_win(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
-    own = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
-    assert (own.steps, own.algorithm.loss, own.model.dtype) == (5, "gspo", "bfloat16")
-    assert own.trainer.optimizer.lr == 3e-2 and own.trainer.target_tokens_per_batch == 192
+    config = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
+    assert (config.steps, config.algorithm.loss, config.model.dtype) == (5, "gspo", "bfloat16")
+    assert config.trainer.optimizer.lr == 3e-2 and config.trainer.target_tokens_per_batch == 192
     float32 = _config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
     assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)
     assert float32.trainer.target_tokens_per_batch == 8192

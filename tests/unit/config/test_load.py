@@ -148,12 +148,12 @@ def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, mo
 HEAD = "run_dir: /x\nmodel: {path: /y}\n"
 REFUSED: list[tuple[str, list[str], str]] = [
     ("steps: 0", [], "FILE:3: steps=0 is out of range; it must be at least 1"),
-    ("steps: true", [], "FILE:3: steps=true is no number; give one"),
+    ("steps: true", [], "FILE:3: steps=true must be a number"),
     ("steps: 1.5", [], "FILE:3: steps=1.5 has the wrong type; give integer"),
     ("steps: 3\nsteps: 4", [], "FILE:4: steps is set a second time (first in line 3); keep one of the two"),
     ("rollout:\n  engin: vllm", [], "FILE:4: rollout.engin is unknown; did you mean rollout.engine?"),
     ("engine: vllm", [], "FILE:3: engine is unknown; did you mean rollout.engine?"),
-    ("1: 2", [], "FILE:3: 1=1 is no name of a field; remove it (slime-like train --help lists every field)"),
+    ("1: 2", [], "FILE:3: 1=1 is not the name of a field; remove it (slime-like train --help lists every field)"),
     ("rollout: {temperature: 1e-3}", [], "FILE:3: rollout.temperature=0.001 is out of range; it must be at least 0.01"),
     ("zzz: 1", [], "FILE:3: zzz is unknown; remove it (slime-like train --help lists every field)"),
     ("rollout: {temperature: .inf}", [], "FILE:3: rollout.temperature=inf is not finite; give a finite number"),
@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("data: {shuffle: 1}", [], "FILE:3: data.shuffle=1 is neither true nor false; use one of these two"),
     ("data: {train: a.jsonl}", [], "FILE:3: data.train="),
     ("trainer: 5", [], "FILE:3: trainer=5 is one value where a section belongs; write its fields below it"),
-    ("algorithm: {kl_estimator: k9}", [], "FILE:3: algorithm.kl_estimator=k9 is no choice; use one of: 'k1'"),
+    ("algorithm: {kl_estimator: k9}", [], "FILE:3: algorithm.kl_estimator=k9 must be one of: 'k1'"),
     ("algorithm: {kl_coef: 1, kl_estimator: k1}", [], "FILE:3: algorithm.kl_estimator=k1 has zero expected gradient"),
     (
         "algorithm:\n  loss: gspo\n  reduction: constant",
@@ -202,7 +202,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("", ["--steps"], "--steps: has no value; give integer"),
     ("", ["--steps", "1", "2"], "--steps: takes one value and got 2 (1 2)"),
     ("", ["--steps", "many"], "--steps=many has the wrong type; give integer"),
-    ("", ["stray", "--steps", "1"], "'stray' is no flag; write --section.field value"),
+    ("", ["stray", "--steps", "1"], "'stray' is not a flag; write --section.field value"),
     (
         "",
         ["--reward.functions.0.weight", "2"],
@@ -252,7 +252,7 @@ def test_what_is_wrong_is_refused_with_place_value_and_remedy(
     assert problems[0].startswith(sentence.replace("FILE", str(path)))
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "steps: 0\nsteps: 1\nrollout: {num_engines: 0, enigne: x}\nbogus: 1\n")
     problems = problems_of(path, ["--trainer.parallel.tensor", "a", "--nope", "1"])
     for name in ("steps", "rollout.num_engines", "rollout.enigne", "bogus", "trainer.parallel.tensor", "--nope"):

@@ -45,9 +45,9 @@ def test_layers_and_their_gradients() -> None:
     del kept
     assert _close(out, torch.nn.functional.linear(*exact))
     assert _close(without_bias, plain)
-    for own, expected in zip(leaves, exact, strict=True):
-        assert own.grad is not None and expected.grad is not None
-        assert _close(own.grad, expected.grad)
+    for leaf, expected in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None and expected.grad is not None
+        assert _close(leaf.grad, expected.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])

@@ -158,7 +158,7 @@ def _attention(
 
 
 class Case:
-    """Inputs of an attention, with angles that are nobody's positions."""
+    """Inputs of an attention, with angles that belong to no position."""
 
     def __init__(self, lengths: list[int], groups: int, heads: int, dim: int, normed: bool) -> None:
         generator = torch.Generator().manual_seed(0)

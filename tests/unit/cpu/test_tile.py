@@ -25,10 +25,10 @@ def test_exponentials_of_what_is_seen(seen: int) -> None:
     first, count = 5, -(-seen // LANES) * LANES
     values = given.copy()
     largest, total = _exponentials(values, first, count, seen)
-    own = given[first : first + seen]
-    below = own - own.max()  # in float32, as the kernel subtracts
+    visible = given[first : first + seen]
+    below = visible - visible.max()  # in float32, as the kernel subtracts
     expected = np.exp(below.astype(np.float64))
-    assert largest == own.max()
+    assert largest == visible.max()
     np.testing.assert_allclose(values[first : first + seen], np.where(below < -87, 0, expected), rtol=3e-7)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
     assert not values[first + seen : first + count].any()

@@ -1,4 +1,4 @@
-"""Kept rollouts: what is read back, and what is refused."""
+"""Kept rollouts: what is read back, and what is rejected."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_disk_that_refuses_is_one_sentence(ledger: Ledger, tmp_path: Path) -> None:
-    """SQLite itself is told to take no more pages, which it reports as it does a full disk."""
+    """SQLite's page limit is reached, which it reports as it does a full disk."""
     ledger._database.execute("PRAGMA max_page_count = 1")
     with pytest.raises(
         DataError, match=r"ledger.sqlite: could not be written \(database or disk is full\); free space"

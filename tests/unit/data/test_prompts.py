@@ -1,4 +1,4 @@
-"""Prompts: what is read, in which order, and what is refused."""
+"""Prompts: what is read, in which order, and what is rejected."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         PromptSource([path], TOKENIZER, CONFIG, seed=0)
 
 
-def test_a_tokenizer_without_template_or_eos_is_told_what_to_do(file: Path) -> None:
+def test_a_tokenizer_without_template_or_eos_gets_a_remedy(file: Path) -> None:
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(DataError, match=r":1: the tokenizer has no chat template; set data.apply_chat_template: false"):
@@ -341,14 +341,14 @@ def test_a_generic_tokenizer_is_the_one_that_transformers_finds(tmp_path: Path, 
     """Which it finds through ``config.json`` and what it imports for that; here it is known by its own name."""
     make_tiny_model(tmp_path, family=family)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
-    own, found = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, found = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     text, turns = "12+34=46<eos> \u00e9\n", [{"role": "user", "content": "12*34="}]
-    ids = own.encode(text)
-    assert ids == found.encode(text) and own.decode(ids) == found.decode(ids) == text
-    rendered = [t.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for t in (own, found)]
+    ids = ours.encode(text)
+    assert ids == found.encode(text) and ours.decode(ids) == found.decode(ids) == text
+    rendered = [t.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for t in (ours, found)]
     assert rendered[0] == rendered[1]
     special = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
-    assert [getattr(own, name) for name in special] == [getattr(found, name) for name in special]
+    assert [getattr(ours, name) for name in special] == [getattr(found, name) for name in special]
 
 
 def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:

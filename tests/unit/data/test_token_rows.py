@@ -1,4 +1,4 @@
-"""Rows of token ids: what is read, and every way in which a row is refused, by file and line."""
+"""Rows of token ids: what is read, and every way in which a row is rejected, by file and line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows_of(directory: Path, *rows: Any, context: int = 1, budget: int = 16) -> 
 
 
 def test_rows_are_read_as_they_stand(tmp_path: Path) -> None:
-    """An id may be a number; without a temperature it is 1; unknown keys are nobody's business; every pass is whole."""
+    """An id may be a number; without a temperature it is 1; unknown keys are ignored; every pass is whole."""
     rows = rows_of(tmp_path, SOUND, "", {**SOUND, "id": 5, "temperature": 0.7, "note": "x"})
     assert rows.totals() == RowTotals(rows=2, tokens=10)
     for _ in range(2):

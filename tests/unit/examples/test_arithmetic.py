@@ -73,7 +73,7 @@ HOSTILE = [
     ("-" * 200 + "1", "nested too deeply"),
     ("2**" * 80 + "2", "nested too deeply"),
     ("1" * (MAX_CHARS + 1), "too long"),
-    ("2**0.5", "the exponent is no whole number"),
+    ("2**0.5", "the exponent must be an integer"),
     ("1/0", "division by zero"),
     ("5%0", "division by zero"),
     ("0**-1", "division by zero"),

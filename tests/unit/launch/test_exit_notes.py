@@ -24,9 +24,9 @@ def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
 
 
 def test_a_note_that_comes_while_a_node_waits_counts_at_once(tmp_path: Path) -> None:
-    own, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
+    leaver, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
     waiting.require_none_ended()
-    own.leave(Verdict(2, "no model"))
+    leaver.leave(Verdict(2, "no model"))
     assert sentence_of(waiting) == "no model"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
 
@@ -40,7 +40,7 @@ def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     time.sleep(0.01)
     left_at = tmp_path.joinpath(".run.cluster", "ended-0.json").stat().st_mtime
     monkeypatch.setattr(time, "time", lambda: left_at + 5)
-    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not started again: no model"
+    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not restarted: no model"
     again = notes(tmp_path, 0)
     impatient.require_none_ended()  # it has been started again,
     again.leave(Verdict(1, "busy port"))

@@ -149,10 +149,10 @@ def test_a_node_joins_and_ends_with_the_verdict_of_node_0(server: GcsServer, con
     ],
 )
 def test_what_differs_from_node_0_ends_the_run(server: GcsServer, config: RunConfig, name: str, sentence: str) -> None:
-    own = facts(config)
-    publish(server, config, facts=own | {name: "0"})
+    local = facts(config)
+    publish(server, config, facts=local | {name: "0"})
     node = begin(server, config)
-    expected = Verdict(1, f"{node.place}: {sentence.format(own=own[name])}")
+    expected = Verdict(1, f"{node.place}: {sentence.format(own=local[name])}")
     assert problem(server) == expected == node.ended().verdict
     assert 1 not in server.nodes
 
@@ -202,7 +202,7 @@ def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
     for rank, why in ((1, f"{first.place} has it already"), (2, "of NODES=2 it is 1 to 1")):
         refused = begin(server, config, rank).ended().error
         assert isinstance(refused, RefusedError)
-        assert str(refused) == f"NODE_RANK={rank} on {socket.gethostname()} is refused: {why}"
+        assert str(refused) == f"NODE_RANK={rank} on {socket.gethostname()} is rejected: {why}"
     assert b"problem" not in server.values and list(launch_directory(config.run_dir).glob("ended-*")) == []
     assert first.is_alive()
     server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
@@ -301,7 +301,7 @@ def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunCo
         assert early.ended().verdict == Verdict(2, sentence)
         late = Node(config, 2, port, silence_s=0.1).ended().verdict
     assert late is not None and late.code == 2
-    assert late.sentence.endswith(f"s ago and was not started again: {sentence}")
+    assert late.sentence.endswith(f"s ago and was not restarted: {sentence}")
 
 
 def test_a_port_that_is_taken_on_node_0(config: RunConfig) -> None:

@@ -31,11 +31,11 @@ def options(**fields: object) -> LaunchOptions:
         ({"nodes": 0}, "--nodes=0"),
         ({"node_rank": 2}, "--node_rank=2 is not 0 to 1"),
         ({"head": ""}, "--head is needed with --nodes=2"),
-        ({"port": 70_000}, "--port=70000 is no port"),
-        ({"port": 0}, "--port=0 is no port"),
-        ({"silence_s": 0.0}, "--silence_s=0 is no number of seconds above 0"),
-        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan is no number of seconds"),
-        ({"stop_s": math.inf}, "--stop_s=inf is no number of seconds"),
+        ({"port": 70_000}, "--port=70000 must be 1024 to 65535"),
+        ({"port": 0}, "--port=0 must be 1024 to 65535"),
+        ({"silence_s": 0.0}, "--silence_s=0 must be a number of seconds above 0"),
+        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan must be a number of seconds"),
+        ({"stop_s": math.inf}, "--stop_s=inf must be a number of seconds"),
     ],
 )
 def test_refused(fields: dict[str, object], problem: str) -> None:
@@ -99,11 +99,11 @@ def test_slots_without_gpus(
     assert slots_per_node(config(tmp_path, **sections), nodes) == expected
 
 
-def test_slurm_tells_who_is_who(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
     flags += ["--rollout.engine", "sglang"]
-    own = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
-    assert command.run([*own, "--", *flags]) == 0
+    options = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
+    assert command.run([*options, "--", *flags]) == 0
     said = capsys.readouterr().out
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said

@@ -1,4 +1,4 @@
-"""When a run is told that its rewards teach nothing."""
+"""Warnings about rewards that teach nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from slime_like.observability.flat_reward import FlatSteps
 
-# which of the steps from 1 on were flat (x), after which one it is told, and whether at the end
+# which of the steps from 1 on were flat (x), the steps with a warning, and whether one comes at the end
 RUNS = [
     ("xxxxxxxxxxxx", {5}, True),
     ("xxxx.xxxx.", set(), False),
@@ -17,17 +17,17 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("run", "told", "at_end"), RUNS, ids=[case[0] for case in RUNS])
-def test_it_is_told_once_and_at_the_end(run: str, told: set[int], at_end: bool) -> None:
+@pytest.mark.parametrize(("run", "warned", "at_end"), RUNS, ids=[case[0] for case in RUNS])
+def test_it_warns_once_and_at_the_end(run: str, warned: set[int], at_end: bool) -> None:
     steps = FlatSteps(None)
     said = {step: steps.add(step, kind == "x") for step, kind in enumerate(run, start=1)}
-    assert {step for step, sentence in said.items() if sentence is not None} == told
-    for step in told:
+    assert {step for step, sentence in said.items() if sentence is not None} == warned
+    for step in warned:
         assert str(said[step]).startswith(f"steps {step - 4} to {step}: the responses to each prompt all got ")
     assert (steps.at_end() is not None) == at_end
 
 
-def test_a_resumed_run_speaks_of_its_own_steps() -> None:
+def test_a_resumed_run_counts_only_its_steps() -> None:
     steps = FlatSteps("run/tables/samples.jsonl")
     assert steps.add(41, flat=True) is None
     sentence = str(steps.at_end())

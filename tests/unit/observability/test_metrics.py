@@ -161,7 +161,7 @@ def test_tables_append_rows(tmp_path: Path) -> None:
     [
         ("../out", ["a"], [1], "table name"),
         ("a/b", ["a"], [1], "table name"),
-        ("t", ["step"], [1], "step: every line has this field"),
+        ("t", ["step"], [1], "step: this field name is reserved"),
         ("t", ["a", "a"], [1, 2], "named twice"),
         ("t", ["a", "b"], [1], "row 0: 1 cells for 2 columns"),
     ],
@@ -178,7 +178,7 @@ def test_tables_that_cannot_be_written_are_refused(
 
 def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path) -> None:
     logger = MetricLogger(FILE_ONLY, tmp_path)
-    with pytest.raises(ValueError, match="time: every line"):
+    with pytest.raises(ValueError, match="time: this field name is reserved"):
         logger.log(1, {"time": 3.0})
     logger.close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -10,7 +10,7 @@ SECOND = 1_000_000_000
 
 
 class Time:
-    """A time source that moves only when told to."""
+    """A time source that only the test moves."""
 
     def __init__(self) -> None:
         self.ns = 12_345

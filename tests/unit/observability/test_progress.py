@@ -167,7 +167,7 @@ def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception
         assert shown in screen
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]
-    for thread in set(threading.enumerate()) - before:  # the refresh thread has been told to end
+    for thread in set(threading.enumerate()) - before:  # the refresh thread is ending
         thread.join(10)
         assert not thread.is_alive()
 

@@ -208,7 +208,7 @@ def test_a_loss_that_is_nan_is_seen(tmp_path: Path) -> None:
     assert html.count('<path class="non-finite"') == 2 and "NaN or infinite at 2 steps (marked)" in html
 
 
-def test_tables_of_ones_own_are_shown(tmp_path: Path) -> None:
+def test_custom_tables_are_shown(tmp_path: Path) -> None:
     logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
     logger.log(1, {"train_actor_training/loss": 1.0})
     logger.log_table(1, "mine", ["text", "flag", "list", "nothing"], [["x" * 5000, True, [1, None], None]])

@@ -85,8 +85,8 @@ def test_activations_and_the_optimizers_temporaries_are_not_there_at_once() -> N
     dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
     sums = []
     for memory in ({"activation_bytes": 5 * GIB, "update_bytes": 2 * GIB}, {"update_bytes": 5 * GIB}):
-        kind, own = RankKind("all", (0,)), estimate(**memory)
-        training = trainer_phases(run, dimensions, hardware, None, kind, own)[0]
+        kind, figures = RankKind("all", (0,)), estimate(**memory)
+        training = trainer_phases(run, dimensions, hardware, None, kind, figures)[0]
         sums.append(training.total / GIB)
     assert sums == [pytest.approx(4 + 8 + 6 + 5 * 1.05 + 2)] * 2
 
@@ -122,8 +122,8 @@ def test_host_memory_of_copies_that_a_run_makes() -> None:
     run = config(trainer={"parallel": layout}, cluster={"address": "auto", "host_memory_gib": 200}, **sections)
     dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
     engine = plan_engine(run, dimensions, hardware, 1024)
-    own = estimate(host_optimizer_bytes=8 * GIB)
-    found = host_memory(run, dimensions, [own], engine, "shared_memory")
+    figures = estimate(host_optimizer_bytes=8 * GIB)
+    found = host_memory(run, dimensions, [figures], engine, "shared_memory")
     assert {item.name: item.nbytes / GIB for item in found.items} == {
         "optimizer state": 8 * 8,
         "checkpoint.async_save: copies": 8 * (4 + 6 + 6),
@@ -148,14 +148,14 @@ def test_step_of_known_size() -> None:
     dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
     workload = Workload.of(run, None, None)
     assert (workload.samples, workload.micro_batches, workload.filled) == (8, 4, 1.0)
-    own = estimate()
-    step = predict(run, dimensions, hardware, workload, [own], None, None)
+    figures = estimate()
+    step = predict(run, dimensions, hardware, workload, [figures], None, None)
     products, attention = 4e12 / (989e12 * 0.5), 1e12 / (989e12 * 0.4)
     tensor, context = 1e9 / (450e9 * 0.7), 1e9 / (50e9 * 0.7)
     update = context + (12 + 8) * GIB / (3350e9 * 0.6)
     assert step.training == pytest.approx(5 * (products + max(attention, context) + tensor) + update)
     assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
-    sent = {(own.axis, own.link): own.nbytes for own in traffic_per_step(run, hardware, workload, own)}
+    sent = {(item.axis, item.link): item.nbytes for item in traffic_per_step(run, hardware, workload, figures)}
     assert sent == {("tensor", "NVLink"): 4e9, ("context", "network"): 4e9, ("data", "network"): 1e9}
 
 

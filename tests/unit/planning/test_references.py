@@ -36,7 +36,7 @@ def test_their_gpus_are_counted() -> None:
     (problem,) = checks.placement_problems(run, Hardware.of(run))
     assert "trainer.parallel needs 8, engines 4, reference workers 8; use 3 nodes" in problem
     assert trainer_gpus(run, Hardware.of(run)) == 16 - 4 - 8
-    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term nobody scores
+    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
     assert checks.gpus_needed(unused).references == 0
 
 
@@ -47,8 +47,8 @@ def test_their_tensor_groups_stay_inside_a_node() -> None:
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
-    own = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
-    phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), own)
+    figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
+    phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), figures)
     assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + 2)
     assert not any("gradients" in item.name or "optimizer" in item.name for item in phase.items)
 
@@ -66,14 +66,14 @@ def test_a_step_waits_for_whichever_is_slower() -> None:
         **sections,
     )
     hardware, workload = Hardware.of(run), Workload.of(run, None, None)
-    own = estimate()
+    figures = estimate()
     one_pass = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
-    assert reference_seconds(run, hardware, workload, [own]) == pytest.approx(one_pass)
+    assert reference_seconds(run, hardware, workload, [figures]) == pytest.approx(one_pass)
     staged = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"pipeline": 2})})
     slower = run.model_copy(update={"reference": staged})  # requests of 8 packs and one idle slot
-    assert reference_seconds(slower, hardware, workload, [own]) == pytest.approx(one_pass * 9 / 8)
+    assert reference_seconds(slower, hardware, workload, [figures]) == pytest.approx(one_pass * 9 / 8)
     dimensions = ModelDimensions.from_checkpoint(run.model.path)
-    step = predict(run, dimensions, hardware, workload, [own], None, None, references=30.0)
+    step = predict(run, dimensions, hardware, workload, [figures], None, None, references=30.0)
     assert step.scoring == 0.0
     assert step.total == pytest.approx(30.0 + step.training)
     assert replace(step, generation=40.0).total == pytest.approx(40.0 + step.training)

@@ -57,7 +57,7 @@ def test_what_is_no_import_path(path: str) -> None:
     assert import_path_problem(path) == "is no import path; give `package.module:name`"
 
 
-def test_a_module_that_is_no_python_is_told_with_its_line(package: str, tmp_path: Path) -> None:
+def test_a_module_that_is_no_python_names_its_line(package: str, tmp_path: Path) -> None:
     problem = import_path_problem(f"{package}.broken:anything")
     assert problem is not None
     assert problem.startswith(f"cannot be imported: {tmp_path / package / 'broken.py'}:1: SyntaxError: ")

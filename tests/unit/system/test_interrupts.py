@@ -27,7 +27,7 @@ def installed() -> Iterator[None]:
 def test_an_interrupt_is_raised_once(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
-    with pytest.raises(KeyboardInterrupt):  # whoever caught the first may have been a library
+    with pytest.raises(KeyboardInterrupt):  # a library may have caught the first
         raise_if_interrupted()
     raise_if_interrupted()
 

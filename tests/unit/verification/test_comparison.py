@@ -53,7 +53,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> list[ScoredTrajectory]:
 
 def measured(batch: list[ScoredTrajectory]) -> Measurement:
     generator = torch.Generator().manual_seed(1)
-    logprobs = [-5 + torch.randn(own.response_len, generator=generator) for own in batch]
+    logprobs = [-5 + torch.randn(row.response_len, generator=generator) for row in batch]
     return Measurement(logprobs, [0.5, -0.25], [3.0, 2.0])
 
 
@@ -79,7 +79,7 @@ def test_the_first_wrong_token_is_named(batch: list[ScoredTrajectory], wrong: fl
     (sentence,) = compare_measurements(found, expected, batch, FLOAT32).differences
     assert sentence == (
         f"logprob of sequence synthetic-5, response token 3 (position 11 of 29) is {wrong:.6f} instead of -5.000000; "
-        f"2 of {sum(own.response_len for own in batch)} tokens differ"
+        f"2 of {sum(row.response_len for row in batch)} tokens differ"
     )
 
 
@@ -203,7 +203,7 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
     assert parity.gradients == pytest.approx(1.0)
 
 
-def test_a_tensor_too_few_or_too_many_is_told() -> None:
+def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
     add_weights(parity, [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")])
     assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]
@@ -211,17 +211,17 @@ def test_a_tensor_too_few_or_too_many_is_told() -> None:
 
 # ----------------------------------------------------------------------------------------------------- batch and rest
 def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[ScoredTrajectory]) -> None:
-    assert {own.response_len for own in batch} >= {1, 64}
-    assert sum(not own.loss_mask.any() for own in batch) == 1
-    assert any(own.total_len % 4 for own in batch) and any(own.prompt_len > 100 for own in batch)
-    scores = [ScoredLogprobs(torch.full((own.response_len,), -5.0), torch.ones(own.response_len)) for own in batch]
+    assert {row.response_len for row in batch} >= {1, 64}
+    assert sum(not row.loss_mask.any() for row in batch) == 1
+    assert any(row.total_len % 4 for row in batch) and any(row.prompt_len > 100 for row in batch)
+    scores = [ScoredLogprobs(torch.full((row.response_len,), -5.0), torch.ones(row.response_len)) for row in batch]
     frozen, again = with_frozen_logprobs(batch, scores), with_frozen_logprobs(batch, scores)
-    for own, other, bare in zip(frozen, again, batch, strict=True):
+    for row, other, bare in zip(frozen, again, batch, strict=True):
         for name in ("old_logprobs", "logprobs", "ref_logprobs"):
             assert getattr(bare, name) is None
-            assert torch.equal(getattr(own, name), getattr(other, name))
-            assert float((getattr(own, name) + 5).abs().max()) < 1.0
-        assert not torch.equal(own.old_logprobs, own.ref_logprobs)
+            assert torch.equal(getattr(row, name), getattr(other, name))
+            assert float((getattr(row, name) + 5).abs().max()) < 1.0
+        assert not torch.equal(row.old_logprobs, row.ref_logprobs)
 
 
 def test_a_batch_of_another_model_is_refused(batch: list[ScoredTrajectory], tmp_path: Path) -> None:
@@ -241,10 +241,10 @@ def test_a_batch_of_another_model_is_refused(batch: list[ScoredTrajectory], tmp_
 
 
 def test_logprobs_of_a_dump_are_kept(batch: list[ScoredTrajectory]) -> None:
-    own = with_frozen_logprobs(batch[:1], [ScoredLogprobs(torch.zeros(9), torch.ones(9))])
-    kept = with_frozen_logprobs(own, [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])
+    frozen = with_frozen_logprobs(batch[:1], [ScoredLogprobs(torch.zeros(9), torch.ones(9))])
+    kept = with_frozen_logprobs(frozen, [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])
     for name in ("old_logprobs", "logprobs", "ref_logprobs"):
-        assert torch.equal(getattr(kept[0], name), getattr(own[0], name))
+        assert torch.equal(getattr(kept[0], name), getattr(frozen[0], name))
 
 
 def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_default_layouts_are_distinct_and_cover_every_axis() -> None:
     layouts = [parse_layout(name) for name in DEFAULT_LAYOUTS]
-    assert len({(own.parallel, own.distributed, own.attention) for own in layouts}) == len(layouts)
+    assert len({(each.parallel, each.distributed, each.attention) for each in layouts}) == len(layouts)
     for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "sequence"):
-        assert any(getattr(own.parallel, axis) > 1 or getattr(own.parallel, axis) is True for own in layouts), axis
-    assert max(own.parallel.world_size for own in layouts) == 8
+        assert any(getattr(each.parallel, axis) > 1 or getattr(each.parallel, axis) is True for each in layouts), axis
+    assert max(each.parallel.world_size for each in layouts) == 8
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])

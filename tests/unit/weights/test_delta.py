@@ -197,7 +197,7 @@ def lose_by_a_missed_bucket(session: str, sender: Sender, receiver: Receiver, we
 
 
 def lose_by_damage(session: str, sender: Sender, receiver: Receiver, weight: Tensor) -> Receiver:
-    """A bucket that did not arrive as it was sent: its checksum is refused, and the copy is not built upon."""
+    """A bucket that did not arrive as it was sent: its checksum is rejected, and the copy is not built upon."""
     weight[18] += 1
     metadata = sender.send(WeightBucket([("t", weight)]))
     entry = replace(metadata.entries[0], checksum=metadata.entries[0].checksum ^ 1)

@@ -118,7 +118,7 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
         sender.send(bucket(0))
 
 
-def test_it_must_be_told_where() -> None:
+def test_it_requires_a_directory() -> None:
     with pytest.raises(WeightSyncError, match=r"needs sync.directory"):
         open_sender("directory", SESSION)
 

@@ -19,7 +19,7 @@ def test_names_and_shapes_of_the_checkpoint(tmp_path: Path, tied: bool) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert expected_tensors(tmp_path) == shapes
     assert ("lm_head.weight" in shapes) is not tied
-    # Some checkpoints store the tied copy and computed buffers all the same: neither is a weight of its own.
+    # Some checkpoints store the tied copy and computed buffers all the same: neither is a separate weight.
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": weights["model.norm.weight"].clone()}
     if tied:
         extra["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

@@ -78,7 +78,7 @@ def test_arrivals_hand_out_nothing_of_a_damaged_bucket() -> None:
         Arrivals().copies(entries, sent.items(), "cpu")
 
 
-def test_arrivals_load_what_was_sent_and_tell_of_damage() -> None:
+def test_arrivals_load_what_was_sent_and_report_damage() -> None:
     sent = {"only": noise(1000)}
     entries, model = [entry("only", sent["only"])], {"only": torch.zeros(1000)}
     Arrivals().load(entries, sent.items(), model.__getitem__)

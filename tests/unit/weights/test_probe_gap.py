@@ -85,8 +85,8 @@ def test_logprobs_that_are_all_alike_are_compared_without_their_spread() -> None
 
 def test_each_precision_has_its_sentence() -> None:
     expected = np.array([-1.0, -3.0])
-    told = [str(ProbeGap.between(expected + 0.5, expected, dtype, None)) for dtype in ("float32", "bfloat16")]
-    assert told == [
+    gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, None)) for dtype in ("float32", "bfloat16")]
+    assert gaps == [
         "by up to 5.00e-01 (bound 1e-04)",
         "by up to 5.00e-01, with a root mean square of 0.50 of how much the trainer's vary (bound 0.15)",
     ]

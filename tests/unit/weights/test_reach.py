@@ -1,4 +1,4 @@
-"""Which transport ``auto`` is, and which are refused where they do not reach."""
+"""Which transport ``auto`` is, and which are rejected where they do not reach."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_auto(situation: Situation, expected: str) -> None:
         ("cuda_ipc", CUDA_SHARED_HOSTS, "reaches one host"),
         ("nccl", CPU, "needs GPUs, and there are none; use shared_memory"),
         ("cuda_ipc", CPU, "needs GPUs"),
-        ("nccl", CUDA_SHARED, "needs a device of its own"),
+        ("nccl", CUDA_SHARED, "needs its own device"),
         ("cuda_ipc", CUDA, "needs engines on the trainers' own devices"),
         ("cuda_ipc", CUDA_SHARED_APART, "rollout.tensor is the number of trainer ranks"),
         ("pigeon", CPU, "is unknown; use auto or one of"),

@@ -1,4 +1,4 @@
-"""What every rank of a layout stores, worked out in one process: groups that move nothing, models without memory."""
+"""Stored tensors of every rank of a layout, computed in one process without memory or messages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes: parameters whose main copy it holds, and what Megatron stores beside them."""
+    """Files of one rank: parameters whose main copy it holds, and what Megatron stores beside them."""
 
     rank: int
     parameters: tuple[ParameterPlan, ...]
@@ -99,12 +99,14 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
         for chunk in build_meta_chunks(config, dimensions):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
-            own = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
-            objects += [value for value in own.values() if isinstance(value, ShardedObject)]
+            main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
+            objects += [value for value in main.values() if isinstance(value, ShardedObject)]
             named = dict(named_weights(chunk))
             placements = {id(placed.parameter): placed for placed in place_parameters([chunk], dimensions)}
             parameters += [
-                ParameterPlan(placements[id(parameter)], own[name]) for name, parameter in named.items() if name in own
+                ParameterPlan(placements[id(parameter)], main[name])
+                for name, parameter in named.items()
+                if name in main
             ]
     return RankPlan(rank, tuple(parameters), tuple(objects))
 
@@ -128,22 +130,22 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
         for entry in parameter.entries(parameter.meta(torch.float32)):
             stored.setdefault(entry.key, []).append((entry.global_offset, entry.data.numel()))
             sizes[entry.key] = entry.global_shape
-    wrong = [name for name, own in ranges.items() if not _tile(own, shapes[name][cut_axis.get(name, 0)])]
-    wrong += [key for key, own in stored.items() if not _fill(own, torch.Size(sizes[key]).numel())]
+    wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]
+    wrong += [key for key, spans in stored.items() if not _fill(spans, torch.Size(sizes[key]).numel())]
     if wrong:
         raise CheckpointError(f"tensors of which some element has no place, or two: {listed(sorted(wrong))}")
 
 
 def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
-    """Do (start, length) ranges follow each other from 0 to ``length``?"""
+    """Return whether (start, length) ranges follow each other from 0 to ``length``."""
     end = 0
-    for start, own in sorted(ranges):
+    for start, size in sorted(ranges):
         if start != end:
             return False
-        end += own
+        end += size
     return end == length
 
 
 def _fill(entries: list[tuple[tuple[int, ...], int]], numel: int) -> bool:
-    """Have entries, which lie on one grid, different places and as many elements as the whole?"""
-    return len({offset for offset, _ in entries}) == len(entries) and sum(own for _, own in entries) == numel
+    """Return whether entries on one grid have different places and together all elements."""
+    return len({offset for offset, _ in entries}) == len(entries) and sum(size for _, size in entries) == numel

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a Megatron checkpoint of any layout, one parameter at a time."""
+"""Conversion of a Hugging Face directory to a Megatron checkpoint, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return sum(own.nbytes for own in self.parameters)
+        return sum(cast.nbytes for cast in self.parameters)
 
     def entries(self) -> list[ShardedTensor | ShardedObject]:
-        return [*(entry for own in self.parameters for entry in own.entries()), *self.objects]
+        return [*(entry for parameter in self.parameters for entry in parameter.entries()), *self.objects]
 
 
 def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
@@ -101,15 +101,15 @@ def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conv
     casts: list[list[_Cast]] = []
     for plan in plans:
         casts.append([])
-        for own in plan.parameters:
-            names = own.placement.source_names()
+        for parameter in plan.parameters:
+            names = parameter.placement.source_names()
             stored = DTYPES[checkpoint.dtype(names[0])]
             if wanted is not None:
-                casts[-1].append(_Cast(own, stored if keeps_type(names[0]) else wanted))
+                casts[-1].append(_Cast(parameter, stored if keeps_type(names[0]) else wanted))
                 continue
             for name in names:
-                together.setdefault(own.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
-            casts[-1].append(_Cast(own, stored))
+                together.setdefault(parameter.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
+            casts[-1].append(_Cast(parameter, stored))
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(
@@ -121,8 +121,8 @@ def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conv
 
 def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: int) -> list[_Job]:
     jobs = []
-    for plan, own in zip(plans, casts, strict=True):
-        files = in_files(own, lambda cast: cast.nbytes, max_bytes)
+    for plan, group in zip(plans, casts, strict=True):
+        files = in_files(group, lambda cast: cast.nbytes, max_bytes)
         if plan.objects and not files:
             files = [[]]
         for number, parameters in enumerate(files):
@@ -133,7 +133,7 @@ def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What every job needs."""
+    """Shared state of all jobs."""
 
     source: Path
     checkpoint: HfCheckpoint
@@ -145,21 +145,21 @@ class _Work:
         nan: list[str] = []
         too_large: list[str] = []
         pieces = []
-        with written(self.partial.path / job.name, [own.plan.name for own in job.parameters]) as file:
+        with written(self.partial.path / job.name, [cast.plan.name for cast in job.parameters]) as file:
             stream = ChecksumStream(file)
-            for own in job.parameters:
-                values = self._values(own, nan, too_large)
-                pieces += [write_entry(stream, entry) for entry in own.plan.entries(values)]
-                tracker.advance(own.nbytes)
+            for cast in job.parameters:
+                values = self._values(cast, nan, too_large)
+                pieces += [write_entry(stream, entry) for entry in cast.plan.entries(values)]
+                tracker.advance(cast.nbytes)
             pieces += [write_object(stream, entry) for entry in job.objects]
             file.flush()
             os.fsync(file.fileno())
         return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
 
-    def _values(self, own: _Cast, nan: list[str], too_large: list[str]) -> Tensor:
-        values = own.plan.empty(own.dtype)
-        names = own.plan.placement.source_names()
-        for piece in own.plan.placement.pieces():
+    def _values(self, cast: _Cast, nan: list[str], too_large: list[str]) -> Tensor:
+        values = cast.plan.empty(cast.dtype)
+        names = cast.plan.placement.source_names()
+        for piece in cast.plan.placement.pieces():
             name = names[piece.source]
             part = self.checkpoint.read_unchecked(name, piece.axis, piece.start, piece.length)
             if is_not_finite(part):
@@ -178,13 +178,13 @@ def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Repor
     files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
     require_whole_values(list(files.values()), work.source, work.options)
     _finish(config, work, jobs, files)
-    tensors = {name for job in jobs for own in job.parameters for name in own.plan.placement.source_names()}
+    tensors = {name for job in jobs for cast in job.parameters for name in cast.plan.placement.source_names()}
     return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
 
 
 def _finish(config: RunConfig, work: _Work, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
     partial = work.partial
-    dtype = common_dtype([(own.dtype, own.nbytes) for job in jobs for own in job.parameters])
+    dtype = common_dtype([(cast.dtype, cast.nbytes) for job in jobs for cast in job.parameters])
     with refused_by_disk(partial.path):
         index = [WrittenFile(Path(job.name).name, job.entries(), files[job.name].pieces) for job in jobs]
         write_index(partial.path / WEIGHTS, index)

@@ -1,4 +1,4 @@
-"""A store that Ray would refuse is refused in a sentence of our own; one that it would take is not."""
+"""A store that Ray would refuse is rejected in a sentence of our own; one that it would take is not."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ def session(root: Path, content: str) -> Path:
 def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
     logs = tmp_path / "worker_logs"
     for start in ("first", "second", "third"):
-        own = session(tmp_path / start, start)
+        home = session(tmp_path / start, start)
         make_room(logs)
-        link_logs(own, logs)
+        link_logs(home, logs)
         assert (logs / "worker.out").read_text() == start
-        put_away(own, logs)
-        assert not own.exists()
+        put_away(home, logs)
+        assert not home.exists()
     kept = {path.name: (path / "worker.out").read_text() for path in tmp_path.iterdir()}
     assert kept == {"worker_logs": "third", "worker_logs.1": "first", "worker_logs.2": "second"}
 
@@ -41,7 +41,7 @@ def test_another_sessions_link_is_left_alone(tmp_path: Path) -> None:
 def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, remove = session(tmp_path / "own", "own"), shutil.rmtree
+    home, remove = session(tmp_path / "own", "own"), shutil.rmtree
     calls = 0
 
     def late(path: Path, ignore_errors: bool) -> None:
@@ -52,39 +52,39 @@ def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
             (path / "sockets").mkdir(parents=True)
 
     monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.rmtree", late)
-    put_away(own, tmp_path / "worker_logs")
-    assert calls == 2 and not own.exists()
+    put_away(home, tmp_path / "worker_logs")
+    assert calls == 2 and not home.exists()
 
 
 def test_shared_memory_named_after_a_file_of_the_session_goes_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an engine that was killed while it started; another session's stays."""
-    own, shared = session(tmp_path / "own", "own"), tmp_path / "shm"
+    home, shared = session(tmp_path / "own", "own"), tmp_path / "shm"
     monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.SHARED_MEMORY", shared)
     shared.mkdir()
-    (own / "vllm_dist_0af3").touch()
+    (home / "vllm_dist_0af3").touch()
     for name in ("vllm_dist_0af3-tp:0-[0-1]-cpushm_0", "vllm_dist_0af3-tp:0-[0-1]-cpushm_1", "vllm_dist_b7-tp:0"):
         (shared / name).touch()
-    put_away(own, tmp_path / "worker_logs")
+    put_away(home, tmp_path / "worker_logs")
     assert [path.name for path in shared.iterdir()] == ["vllm_dist_b7-tp:0"]
 
 
 def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
-    link_logs(own, logs)
+    home, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
+    link_logs(home, logs)
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.move", full)
-    put_away(own, logs)
+    put_away(home, logs)
     assert (logs / "worker.out").read_text() == "own"
 
 
 def test_of_a_node_s_session_the_logs_alone_stay(tmp_path: Path) -> None:
-    own = session(tmp_path / "own", "own")
-    (own / "engine.sock").write_text("")
-    (own / "latest").symlink_to(own / "logs")
-    keep_logs_only(own)
-    assert [path.name for path in own.iterdir()] == ["logs"] and (own / "logs" / "worker.out").read_text() == "own"
+    home = session(tmp_path / "own", "own")
+    (home / "engine.sock").write_text("")
+    (home / "latest").symlink_to(home / "logs")
+    keep_logs_only(home)
+    assert [path.name for path in home.iterdir()] == ["logs"] and (home / "logs" / "worker.out").read_text() == "own"

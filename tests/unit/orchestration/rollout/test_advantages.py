@@ -95,7 +95,7 @@ def test_a_users_estimator_that_fails_is_named(name: str, what: str) -> None:
     assert f"{type(caught.value.__cause__).__name__}: " in (caught.value.users_traceback or "")
 
 
-def test_a_users_estimator_is_told_with_the_line_that_failed_or_else_its_definition(
+def test_a_failing_estimator_names_the_failing_line_or_its_definition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "own_estimators.py"

@@ -1,4 +1,4 @@
-"""On shared devices nobody finds the other still there."""
+"""On shared devices trainer and engine never overlap."""
 
 from __future__ import annotations
 

@@ -83,12 +83,12 @@ class Pool:
         return [m.open for m in self.members if m.open in references and (m.answers or not m.alive)]  # type: ignore[misc]
 
     def answers(self, member: int, reference: int) -> list[Answer]:
-        own = self.members[member]
-        assert own.open == reference
-        own.open = None
-        if not own.alive and not own.answers:
+        fake = self.members[member]
+        assert fake.open == reference
+        fake.open = None
+        if not fake.alive and not fake.answers:
             raise EngineError(f"engine {member} died")
-        found, own.answers = own.answers, []
+        found, fake.answers = fake.answers, []
         return found
 
     def lose(self, member: int, error: EngineError) -> bool:
@@ -103,10 +103,10 @@ class Pool:
 
     def ends(self, member: int, *names: str, error: SlimeLikeError | None = None) -> None:
         """It answers these."""
-        own = self.members[member]
+        fake = self.members[member]
         for name in names:
-            own.has.remove(name)
-            own.answers.append(Answer(name, [] if error else [generation()], error))
+            fake.has.remove(name)
+            fake.answers.append(Answer(name, [] if error else [generation()], error))
 
 
 def client_of(pool: Pool, names: str) -> EngineClient:
@@ -117,7 +117,7 @@ def client_of(pool: Pool, names: str) -> EngineClient:
 
 
 def answered(client: EngineClient) -> list[str]:
-    return [own.request_id for own, generations in client.poll(0.0) if generations]
+    return [request.request_id for request, generations in client.poll(0.0) if generations]
 
 
 def test_an_engine_is_called_once_for_all_that_it_is_sent() -> None:

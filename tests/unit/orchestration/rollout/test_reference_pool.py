@@ -39,7 +39,7 @@ def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
 
 
 class Worker:
-    """Its logprob of a token is minus the token. Works when it may; fails when it is told to."""
+    """Its logprob of a token is minus the token. Works when it may; fails when the test says so."""
 
     def __init__(self, name: str, may_work: bool = True) -> None:
         self.name = name
@@ -83,10 +83,10 @@ def drain(pool: ReferencePool) -> Iterator[RewardedGroup]:
 
 
 def check(found: list[RewardedGroup], numbers: range) -> None:
-    assert sorted(own.group.group_id for own in found) == list(numbers)
-    for own in found:
-        assert own.reference is not None
-        for trajectory, logprobs in zip(own.group.trajectories, own.reference, strict=True):
+    assert sorted(scored.group.group_id for scored in found) == list(numbers)
+    for scored in found:
+        assert scored.reference is not None
+        for trajectory, logprobs in zip(scored.group.trajectories, scored.reference, strict=True):
             assert torch.equal(logprobs, -trajectory.response_tokens.float())
 
 
@@ -155,7 +155,7 @@ def test_a_worker_that_fails_is_started_again_and_gets_what_it_had() -> None:
     assert pool.news == [
         "bad left the logprob pool (bad rank 0 died while scoring)",
         *["bad did not start again (bad rank 0 gave no answer while setting up)"] * 2,
-        "bad was started again",
+        "bad was restarted",
     ]
     assert not bad.closed.is_set()
     bad.fails = True  # no restart is left
@@ -178,7 +178,7 @@ def test_a_worker_that_never_starts_again_ends_the_run() -> None:
 
 
 def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
-    """Also by a worker that has to be started again for it. Weights that may be being read are told."""
+    """Also by a worker that has to be restarted for it. Weights that may be in use are reported."""
     pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):

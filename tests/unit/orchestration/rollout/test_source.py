@@ -101,7 +101,7 @@ class CoinScorer:
         return RewardedGroup(group, totals[:, None], totals[:, None], totals, [{}] * SAMPLES)
 
     def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
-        return [trajectory for own in groups for trajectory in own.group.trajectories]  # type: ignore[misc]
+        return [trajectory for scored in groups for trajectory in scored.group.trajectories]  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -222,8 +222,8 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
 
     class Scorer(CoinScorer):
         def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
-            for own in groups:
-                opinions.extend((own.group.group_id, float(logprobs)) for logprobs in own.reference or [])
+            for scored in groups:
+                opinions.extend((scored.group.group_id, float(logprobs)) for logprobs in scored.reference or [])
             return super().scored(groups, step)
 
     made, _ = source(run_dir, client, pool, Scorer(), drop_zero_spread=True, **rollout)

@@ -53,7 +53,7 @@ class Engines:
 
     def start(self) -> None: ...
 
-    def start_again(self, indexes: Sequence[int]) -> None:
+    def restart_engines(self, indexes: Sequence[int]) -> None:
         for index in indexes:
             assert not self.all[index].alive
             self.all[index] = Engine()
@@ -223,7 +223,7 @@ def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str,
         run.sample()  # a death at the very last call is found here, and mended by the next sync
         run.sync.run(STEPS)
         assert run.supervisor.generation == 1, dies_at
-        assert [note.startswith("engine 0 was started again (") for note in run.notes] == [True]
+        assert [note.startswith("engine 0 was restarted (") for note in run.notes] == [True]
         assert len(run.supervisor.serving) == count
         assert all(engine.alive and engine.version == STEPS for engine in run.engines.all)
 
@@ -265,7 +265,7 @@ def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[.
     assert run.supervisor.serving == [kept]
     assert not run.supervisor.has_dead
     run.supervisor.admit()
-    assert run.supervisor.serving == [kept, kept + 1]  # a number of its own
+    assert run.supervisor.serving == [kept, kept + 1]  # a new number
 
 
 def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:

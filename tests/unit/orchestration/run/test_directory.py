@@ -48,7 +48,7 @@ def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run" / "config.yaml", []) == config(tmp_path)
 
 
-def test_changed_settings_are_told_and_the_old_ones_kept(tmp_path: Path) -> None:
+def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path) -> None:
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 3)
     checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
@@ -60,7 +60,7 @@ def test_changed_settings_are_told_and_the_old_ones_kept(tmp_path: Path) -> None
 
 
 def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
-    """Data that do not fit, for example, are found between these two; the settings told next time are the true ones."""
+    """Data that do not fit, for example, are found between these two; the next start reports the true settings."""
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 3)
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
@@ -92,7 +92,7 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: Any, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -148,7 +148,7 @@ def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp
     assert [path.name for path in export.parent.iterdir()] == ["hf"]
     prepare_run_dir(config(tmp_path, checkpoint={"export_hf": False}))
     write_checkpoint(export.parent, 3)
-    if there == "model":  # an earlier start's, as far as can be told
+    if there == "model":  # apparently of an earlier start
         assert prepare_run_dir(config(tmp_path))[0] is not None
     else:
         with pytest.raises(ConfigError, match="is no model that this run wrote"):

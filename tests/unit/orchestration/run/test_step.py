@@ -39,10 +39,10 @@ def group(step: int, advantage: float) -> list[ScoredTrajectory]:
     return trajectories
 
 
-def test_steps_whose_rewards_are_alike_are_told_once(tmp_path: Path) -> None:
+def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
-    own, notes = recorder(load_config(None, flags))
+    recording, notes = recorder(load_config(None, flags))
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
-        own.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
+        recording.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")

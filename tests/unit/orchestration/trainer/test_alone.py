@@ -1,4 +1,4 @@
-"""A run directory that nobody asked for: gone after success and refusal, kept for the logs of a failure."""
+"""A temporary run directory: removed after success and rejection, kept for the logs of a failure."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ def test_balance_by_flops(tmp_path: Path) -> None:
         packs = [
             [pack for minibatch in replica for pack in minibatch if pack.loss_mask.any()] for replica in batch.replicas
         ]
-        assert sorted(i for own in packs for pack in own for i in pack.sequence_ids) == sorted(
+        assert sorted(i for share in packs for pack in share for i in pack.sequence_ids) == sorted(
             t.sequence_id for t in trajectories
         )
         squares = [
-            sum(n * n for pack in own for n in (pack.prompt_lens + pack.response_lens).tolist()) for own in packs
+            sum(n * n for pack in share for n in (pack.prompt_lens + pack.response_lens).tolist()) for share in packs
         ]
-        tokens = [sum(pack.actual_total_tokens for pack in own) for own in packs]
+        tokens = [sum(pack.actual_total_tokens for pack in share) for share in packs]
         spread[balance] = (max(tokens) - min(tokens), max(squares) - min(squares))
     assert spread["tokens"][0] == 0
     assert spread["flops"][0] > 0 and spread["flops"][1] < spread["tokens"][1]

@@ -18,7 +18,7 @@ from tests.support.pending import OneBackend
 
 
 class Trainers(OneBackend):
-    """Writes when it is told that the disk got there; ``failure`` is what the background met."""
+    """Finishes writing when the test says so; ``failure`` is the background's error."""
 
     def __init__(self) -> None:
         self.written = False
@@ -113,7 +113,7 @@ def test_a_failure_behind_leaves_the_last_good_one_alone(tmp_path: Path, noticed
     assert _found(tmp_path) == (["step-000001"], "step-000001")
 
 
-def test_a_disk_that_refuses_the_run_s_own_files_is_told_with_its_room(tmp_path: Path) -> None:
+def test_a_disk_that_rejects_the_run_s_files_is_reported_with_its_room(tmp_path: Path) -> None:
     def full(path: Path) -> None:
         Path("/dev/full").write_bytes(b"x")
 

@@ -64,9 +64,9 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
     scorer = TokenScorer(replicas)
     scores = score_sequences(scorer, sequences, trainer(data=replicas), "reference")
-    for own, score in zip(sequences, scores, strict=True):
-        assert torch.equal(score.logprobs, -own.response_tokens.float())
-        assert score.entropy.tolist() == [own.prompt_len] * own.response_len
+    for sent, score in zip(sequences, scores, strict=True):
+        assert torch.equal(score.logprobs, -sent.response_tokens.float())
+        assert score.entropy.tolist() == [sent.prompt_len] * sent.response_len
     assert scorer.weights == "reference"
     assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)

@@ -142,7 +142,7 @@ def test_a_majority_may_have_to_be_large() -> None:
     assert [r.reward for r in majority("", ["Yes", " yes ", "no"], "", require_answer=False)] == [1, 1, 0]
 
 
-def test_a_function_of_other_parameters_is_told_what_it_is_called_with() -> None:
+def test_a_function_of_other_parameters_names_the_expected_ones() -> None:
     def two(prompt: str, response: str) -> RewardResult:
         raise AssertionError
 

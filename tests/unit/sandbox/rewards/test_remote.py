@@ -48,7 +48,7 @@ def test_a_service_that_fails(url: str) -> None:
 
 def test_a_service_that_is_restarted_costs_no_reward() -> None:
     results: list[RewardResult] = []
-    with socket.socket() as place:  # bound, not listening: connections are refused, and nobody else gets the port
+    with socket.socket() as place:  # bound, not listening: connections are refused, and no other process gets the port
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -68,7 +68,7 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"url": "file:///etc/passwd"}, "neither http nor https"),
     ({"url": 80}, "neither http nor https"),
-    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' is no number of seconds"),
+    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' must be a number of seconds"),
     ({"url": "http://a", "headers": "X-Key: 1"}, "is no mapping"),
 ]
 
