@@ -34,7 +34,7 @@ def check(config: RunConfig, needs: Needs | None = None) -> list[str]:
 
 def check_rows(config: RunConfig, needs: Needs) -> list[str]:
     """No tokenizer, and the first bad row of each file, as far as it can be told without one."""
-    reading = [own for own in selected(needs | {"rows"}) if "rows" in own.needs]
+    reading = [one for one in selected(needs | {"rows"}) if "rows" in one.needs]
     return list(dict.fromkeys(_texts(_run(reading, config, None))))
 
 
@@ -51,18 +51,18 @@ def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
 
 def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[str]:
     """Problems that are the same on every machine, for a model of these sizes."""
-    return _texts(_run((own for own in selected(needs) if "files" not in own.needs), config, dimensions))
+    return _texts(_run((one for one in selected(needs) if "files" not in one.needs), config, dimensions))
 
 
 def check_machine(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[str]:
     """What this machine lacks: files, directories that can be written, packages."""
-    return _texts(_run((own for own in selected(needs) if "files" in own.needs), config, dimensions))
+    return _texts(_run((one for one in selected(needs) if "files" in one.needs), config, dimensions))
 
 
 def _run(checks: Iterable[Check | ModelCheck], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     """What is about the model is left out where its sizes are not known."""
-    known = (own for own in checks if dimensions is not None or "model" not in own.needs)
-    return [problem for own in known for problem in own.find(config, dimensions)]
+    known = (one for one in checks if dimensions is not None or "model" not in one.needs)
+    return [problem for one in known for problem in one.find(config, dimensions)]
 
 
 def _texts(problems: Iterable[Problem]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -14,6 +13,7 @@ from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.memory import keep_freed_memory
+from slime_like.system.network import listen
 
 
 def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
@@ -49,7 +49,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     start = timedelta(seconds=config.trainer.start_timeout_s)
     is_master = placement.rank == 0
     try:
-        listener = _listen(placement.master_address, placement.master_port) if is_master else None
+        listener = listen(placement.master_address, placement.master_port) if is_master else None
         store = dist.TCPStore(
             placement.master_address,
             placement.master_port,
@@ -71,16 +71,3 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
         world_size=placement.world_size,
         timeout=timedelta(seconds=config.trainer.step_timeout_s),
     )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger
-    try:
-        listener.bind((address, port))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
+from slime_like.system.network import listen
 
 GLOO, NCCL = "gloo", "nccl"
 _LOOK_EVERY_S = 0.0005
@@ -94,10 +94,7 @@ def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) 
 
 
 def serve_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
-        listener.listen()
+    with listen(address, 0) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             address,
