@@ -3,8 +3,6 @@
 Exit code 1 if a bound does not hold.
 """
 
-from __future__ import annotations
-
 import datetime
 import platform
 import sys

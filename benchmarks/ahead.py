@@ -8,8 +8,6 @@ turns; the trainer's idle share is what it waits for samples. A step's samples f
 most of them can be streamed (``rollout.stream``).
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

@@ -4,8 +4,6 @@ Eight ranks, tensor 2 x pipeline 2 x context 2 over both hosts; each engine trai
 start. What takes time is that every start imports everything nine times. Exit code 1 if a bound does not hold.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

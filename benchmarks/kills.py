@@ -7,8 +7,6 @@ of every step must be the same, and the figures of every step equal within 1e-6.
 running.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import random

@@ -1,7 +1,5 @@
 """How much of a run's step time is orchestration: ``python -m benchmarks.orchestration RUN_DIR``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Each is the command itself, as a separate process on two cores. Exit code 1 if a bound does not hold.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import resource

@@ -7,8 +7,6 @@ RolloutManager sends over Ray to an engine with the same arguments; the answers 
 worker process and get their advantages. Both sides have as many threads, and are warm when they are measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import datetime

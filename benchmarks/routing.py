@@ -8,8 +8,6 @@ lognormal), and requests that are lognormal altogether, where a single one may o
 Beside it, what a decision costs where the same object is a Ray actor that is asked for each one: why it is not.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Engine arguments are looked at once more where the engine starts: it may live without the command's own check."""
 
-from __future__ import annotations
-
 from slime_like.checks.engine_arguments import engine_problems
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError

@@ -1,7 +1,5 @@
 """Hooks of an engine into the bookkeeping that all engines share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """Checks of requests before sampling, and derivation of seeds."""
 
-from __future__ import annotations
-
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest, SamplingParams

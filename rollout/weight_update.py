@@ -1,7 +1,5 @@
 """The state of an engine's weights: which version is served, which update is open, and whether one has failed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from slime_like.errors import EngineError, WeightSyncError

@@ -1,7 +1,5 @@
 """Errors for users: one sentence with the problem, the place and the remedy. The CLI prints no traceback for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

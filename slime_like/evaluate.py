@@ -4,8 +4,6 @@ What runs beside what: engines and reward workers start at the same time; all en
 are rewarded, by all reward workers at the same time, when the last one is sampled.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 

@@ -3,8 +3,6 @@
 What runs beside what: all ranks work on one window of rows; the next is read when its output is written.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Iterator

@@ -11,8 +11,6 @@ What runs beside what:
 Everything else waits: on shared devices (``cluster.placement: colocated``) trainers and engines take turns.
 """
 
-from __future__ import annotations
-
 import time
 
 from slime_like.config import RunConfig

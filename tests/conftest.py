@@ -1,7 +1,5 @@
 """A tiny model, its data, and the flags that make a run short; made once for the whole folder."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Packed attention as an attention implementation of transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writing a distributed checkpoint in torch's format: by the rank itself, at once or behind its back."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Converter of ``slime-like convert`` for this backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

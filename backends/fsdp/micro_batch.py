@@ -1,7 +1,5 @@
 """One rank's model input from a pack: its contiguous part, boundaries and response rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

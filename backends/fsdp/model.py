@@ -1,7 +1,5 @@
 """A Hugging Face causal language model that ends in response logprobs instead of logits: [T, V] never exists."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ gate's rows above those of the up projection, and (E, H, I); checkpoints have ev
 Reading and writing follow the same pieces, so that they cannot disagree.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdamW on the ranks' shards, the run's schedule, and clipping by the norm of the whole gradient."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

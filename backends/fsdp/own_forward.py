@@ -7,8 +7,6 @@ first sequence, which the others must not notice: layers that mix neighbours by 
 attention interface show, convolutions and recurrences above all.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Rank = data * context size + context, as in the other trainer. Weights, gradient
 all ranks, whatever the layout is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """One rank's shard of Hugging Face's model and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

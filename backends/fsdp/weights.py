@@ -1,7 +1,5 @@
 """Weights in and out of the ranks' shards, under the names of Hugging Face's checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Offload of saved activations to host memory (``trainer.activation_offload``)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

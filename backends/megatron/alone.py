@@ -1,7 +1,5 @@
 """One rank of a layout without the others: process groups that move nothing, in this process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

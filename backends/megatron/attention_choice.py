@@ -1,7 +1,5 @@
 """Choice of the attention for ``trainer.attention``, and its requirements."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Literal
 

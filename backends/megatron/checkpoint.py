@@ -1,7 +1,5 @@
 """Training state on disk through Megatron's distributed checkpointing: readable under the same layout and others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError

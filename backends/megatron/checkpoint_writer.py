@@ -1,7 +1,5 @@
 """Writing a distributed checkpoint in Megatron's format: by the rank itself, at once or behind its back."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """CUDA's devices, streams and literal ``device="cuda"``, redirected to a device that is there."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

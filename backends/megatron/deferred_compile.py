@@ -1,7 +1,5 @@
 """Importing Megatron-core without torch's compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

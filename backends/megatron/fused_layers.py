@@ -4,8 +4,6 @@ A layer's parameters are the same, and where a kernel does not know what it is g
 sequences, a part of a wider array) it computes as it does without.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Megatron's GPT model whose last stage ends in response logprobs instead of logits: [T, V] never exists."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ positions that it counts itself, right for its own context parallelism only, and
 part of the shared key's gradient under tensor parallelism.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from importlib.util import find_spec

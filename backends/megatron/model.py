@@ -1,7 +1,5 @@
 """Construction of this rank's Megatron model chunks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

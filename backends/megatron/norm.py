@@ -1,7 +1,5 @@
 """RMSNorm for Megatron's layer specs: computes in fp32, keeps the model's dtype, and knows sequence parallelism."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

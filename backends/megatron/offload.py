@@ -1,7 +1,5 @@
 """Moving a trainer's weights, gradients and optimizer state between device and host memory (colocated mode)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

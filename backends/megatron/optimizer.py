@@ -1,7 +1,5 @@
 """AdamW on Megatron's optimizers, its schedule, and a step that refuses to update on a bad gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ does not say so, the sums start when the step ends, and nothing but time is lost
 next forward pass reaches them; whatever else reads weights settles them first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

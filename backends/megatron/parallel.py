@@ -1,7 +1,5 @@
 """Process groups of one trainer rank."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel

@@ -1,7 +1,5 @@
 """Replacing a symbol of a library for the length of a ``with`` block."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Megatron's routers with the balancing loss of ``backends.common.step.balance``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

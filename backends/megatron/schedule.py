@@ -1,7 +1,5 @@
 """Running windows of micro-batches through Megatron's own schedules."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Layer specs: which modules Megatron's transformer is made of. Checkpoints know their tensors by the same names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

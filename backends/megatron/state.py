@@ -1,7 +1,5 @@
 """One rank's shard of Megatron's model and optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ padding follows its sequence, so that attention under the mask is exact on the r
 sequences every one of its kernels may be used.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention

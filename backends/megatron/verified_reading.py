@@ -1,7 +1,5 @@
 """Megatron's distributed checkpointing, made to compare every piece that it loads with its checksum."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

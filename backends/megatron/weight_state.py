@@ -1,7 +1,5 @@
 """A model's weights as Megatron's sharded state, under the names that every layer spec shares, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs every section in one process on one thread, prints the tables, and keeps them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """What the figures have to be, and whether they are."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

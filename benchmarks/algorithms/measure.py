@@ -1,7 +1,5 @@
 """Measuring on one thread: CPU times, and peak memory in a separate process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Packing against Python lists and against memcpy; unpacking in one call against a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Partition quality against the lower bound and plain first-fit-decreasing, and its time."""
 
-from __future__ import annotations
-
 import math
 
 import torch

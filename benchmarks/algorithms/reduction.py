@@ -1,7 +1,5 @@
 """``sum_of_sample_mean`` against the split-and-loop form, the same compiled, and nested tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Packed against padded training of one lognormal batch: tokens computed, time, peak memory of a small transformer."""
 
-from __future__ import annotations
-
 import math
 
 import torch

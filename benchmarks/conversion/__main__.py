@@ -1,7 +1,5 @@
 """The command ``python -m benchmarks.conversion``."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """One conversion in a separate process: seconds without imports, and the memory it took. Prints JSON."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -1,7 +1,5 @@
 """What the disk allows: the same bytes read and written, without a look at them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

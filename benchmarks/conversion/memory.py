@@ -1,7 +1,5 @@
 """What a process holds itself."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint of a wanted size, made tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

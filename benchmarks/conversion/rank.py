@@ -1,7 +1,5 @@
 """One trainer rank that loads its part of a Hugging Face directory, as training does. Prints JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The command ``python -m benchmarks.step``."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib.util

@@ -1,7 +1,5 @@
 """What a result was measured on."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one system did in its steady steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Our side: the command ``slime-like train`` on the workload."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Running one of the two systems to its end."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's side: GRPOTrainer on the workload, in a separate process: ``python -m benchmarks.step.trl_side FILE OUT``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -5,8 +5,6 @@ sequences, each in a separate process. On CUDA: Qwen3 of 0.6B, 1.7B and 4B in bf
 a CPU: the tiny Qwen3 in float32 on a minibatch of the quickstart's shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

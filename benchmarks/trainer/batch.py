@@ -1,7 +1,5 @@
 """What a step trains on: packs of sequences of different lengths, and the same sequences padded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What runs in separate processes: importable there, as the command's own module is not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Times and memory of one side, in a separate process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import statistics

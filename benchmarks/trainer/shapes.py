@@ -1,7 +1,5 @@
 """Models to measure, by name: sizes as published, random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

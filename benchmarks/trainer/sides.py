@@ -1,7 +1,5 @@
 """Who is measured: a trainer backend, or Hugging Face's model as one would train it without any of this."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measurements, for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

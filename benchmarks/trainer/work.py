@@ -1,7 +1,5 @@
 """Arithmetic of a step, and the most that this device's matrix products do."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

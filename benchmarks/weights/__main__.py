@@ -1,7 +1,5 @@
 """The command ``python -m benchmarks.weights``."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import tempfile

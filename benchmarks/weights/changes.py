@@ -5,8 +5,6 @@ at work, and then at the rates of RL fine-tuning. Every sync is received, and it
 sent.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

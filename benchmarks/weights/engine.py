@@ -4,8 +4,6 @@ Each engine lives in a separate process, with one thread, as in a run, and the s
 the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tensors like those of a model of half a billion parameters; nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

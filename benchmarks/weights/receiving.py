@@ -1,7 +1,5 @@
 """The engine's side of a measurement: a process that receives, verifies, and copies into its own model."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import time

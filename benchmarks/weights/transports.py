@@ -4,8 +4,6 @@ Sending and receiving overlap as in a run: bucket k+1 is hashed and written whil
 receiver hashes every tensor; copying into its model, which is the engine's own business, is measured apart.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Iterator

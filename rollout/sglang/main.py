@@ -1,7 +1,5 @@
 """Entry point of SGLang's process: ``python -m rollout.sglang.main DESCRIPTOR SCRATCH``."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A hash of numbers for random draws that depend on nothing but a seed and a position."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -1,7 +1,5 @@
 """Reports of scheduler ranks to the process that started them, besides SGLang's answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue

@@ -1,7 +1,5 @@
 """Requests into SGLang's terms, and its outputs back into ours."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -4,8 +4,6 @@ The engine starts every scheduler through ``run_scheduler``, so that SGLang find
 its own.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Attention of one new token per row, without a copy of keys and values for every query head that shares them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

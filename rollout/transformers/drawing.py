@@ -1,7 +1,5 @@
 """Draws on a CPU: ``draw_tokens`` in one pass over the logits wherever nothing is truncated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Contexts lie flush right: all rows end at the same column, shorter ones begin la
 row that ends is overwritten by the last one, and a row that joins is written below the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

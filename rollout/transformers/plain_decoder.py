@@ -1,7 +1,5 @@
 """Check of models that this project's kernels can decode. Needs no kernel itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

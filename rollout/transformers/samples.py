@@ -1,7 +1,5 @@
 """A response on its way: what it has so far, and how its next token is drawn."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

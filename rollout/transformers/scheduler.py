@@ -4,8 +4,6 @@ Other threads only put commands into an inbox; the decode thread carries them ou
 while a model runs, and every command takes effect at a token boundary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Location of Hugging Face tensors in a loaded transformers model."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

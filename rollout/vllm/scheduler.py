@@ -1,7 +1,5 @@
 """vLLM's scheduler on a CPU, with one habit more. vLLM imports it by name in the engine core's process."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

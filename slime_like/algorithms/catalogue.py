@@ -1,7 +1,5 @@
 """Catalogue of the parts that are chosen by name, by kind."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -8,8 +8,6 @@ With ``cp = 1`` there is nothing to balance: zigzag pads no sequence either, and
 with ``multiple_of`` padding at its end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

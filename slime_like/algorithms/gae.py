@@ -1,7 +1,5 @@
 """Generalised advantage estimation over packed responses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The vocabulary-parallel head: from hidden states to logprobs and entropies without [N, V]."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

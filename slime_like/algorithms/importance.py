@@ -4,8 +4,6 @@ The engine's numerics, precision and (asynchronously) weights differ from the tr
 ``rho = pi_old / pi_behaviour`` corrects for it, truncated (TIS) or masked (MIS), per token or per sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ it and an entropy per token, backward computes each chunk's softmax again. A log
 log-softmax of the temperature-scaled logits over the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of loss masks and temperatures."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

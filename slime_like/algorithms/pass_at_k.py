@@ -1,7 +1,5 @@
 """pass@k: the chance that at least one of k samples succeeds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 

@@ -13,8 +13,6 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 =========  =====================================  ==========================================
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

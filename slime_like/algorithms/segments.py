@@ -1,7 +1,5 @@
 """Per-sequence sums and means of flat per-token tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Terms that are added to rewards before advantages are computed."""
 
-from __future__ import annotations
-
 import math
 
 import torch

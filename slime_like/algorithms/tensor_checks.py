@@ -1,7 +1,5 @@
 """Checks of tensor arguments."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Logprobs and entropies of logits whose columns are spread over the ranks of a tensor-parallel group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a way to compute attention needs of the run and of this environment. Packages are looked up, not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

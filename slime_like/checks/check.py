@@ -3,8 +3,6 @@
 Needs neither torch nor Ray, so that every problem is found before anything starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from slime_like.checks.definition import Check, ModelCheck, Problem

@@ -1,7 +1,5 @@
 """Which trainer backend wrote a checkpoint: only it reads the files again. Needs neither torch nor Ray."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """May Numba compile? It has a variable of its own against it, for debugging."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

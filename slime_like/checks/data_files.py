@@ -1,7 +1,5 @@
 """Are the files of rows there, and of a type that is read?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a check is: a stable code, what it is about, and the function that finds problems."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Can a directory be made, and written into? Tried out before anything starts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What a run takes over from an earlier one: its checkpoint, or its rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Whether vLLM or SGLang has an argument at all is only known to them: that is refused when the engine starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """Is the engine installed where it is to run, in a version that has been tested? Imports neither engine nor torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is asked of held-out evaluation: during training, and by ``slime-like eval``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.rollout import MIN_TEMPERATURE

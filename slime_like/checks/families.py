@@ -1,7 +1,5 @@
 """Which trainer takes a model that this project has no formulas of its own for. Sizes only: no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

@@ -1,7 +1,5 @@
 """What is wrong with the files of a configuration with wrong fields: told in the same list, not in the next."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.checks.check import check_rows

@@ -1,7 +1,5 @@
 """Which settings the backend ``fsdp`` cannot follow. Needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

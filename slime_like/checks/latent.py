@@ -1,7 +1,5 @@
 """What cannot be done with DeepSeek-V3's kind of model. Sizes only: no torch, no package is looked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.trainer import TrainerConfig

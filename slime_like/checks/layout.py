@@ -1,7 +1,5 @@
 """Which parallel layouts a model admits. Sizes only: no torch, no process group."""
 
-from __future__ import annotations
-
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.trainer import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions

@@ -1,7 +1,5 @@
 """Every sequence must fit the model, the engine and a micro-batch; token ids must exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

@@ -1,7 +1,5 @@
 """Are the packages installed that figures are logged with?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

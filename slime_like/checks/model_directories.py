@@ -1,7 +1,5 @@
 """What can be wrong with the directories of the models that a configuration names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names of things that are looked up when the run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems

@@ -1,7 +1,5 @@
 """What a command needs of a configuration and of this machine. A check applies where all that it is about is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Literal

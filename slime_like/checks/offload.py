@@ -1,7 +1,5 @@
 """What ``trainer.optimizer.offload`` asks of the run. Needs neither torch nor Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

@@ -1,7 +1,5 @@
 """All checks, in the order in which their problems are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_like.checks.attention import attention_problems

@@ -4,8 +4,6 @@ A run reads its rows with the model's tokenizer, which takes a second to import,
 is not there, is no checkpoint or is a file of another type is left to other checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which ways of sampling a training step can be built on: whole distributions, ahead of training, streamed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES

@@ -1,7 +1,5 @@
 """How many optimizer steps a run has, and whether its schedule fits them. Needs neither torch nor Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

@@ -1,7 +1,5 @@
 """Weights that training starts from instead of ``model.path``'s, and what ``slime-like convert`` wrote beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

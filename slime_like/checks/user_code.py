@@ -1,7 +1,5 @@
 """Checks of the reward functions and environments that a configuration names, and of their options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.rollout import ENVIRONMENT

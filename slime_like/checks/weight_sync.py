@@ -1,7 +1,5 @@
 """What trainers and engines ask of each other: devices that they share, and the weights' way between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig

@@ -1,7 +1,5 @@
 """Arguments shared by subcommands: configuration flags and an optional run directory."""
 
-from __future__ import annotations
-
 import tempfile
 import uuid
 from argparse import ArgumentTypeError

@@ -3,8 +3,6 @@
 Run as ``python -m slime_like.commands.child_main PARENT_PID ARGUMENTS...``. Linux only, as is all of this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Unexpected errors as one sentence that names the file with the traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

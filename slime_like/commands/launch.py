@@ -1,7 +1,5 @@
 """``slime-like launch``: the same command on every node of a cluster."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from argparse import ArgumentTypeError

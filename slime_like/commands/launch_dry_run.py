@@ -1,7 +1,5 @@
 """Description of a launch and of its problems on this node; nothing is started, resolved or written."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 

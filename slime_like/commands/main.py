@@ -3,8 +3,6 @@
 Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is rejected; 130 interrupted (Ctrl-C).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """``slime-like report RUN_DIR``."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

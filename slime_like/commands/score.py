@@ -1,7 +1,5 @@
 """``slime-like score CHECKPOINT --input tokens.jsonl --output logprobs.jsonl``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint that a command is given: of which kind it is, and where its model's dimensions are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Base class of the configuration sections."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin

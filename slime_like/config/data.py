@@ -1,7 +1,5 @@
 """Training prompts and held-out evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

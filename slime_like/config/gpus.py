@@ -1,7 +1,5 @@
 """Kinds of GPUs that a plan can reckon with: figures of their data sheets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

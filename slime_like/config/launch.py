@@ -1,7 +1,5 @@
 """Options of ``slime-like launch``, and the directory in which its nodes meet."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

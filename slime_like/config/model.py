@@ -1,7 +1,5 @@
 """The policy and the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

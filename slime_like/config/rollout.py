@@ -1,7 +1,5 @@
 """Settings of sampling, rewards and weight sync."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The whole configuration of one run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The trainer: layout, optimizer, memory."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Exact comparison of two checkpoints: names, types, shapes and values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod

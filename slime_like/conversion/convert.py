@@ -1,7 +1,5 @@
 """Checkpoints converted and compared, with a progress bar. Nothing is started: no Ray, no rank, no engine."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Choice of the operators that compute on a CPU: the Numba kernels or torch's. Imports neither."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Literal
 

@@ -5,8 +5,6 @@ core of an AMD EPYC 9005 where oneDNN, which torch ships too, does 200. Both rou
 between them.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Scored trajectories on disk: a step's rollouts, to be trained on again without any engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """File names of kept rollouts, without torch."""
 
-from __future__ import annotations
-
 
 def rollouts_name(step: int) -> str:
     """File name of the rollouts of ``step``."""

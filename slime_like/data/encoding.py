@@ -1,7 +1,5 @@
 """Encoding of a row's text as token ids."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of prompt files, one at a time, each with the place it came from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

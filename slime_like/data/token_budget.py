@@ -1,7 +1,5 @@
 """Sizes of sequences in a micro-batch, and whether they fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_like.algorithms.context import padded_length

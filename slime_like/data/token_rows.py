@@ -1,7 +1,5 @@
 """Rows of token ids to be scored: ``{"id", "prompt_tokens", "response_tokens"}`` and, optionally, ``"temperature"``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

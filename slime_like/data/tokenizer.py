@@ -1,7 +1,5 @@
 """The checkpoint's own tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

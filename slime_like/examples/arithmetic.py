@@ -1,7 +1,5 @@
 """Exact arithmetic on untrusted text: a parser with bounds on everything that can grow."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal, localcontext
 from fractions import Fraction

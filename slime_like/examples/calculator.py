@@ -1,7 +1,5 @@
 """A pocket calculator that a model may use before it answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from slime_like.examples.arithmetic import ArithmeticFault, evaluate, to_text

@@ -1,7 +1,5 @@
 """A task that a tiny model solves with a calculator only: it cannot learn products, but it can learn to copy."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The checkpoint has everything a real one has (config, safetensors, generation co
 trainers and engines treat it as any other model. The data are sums, which such a model learns within a minute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

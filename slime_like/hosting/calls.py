@@ -1,7 +1,5 @@
 """Messages between an engine's owner and the engine's process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

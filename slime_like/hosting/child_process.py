@@ -1,7 +1,5 @@
 """A process that serves something, as seen from its owner: started, called, watched, and ended by id."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import shutil

@@ -1,7 +1,5 @@
 """A rollout engine that lives in another interpreter (``rollout.python``), behind ``RolloutEngine`` as any other."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

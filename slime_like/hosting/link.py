@@ -4,8 +4,6 @@ Both processes run this package and one has started the other, so that messages 
 pair, which has no address.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

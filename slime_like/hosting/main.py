@@ -1,7 +1,5 @@
 """Entry point of an engine in another interpreter: ``python -m slime_like.hosting.main DESCRIPTOR SCRATCH``."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from multiprocessing.connection import Connection

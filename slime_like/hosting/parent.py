@@ -1,7 +1,5 @@
 """The process that started this one, as seen from here: calls come in, answers go out, and its end is ours."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import queue

@@ -1,7 +1,5 @@
 """The border to whatever converts checkpoints: what ``slime-like convert`` asks of a trainer backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interface of a rollout engine: requests, generations, and the engine itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol

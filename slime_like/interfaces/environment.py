@@ -1,7 +1,5 @@
 """Interface of environments: two functions over a state expressible in JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The border to whatever a trainer backend knows before it runs: memory, work and traffic of a rank. Sizes only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Trainer backends and rollout engines that are installed, by entry point."""
 
-from __future__ import annotations
-
 from slime_like.interfaces.engine import RolloutEngine
 from slime_like.interfaces.trainer import TrainerBackend
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, load_installed

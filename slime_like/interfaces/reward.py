@@ -1,7 +1,5 @@
 """Results of reward functions, and the declaration of group functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights on their way from a trainer to the engines: tensors, buckets, receipts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

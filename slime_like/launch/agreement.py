@@ -1,7 +1,5 @@
 """Agreement of all nodes on versions, settings and the directory behind ``run_dir``."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterator

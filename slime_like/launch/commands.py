@@ -1,7 +1,5 @@
 """The commands that a launch runs: ``slime-like plan`` on node 0, then ``slime-like train``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Node 0: start Ray's head, wait for the other nodes, train, and pass the verdict on to them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 

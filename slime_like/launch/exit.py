@@ -5,8 +5,6 @@ for it read. A note of an earlier start may lie there, too: each node removes it
 counts only if the node stays away for a while, and not at all once it is older than the wait for nodes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

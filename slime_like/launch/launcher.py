@@ -1,7 +1,5 @@
 """A run on several nodes: node 0 leads, the others follow. Every node ends with the same exit code and cause."""
 
-from __future__ import annotations
-
 import os
 import socket
 

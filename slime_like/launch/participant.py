@@ -1,7 +1,5 @@
 """Every node but the first: find node 0, compare with it, join its Ray, and stay until the run has ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

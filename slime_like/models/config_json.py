@@ -4,8 +4,6 @@ Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a
 ``UnsupportedError`` for a feature outside this project's own formulas.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

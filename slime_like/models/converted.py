@@ -4,8 +4,6 @@ The weights have separate checksums, compared as they are read. Here are the oth
 tokenizer, and the description itself. Needs neither torch nor Ray.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping

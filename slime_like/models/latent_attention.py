@@ -1,7 +1,5 @@
 """Sizes of multi-head latent attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Check that a Hugging Face checkpoint's weights are complete, from file sizes and headers, without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

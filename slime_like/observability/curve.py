@@ -1,7 +1,5 @@
 """The picture of a run: reward and held-out accuracy by training step."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures shown during a run, and the phases' shares of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from slime_like.observability.names import (

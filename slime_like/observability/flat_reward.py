@@ -1,7 +1,5 @@
 """Steps in which no reward differed from those of its group: training goes on, and learns nothing."""
 
-from __future__ import annotations
-
 _REPORTED_AFTER = 5
 """Consecutive flat steps before the warning."""
 

@@ -1,7 +1,5 @@
 """The live terminal display: progress bar, figures, and where the step's time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """Wall time of a training step by phase."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

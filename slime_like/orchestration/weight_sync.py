@@ -1,7 +1,5 @@
 """Weights from the trainer to every engine: versioned, streamed in buckets, and verified before they are used."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Problems of a run on a cluster, found without the cluster. Every problem has its remedy."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from collections.abc import Iterator

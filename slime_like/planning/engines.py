@@ -1,7 +1,5 @@
 """Memory of an engine's GPUs, and the sequences that its KV cache holds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slime_like.config import RunConfig

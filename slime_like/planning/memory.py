@@ -1,7 +1,5 @@
 """Contents of a GPU's memory, phase by phase, and whether they fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A whole cluster's run, worked out in this process: every kind of rank, engines, hosts, time, and what is wrong."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reference workers (``reference.placement: workers``): what their GPUs hold, and how long a step keeps them busy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The result of planning, and what was asked for."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

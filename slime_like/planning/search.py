@@ -1,7 +1,5 @@
 """Layouts of the same GPUs that fit, fastest first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

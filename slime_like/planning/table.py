@@ -1,7 +1,5 @@
 """A plan on the terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict

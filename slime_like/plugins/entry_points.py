@@ -1,7 +1,5 @@
 """Entry points: the groups of trainers and engines, the names installed in them, and loading one."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """Check of ``package.module:name`` without importing it, which may take seconds and torch."""
 
-from __future__ import annotations
-
 import ast
 import symtable
 import warnings

@@ -1,7 +1,5 @@
 """The object that a setting names: registered, or at ``package.module:name``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any

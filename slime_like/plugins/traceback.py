@@ -3,8 +3,6 @@
 Imports neither torch nor the configuration: workers that must start quickly use it.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Collection

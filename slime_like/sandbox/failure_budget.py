@@ -1,7 +1,5 @@
 """Budget of failures before code counts as broken."""
 
-from __future__ import annotations
-
 
 class FailureBudget:
     """Count of failures in succession, with a bound.

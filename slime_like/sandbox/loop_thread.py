@@ -1,7 +1,5 @@
 """An event loop in a thread of its pool, for callers that wait for what it does."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

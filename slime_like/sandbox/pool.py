@@ -1,7 +1,5 @@
 """Worker processes with limits, shared by rewards and environments. Belongs to one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

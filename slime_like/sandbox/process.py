@@ -1,7 +1,5 @@
 """A pool's handle of one worker process: pipes, deadlines, exit."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

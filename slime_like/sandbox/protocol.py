@@ -1,7 +1,5 @@
 """Length-prefixed JSON over a pipe, between a pool and its workers. Nothing is ever unpickled."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any, BinaryIO

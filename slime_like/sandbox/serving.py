@@ -4,8 +4,6 @@ Imports neither torch nor the configuration, so that a replacement is quick. A w
 kernel ends it when its parent dies.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

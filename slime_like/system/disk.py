@@ -1,7 +1,5 @@
 """Durable writes, and sentences about a disk that refuses them or a file that lost bytes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Memory settings of this process: the allocator, and objects that are never freed."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Addresses, interfaces and ports of this host."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

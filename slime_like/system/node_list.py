@@ -5,8 +5,6 @@ numbers and ranges in turn, a range's numbers are as wide as its lower end is wr
 name the last varies fastest (the format of ``SLURM_JOB_NODELIST``; ``scontrol show hostnames`` does the same).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Child processes by id: who is new, and how they are ended."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Python's resource tracker: the process that removes shared memory and semaphores once all who share them are gone."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from multiprocessing import resource_tracker, util

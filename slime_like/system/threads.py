@@ -1,7 +1,5 @@
 """Work on tensors in a few threads: reading, casting, checksums, comparing and writing all leave Python's lock."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

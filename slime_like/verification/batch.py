@@ -1,7 +1,5 @@
 """The batch that every layout is given: the same sequences, with the same frozen logprobs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

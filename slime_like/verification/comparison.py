@@ -1,7 +1,5 @@
 """Comparison of two layouts' results on the same batch; a difference names its tensor, or its token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parallel layouts by short names: ``tp2-sp-pp2-cp2-distributed``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, get_args

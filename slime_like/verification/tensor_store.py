@@ -1,7 +1,5 @@
 """Tensors by name on disk, one at a time in memory: a model that others are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tolerances of layouts for rounding, and an optimizer step in which a difference shows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slime_like.models.dimensions import ModelDimensions

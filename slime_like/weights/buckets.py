@@ -1,7 +1,5 @@
 """Tensors in one flat byte buffer: where each one lies, how it gets in, and how it is seen again without a copy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -10,8 +10,6 @@ library xxhash hashes at twice the speed of a copy. The hash finds damage and mi
 forged weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names and shapes of the tensors of a complete model, from its Hugging Face checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copying and hashing in one pass over memory: a block is hashed while the processor's cache still has it."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Verification of received buckets: every tensor is hashed and compared with the sender's checksum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Interface of weight transports, from a trainer rank into an engine's worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

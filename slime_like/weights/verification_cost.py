@@ -1,7 +1,5 @@
 """Cost of hashing in a sync: both sides work at the same time, and the slower one sets the pace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

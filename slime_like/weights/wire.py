@@ -1,7 +1,5 @@
 """Bucket metadata as plain values, for RPC layers that carry nothing else (and should: no pickle)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report on a run whose phases are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The comparison of steps, on figures that are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Not covered: times, CUDA, and the trainers themselves, whose gradient norm the table shows beside Hugging Face's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A Megatron trainer with a known fault: gradients of query and key norms that sequence-parallel ranks do not sum."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

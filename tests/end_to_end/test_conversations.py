@@ -1,7 +1,5 @@
 """A model learns to use its calculator: conversations through the whole loop, sampled ahead of training."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`slime-like convert` around a run: training starts from what it wrote, and a run's checkpoint becomes its export."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A normal install, used from outside the source tree."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

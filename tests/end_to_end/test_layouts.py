@@ -1,7 +1,5 @@
 """Every parallel layout, and the other trainer, does through the whole loop what one rank of Megatron does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ streams, and by one whose trainers hold the reference and train on the first run
 reward, no prompt.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling beside training, groups that are left out: staleness is bounded, and the ledger accounts for every group."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """References of other sizes, planned whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.config.reading.load import load_config

@@ -1,7 +1,5 @@
 """``slime-like plan`` on the recipes in ``configs/``, and what it says of runs that cannot work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

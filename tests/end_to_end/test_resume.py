@@ -1,7 +1,5 @@
 """A run that is killed and started again ends as one that was not: same samples, same figures."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

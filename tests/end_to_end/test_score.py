@@ -1,7 +1,5 @@
 """`slime-like score` on real ranks: the logprobs are those of Hugging Face's model in float64."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command a user runs, on the real components, for a few steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slime-like verify layouts` on real ranks: sound layouts are the same, and a fault is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two checkpoints of one model, Hugging Face's view of both, and one started engine of each kind per module."""
 
-from __future__ import annotations
-
 import asyncio
 import getpass
 import json

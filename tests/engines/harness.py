@@ -1,7 +1,5 @@
 """An engine under test: a loop to run it in, a sender to feed it, and Hugging Face's model to judge it by."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import uuid

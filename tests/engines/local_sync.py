@@ -3,8 +3,6 @@
 What Ray would call on actors is called directly; nothing else is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Coroutine, Iterator

@@ -3,8 +3,6 @@
 The judge rounds weights alone; the engine also rounds every activation to 8 bits, which is all that may differ.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

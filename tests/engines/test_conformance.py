@@ -4,8 +4,6 @@ One engine is started per module and kind, so tests leave it idle and unpaused; 
 here: starts and orderly ends (``test_lifecycle.py``), speed, tensor parallelism.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

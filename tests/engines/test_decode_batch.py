@@ -1,7 +1,5 @@
 """Rows that join and leave a decoding batch: each samples as if it were alone."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

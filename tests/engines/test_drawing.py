@@ -1,7 +1,5 @@
 """Draws in one pass against draws by torch: at the same uniform numbers, the same tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

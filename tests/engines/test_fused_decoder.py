@@ -1,7 +1,5 @@
 """Tokens decoded by kernels of ours against transformers' own forward of whole contexts, without a cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

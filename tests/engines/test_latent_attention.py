@@ -1,7 +1,5 @@
 """DeepSeek-V3's kind of model in engines: what serves it computes it, also after an update; what does not says so."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Starting, dying, and ending without a trace."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Engines in another interpreter: a virtual environment that has only the light part of this distribution, and what the
 engine needs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

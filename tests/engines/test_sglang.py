@@ -1,7 +1,5 @@
 """What is SGLang's alone: names that stand in for its CUDA packages, and the arguments it is started with."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

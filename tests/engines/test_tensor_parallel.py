@@ -1,7 +1,5 @@
 """One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Engines that pack weights for their products pack the head's apart, and are sent it under the embedding's name alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What vLLM's scheduler on a CPU does besides vLLM's own: it lets a burst of requests arrive."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

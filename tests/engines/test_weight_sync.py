@@ -1,7 +1,5 @@
 """Whole syncs into a real engine: every transport, only changes, and what happens when one fails half-way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

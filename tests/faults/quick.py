@@ -1,7 +1,5 @@
 """Flags of a run that is there to be broken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.conftest import Tiny

@@ -1,7 +1,5 @@
 """Reward functions that hang or fail, for the reward workers to import."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Disks that fill, files that change or lose bytes: one sentence, and the last good checkpoint intact."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

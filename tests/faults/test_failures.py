@@ -1,7 +1,5 @@
 """What goes wrong is one sentence, an exit code that is not 0, and nothing left running."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

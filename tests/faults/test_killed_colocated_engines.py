@@ -1,7 +1,5 @@
 """Engines on the trainers' devices, killed in every turn: each is replaced, and what it had is sampled again."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

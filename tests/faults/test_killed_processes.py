@@ -1,7 +1,5 @@
 """Processes that are killed: the run ends with one sentence, or goes on and loses nothing."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A port that is taken, a reward that hangs."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The FSDP trainer on a CUDA device in bfloat16: scoring, a step, and its way to host memory and back."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

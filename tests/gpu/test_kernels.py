@@ -1,7 +1,5 @@
 """Attention kernels of CUDA, alone and in a ring's steps, against softmax written out in float32 on the same device."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Scoring on a CUDA device in bfloat16, against Hugging Face's model in float32 with the same rounded weights."""
 
-from __future__ import annotations
-
 import socket
 from importlib.util import find_spec
 from pathlib import Path

@@ -8,8 +8,6 @@ Where namespaces are forbidden, two loopback addresses of this machine stand for
 their address, and there is no outsider. A host's processes are known there by a variable that they inherit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ For every port: "refused" (nothing listens at that address), or the answers of e
 an HTTP server. An answer that begins with OK means that the server served a stranger.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

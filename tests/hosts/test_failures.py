@@ -3,8 +3,6 @@
 All cases are started at once, each with its own port and run directory: most of their time is spent waiting.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sys

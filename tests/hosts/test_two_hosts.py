@@ -5,8 +5,6 @@ while strangers knock; the second, with another engine and layout, goes on from 
 time is that of processes that start, nine seconds of a core for every rank: the second has no more ranks than hosts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ The sources are copied and changed in a temporary folder; tests run against that
 this does not cover: bugs of the parallel layer, of engines and of the orchestration.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -4,8 +4,6 @@ A bug is put in inside the forked ranks, by replacing one function, and dies wit
 parity tests make of that layout must fail, and those that they make before must not: a crash is no proof.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

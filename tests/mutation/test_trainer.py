@@ -5,8 +5,6 @@ matrix makes of that layout must fail, and those that it makes before must not: 
 kernels, several hosts.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

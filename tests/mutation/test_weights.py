@@ -3,8 +3,6 @@
 Into a real engine, through the run's own ``WeightSync``. Without a bug the same sync must succeed: a crash is no proof.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Putting the shards of all ranks together into Hugging Face tensors, written apart from the product's conversion."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed attention written out: softmax of the scores of one sequence at a time."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

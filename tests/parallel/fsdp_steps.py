@@ -1,7 +1,5 @@
 """What one rank of the FSDP trainer does in the parity tests: the same as ``steps.train_rank``, with whole tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

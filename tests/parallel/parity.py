@@ -3,8 +3,6 @@
 Used by the matrix of layouts and, with a fault put in on purpose, by the tests of that matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ A rank that fails shows its traceback in the test's failure; ranks that are stil
 limit, are ended by process id, and show where each of their threads stood.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The independent reference: Hugging Face's model in float64, one sequence at a time, and the published formulas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ring's steps of all ranks, one after the other in one process: its arithmetic without its communication."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """What one rank does in the parity tests: score, take gradients of one step, then three optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

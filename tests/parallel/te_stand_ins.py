@@ -6,8 +6,6 @@ and arguments are those that ``megatron.core.extensions.transformer_engine`` rel
 not tested by them.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saved activations in host memory: gradients stay the same, bit for bit. Streams and pinned memory: not covered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

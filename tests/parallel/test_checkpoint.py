@@ -5,8 +5,6 @@ moments and step counts too), with the weights in Hugging Face form as they were
 random numbers drawn after loading with those drawn after saving.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import resource

@@ -5,8 +5,6 @@ checkpoint. That each element stands at the *right* place in between is what the
 logprob parity tests show.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

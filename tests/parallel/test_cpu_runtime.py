@@ -1,7 +1,5 @@
 """Megatron's adaptation to the CPU: it leaves no trace, and says so when a symbol it replaces is gone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

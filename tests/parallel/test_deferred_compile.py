@@ -1,7 +1,5 @@
 """What Megatron-core would compile at import is compiled at its first call, once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Families that this project has no formulas for are compared as the known ones ar
 model's own float64 forward pass on unpacked sequences, its gradients and its updates.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

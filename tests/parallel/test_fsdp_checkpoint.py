@@ -6,8 +6,6 @@ those drawn after saving. A conversion from disk is compared with the ranks' own
 layout is one fork that reads.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

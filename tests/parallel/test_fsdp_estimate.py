@@ -3,8 +3,6 @@
 Not compared: activations and messages, which need GPUs to be measured.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

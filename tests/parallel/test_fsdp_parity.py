@@ -5,8 +5,6 @@ by tensor, the routers' balancing loss, and the change of the weights after thre
 decay. All families of one layout run in one fork. Not covered here: CUDA.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers of float32 on a CPU by kernels, and the same layers by torch's operators: one step, one result."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards of a batch reach the group's first rank as they are, by shared memory and by messages alike."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

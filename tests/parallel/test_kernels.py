@@ -1,7 +1,5 @@
 """Attention kernels against softmax written out in float64."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

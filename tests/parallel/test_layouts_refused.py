@@ -1,7 +1,5 @@
 """Layouts that a model does not admit are rejected before anything starts, with field, value and remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

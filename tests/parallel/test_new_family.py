@@ -3,8 +3,6 @@
 Its weights come back bit for bit from two sequence-parallel ranks, and logprobs are those of transformers' own model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

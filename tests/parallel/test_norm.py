@@ -1,7 +1,5 @@
 """Our RMSNorm against its formula, and its gradient."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ Compared with the bytes of the safetensors files that were read, with what Megat
 checkpoint on real ranks, and with transformers' reading of what is written.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

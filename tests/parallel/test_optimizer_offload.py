@@ -4,8 +4,6 @@ On a CPU, device and host memory are the same: what is tested is the arithmetic 
 host optimizer, not its copies between devices.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 That every layout stays right with it is the parity matrix's business (``test_parity.py``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

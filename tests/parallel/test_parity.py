@@ -6,8 +6,6 @@ steps with clipping and weight decay. The step is fed as several packs in two wi
 with what the planner says of it. Not covered here: CUDA kernels.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank says when a phase fails. No process group is needed for that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

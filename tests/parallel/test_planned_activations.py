@@ -4,8 +4,6 @@ Both run the same code, one on shapes and one for real; what is compared is how 
 highest moment of a pipeline's window is where the planner says. Not covered: CUDA's kernels and allocator.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

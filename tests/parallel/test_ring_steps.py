@@ -1,7 +1,5 @@
 """The ring's steps against softmax written out in float64; with CUDA's kernels: ``tests/gpu/test_kernels.py``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

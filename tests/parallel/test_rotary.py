@@ -1,7 +1,5 @@
 """Rotary frequencies and rotation against Hugging Face's own functions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The batcher forms both, from the same rollouts; what is compared are the weights
 layouts. That a layout's update is right is the parity matrix's business (``test_parity.py``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

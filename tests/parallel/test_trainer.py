@@ -1,7 +1,5 @@
 """What a trainer promises beside parity: scoring agrees with training, clean failures, the reference, the schedule."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Covered: what layers and attention are given, Hugging Face names, checkpoints of
 covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

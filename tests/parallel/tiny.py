@@ -1,7 +1,5 @@
 """Tiny Hugging Face checkpoints of every family, and scored sequences for them, all from seeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Ray that does not start is one sentence, and an interrupt that it swallowed is none."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

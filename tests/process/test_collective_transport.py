@@ -3,8 +3,6 @@
 Only gloo runs here; NCCL shares all but the forming of the group and the waiting for the device.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

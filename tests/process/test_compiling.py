@@ -1,7 +1,5 @@
 """Compiled kernels are kept, never when they are not what their sources say, and are not needed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

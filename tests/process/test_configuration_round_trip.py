@@ -1,7 +1,5 @@
 """A configuration that is written reads back equal, whatever its values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import example, given

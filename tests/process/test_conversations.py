@@ -1,7 +1,5 @@
 """Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

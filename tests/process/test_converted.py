@@ -1,7 +1,5 @@
 """Small files of a converted checkpoint that are not as they were written: found by every command."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Custom reward functions, which a reward worker imports before a run starts: what is wrong with them is reported."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

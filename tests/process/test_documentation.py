@@ -4,8 +4,6 @@ Python blocks are whole files named in their first line; they are written to a d
 executed, with the entry points of the TOML blocks installed beside them. Each example states what it proves.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Worker processes of an environment: what their end costs."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

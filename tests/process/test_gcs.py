@@ -1,7 +1,5 @@
 """Calls of Ray's GCS: bounded, with the token, and with the reason where they fail."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

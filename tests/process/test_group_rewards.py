@@ -1,7 +1,5 @@
 """Rewards of whole groups: who is given what, beside functions of single responses, and what a failure costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Not covered: scratch of matrix libraries, and what an allocator keeps of freed memory.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

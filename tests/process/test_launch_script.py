@@ -1,7 +1,5 @@
 """The launch script's variables become the right command; what lies beside it pins the versions that are tested."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Importing configuration, reports and figures brings neither torch, Ray nor a plotting package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """How the command ends: interrupts, handlers, threads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Memory that is freed and wanted again."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

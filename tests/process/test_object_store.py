@@ -1,7 +1,5 @@
 """Size of the object store on a launched node."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Large products go to oneDNN, in a separate process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

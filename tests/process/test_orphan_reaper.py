@@ -1,7 +1,5 @@
 """What a killed driver's Ray session leaves is found by the logs it writes, and by nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

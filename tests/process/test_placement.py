@@ -1,7 +1,5 @@
 """Placement on a real Ray cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

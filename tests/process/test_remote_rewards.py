@@ -1,7 +1,5 @@
 """Rewards from a service, through the reward workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.config import RewardConfig

@@ -1,7 +1,5 @@
 """The report in a real browser, with its script run and its controls used."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import escape, unescape

@@ -1,7 +1,5 @@
 """Worker processes: order, limits, replacement, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

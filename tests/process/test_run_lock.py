@@ -1,7 +1,5 @@
 """One run at a time in a run directory, over processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

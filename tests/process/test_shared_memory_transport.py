@@ -1,7 +1,5 @@
 """Weights in shared memory, over processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """The layer needs torch and NumPy alone: no configuration, no Ray, no engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

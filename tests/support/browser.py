@@ -1,7 +1,5 @@
 """A real browser without a window: opens a page, runs its script, hands back what came of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Another interpreter for engines, made cheaply."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """How many random examples a property test draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """A reward service on this host, for the tests of the HTTP reward."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """A unit test starts no process; with ``--unit-limit`` it fails when it takes longer."""
 
-from __future__ import annotations
-
 import multiprocessing.util
 import sys
 import time

@@ -1,7 +1,5 @@
 """The layers of the system: an import goes down only, and no folder's parts import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath

@@ -3,8 +3,6 @@
 What this does not cover: the engine or trainer that would fill the field, and the loss that would read it.
 """
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Causal attention inside every sequence of a pack, on one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over some of the keys and over others, put together."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One data file of a distributed checkpoint in torch's format, with the checksum of every piece in it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

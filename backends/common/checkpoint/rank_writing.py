@@ -1,7 +1,5 @@
 """A rank's own part of writing a checkpoint: at once, or in a thread behind the rank's back."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path

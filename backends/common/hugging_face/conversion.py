@@ -1,7 +1,5 @@
 """Parts shared by conversions in both directions: requests and failures."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A complete Hugging Face directory in the making: files of tensors, then index, configuration and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """A Hugging Face directory's tensors, to be compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

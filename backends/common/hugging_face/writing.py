@@ -1,7 +1,5 @@
 """Any checkpoint whose tensors can be read under Hugging Face's names, written as a Hugging Face directory."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

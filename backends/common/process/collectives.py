@@ -1,7 +1,5 @@
 """Collectives that autograd understands, beyond those that Megatron brings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rendezvous of trainer ranks."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A custom loss, ``algorithm.loss=package.module:name``, whose failures name it and the line that failed."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from slime_like.algorithms.losses import Loss, LossInputs, build_loss

@@ -1,7 +1,5 @@
 """Learning rate and weight decay of every optimizer step."""
 
-from __future__ import annotations
-
 import math
 
 from slime_like.checks.schedule import total_updates

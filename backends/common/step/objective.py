@@ -1,7 +1,5 @@
 """Objective: one pack's share of the step's loss, from its logprobs."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from backends.common.step.custom_loss import configured_loss

@@ -1,7 +1,5 @@
 """A pack on its way into a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

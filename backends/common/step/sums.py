@@ -1,7 +1,5 @@
 """The sums of one optimizer step on one rank, and what all ranks must agree on before they update."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

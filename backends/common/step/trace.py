@@ -5,8 +5,6 @@ them, as it sees those on real tensors: it needs neither the model's memory nor 
 trains.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref

@@ -1,7 +1,5 @@
 """The micro-batches that need most memory, within the run's limits of lengths and tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A trainer rank's start, step and scoring, whatever computes its model."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

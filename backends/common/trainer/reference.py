@@ -1,7 +1,5 @@
 """The frozen reference policy as a second set of weights for the same modules, kept on the host."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Interface of a rank's weights and optimizer state to a trainer: where they come from and where they go."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path

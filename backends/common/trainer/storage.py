@@ -1,7 +1,5 @@
 """A trainer rank's weights and optimizer state to disk, to engines and to host memory."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From a Hugging Face checkpoint into this rank's model chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules of this rank's parameters, under global layer and expert numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules: which Hugging Face tensors make up which Megatron parameter, for one family of models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

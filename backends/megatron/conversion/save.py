@@ -1,7 +1,5 @@
 """Writing a complete Hugging Face checkpoint from all ranks, visible only once it is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

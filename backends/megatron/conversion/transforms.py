@@ -5,8 +5,6 @@ view of the rank's Megatron tensor. Reading copies every piece in, writing copie
 directions come from one declaration and cannot disagree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

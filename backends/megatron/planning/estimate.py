@@ -1,7 +1,5 @@
 """One rank on GPUs, worked out without one: its real shard, DDP and optimizer on shapes, and a step followed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

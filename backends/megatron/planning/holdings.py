@@ -1,7 +1,5 @@
 """Memory that one rank holds throughout a run, counted from its own tensors: on shapes, or in a real trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Activations that a pipeline stage keeps at once, under Megatron's schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

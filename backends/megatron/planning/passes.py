@@ -1,7 +1,5 @@
 """Forward and backward of one rank's chunks over one micro-batch, on shapes: the code that trains, followed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

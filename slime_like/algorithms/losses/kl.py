@@ -6,8 +6,6 @@ gradient of the reverse KL, and k3 that of the forward KL: a biased one. Weighte
 k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), also off-policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 

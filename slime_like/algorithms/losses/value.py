@@ -1,7 +1,5 @@
 """The critic's loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

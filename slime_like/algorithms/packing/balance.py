@@ -1,7 +1,5 @@
 """Sharing costs out over parts of nearly equal sums."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Laying items into bins of one capacity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 # Steps of the exhaustive search for fewer micro-batches, which only a batch of hardly more sequences than micro-batches

@@ -3,8 +3,6 @@
 Packing checks whole arrays; only where such a check fails is every sequence looked at.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from numbers import Integral, Real

@@ -5,8 +5,6 @@ different devices, or would lose something by conversion (numbers as bools, frac
 thousand tensors at once names none: ``faults`` finds the one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter

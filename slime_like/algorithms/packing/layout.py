@@ -3,8 +3,6 @@
 Computed by NumPy, which is faster at repeating (four times) and at masking integers (twice) than torch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Everything is built on the CPU from index arithmetic, concatenated once and, for another device, moved in one copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Distributing sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Moving many small tensors to a device in one copy."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The configuration as a flat list of dotted fields: what flags, help and the written reference are made from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Command-line flags that mirror the YAML file, written into its data before validation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

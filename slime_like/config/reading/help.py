@@ -1,7 +1,5 @@
 """The text of every field, for ``slime-like train --help``."""
 
-from __future__ import annotations
-
 import textwrap
 
 from slime_like.config.reading.fields import SectionDoc, sections

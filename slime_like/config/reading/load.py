@@ -1,7 +1,5 @@
 """Conversion between YAML files or flags and a validated ``RunConfig``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Validation errors as sentences: field, value and remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches

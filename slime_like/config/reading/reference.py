@@ -1,7 +1,5 @@
 """The configuration reference: ``python -m slime_like.config.reading.reference`` writes ``docs/configuration.md``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

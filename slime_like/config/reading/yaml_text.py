@@ -3,8 +3,6 @@
 Plain scalars follow the core schema of YAML 1.2: ``off``, ``yes`` and ``2024-01-01`` are text and ``5e-4`` is a number.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention of one new float32 token per row over that row's cached keys and values."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32, int64
 

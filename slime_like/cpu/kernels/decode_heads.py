@@ -1,7 +1,5 @@
 """Operations between projections and attention, for one new float32 token per row."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import boolean, float32, int64, uint64
 

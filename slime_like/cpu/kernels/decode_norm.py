@@ -1,7 +1,5 @@
 """The sum that a layer's residual stream is, and its norm, in one pass."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32
 

@@ -1,7 +1,5 @@
 """SwiGLU of float32 rows whose gates and ups are two matrices."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32
 

@@ -1,7 +1,5 @@
 """One token per row of float32 logits, drawn by inverting the cumulative distribution in float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scalar functions that Numba's compiler turns into vector instructions when a loop calls them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

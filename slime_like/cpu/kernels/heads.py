@@ -5,8 +5,6 @@ unchecked. A head has D elements, a multiple of ``2 * LANES``; element d is rota
 and sines of which D / 2 lie from ``turn_at`` on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 For each token's row one pass in a core's cache, instead of a pass over the chunk for every operator.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32, int64
 

@@ -1,7 +1,5 @@
 """The kernels as differentiable operators of torch, on float32 tensors in a CPU's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

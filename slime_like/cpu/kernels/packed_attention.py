@@ -8,8 +8,6 @@ Below, a head is the D elements from ``place`` on of token ``t`` and group ``g``
 indices: making a view of one would cost more than what is done to a head.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32, int64
 

@@ -1,7 +1,5 @@
 """Asking for memory before it is read: what is in no near cache comes while something else is computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

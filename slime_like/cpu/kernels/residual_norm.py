@@ -1,7 +1,5 @@
 """The norm behind a residual sum, in one pass with the sum; and its gradient, in one pass with the residual's."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32, int64
 

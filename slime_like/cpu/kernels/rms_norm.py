@@ -1,7 +1,5 @@
 """Root mean square normalisation of float32 rows, forward and backward in one pass each."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32
 

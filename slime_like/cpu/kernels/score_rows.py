@@ -1,7 +1,5 @@
 """Scores of attention in blocks of rows: products with a sequence's keys and values, softmax, and their gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from slime_like.cpu.kernels.compiling import part

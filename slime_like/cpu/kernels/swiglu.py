@@ -1,7 +1,5 @@
 """SwiGLU of float32 rows, forward and backward in one pass each (arXiv:2002.05202, section 2)."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import float32
 

@@ -4,8 +4,6 @@ Numba leaves it to LLVM to find vector instructions in scalar loops, which it do
 are short; here they are written down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

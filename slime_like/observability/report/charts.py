@@ -1,7 +1,5 @@
 """Curves and stacked bars as inline SVG; the page's style sheet colours the classes ``series-N`` and ``part-NAME``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run's essentials as tables on a terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

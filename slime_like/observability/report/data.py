@@ -1,7 +1,5 @@
 """A run's directory, read back for a report."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping

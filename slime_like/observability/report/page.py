@@ -4,8 +4,6 @@ A model's output is hostile text. It reaches the page escaped, or as JSON that t
 content security policy admits the page's style and script by hash, and neither the network nor any other script.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

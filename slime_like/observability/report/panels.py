@@ -1,7 +1,5 @@
 """Panels of a report: curves, and the time by phase."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Model output, escaped for display."""
 
-from __future__ import annotations
-
 import re
 
 # Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide a text's meaning.

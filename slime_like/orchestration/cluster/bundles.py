@@ -1,7 +1,5 @@
 """Bundles of devices of a run, and their nodes. Pure: no Ray."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Devices of a node, counted without torch or Ray."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ Ray's own clients try for a minute and then end the process, or raise what does 
 gRPC services have a bound each and raise why they failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Liveness checks of actors while other work is waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

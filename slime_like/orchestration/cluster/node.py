@@ -1,7 +1,5 @@
 """The node that a worker runs on, as the cluster knows it."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import socket

@@ -1,7 +1,5 @@
 """Check that this machine has room for Ray's object store, before Ray starts."""
 
-from __future__ import annotations
-
 from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
 from ray._private.utils import estimate_available_memory, get_shared_memory_bytes
 

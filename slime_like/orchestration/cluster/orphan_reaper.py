@@ -10,8 +10,6 @@ with a pipe as standard input. ``done`` on it means all is well; ``failed`` that
 message of its error; end of file alone means that the driver was killed, which only this process can report.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

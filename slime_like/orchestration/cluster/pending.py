@@ -1,7 +1,5 @@
 """A value that is still being computed elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar

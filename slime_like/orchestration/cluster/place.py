@@ -1,7 +1,5 @@
 """This node in a cluster of several: its rank, its address, and the interface that has it."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Bounded Ray calls whose failures read as one sentence: who, where, in which phase."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Sequence

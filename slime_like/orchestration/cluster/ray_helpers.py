@@ -3,8 +3,6 @@
 Each of these processes imports Ray for itself, and starting Ray waits for the last of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ server for remote clients, a log monitor), and leaves it running when it is kill
 process, whatever ends it, and this process ends with the pipe that is its standard input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

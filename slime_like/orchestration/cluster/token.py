@@ -1,7 +1,5 @@
 """Ray's token: the secret that the nodes of a run share, in a file that only its owner may read."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """The configuration that the trainer ranks of a reference worker are given. Pure: no Ray."""
 
-from __future__ import annotations
-
 from slime_like.config import RunConfig
 
 

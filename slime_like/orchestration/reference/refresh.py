@@ -1,7 +1,5 @@
 """A reference that follows the policy (``reference.update_interval``): refresh, hand-over, resumption."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Reference workers: trainer ranks that hold the reference's weights and score with the trainer's function."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Advantages from rewards: weights, the overlong penalty, the KL penalty, the estimator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Answers of an engine that wait to be taken, several of them by one call."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Turns of trainers and engines on the devices that they share (``cluster.placement: colocated``)."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol
 
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor

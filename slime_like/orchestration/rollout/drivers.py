@@ -1,7 +1,5 @@
 """Drivers of the pipeline: inside the training loop, or in a thread beside it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Protocol

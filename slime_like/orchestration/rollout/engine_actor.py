@@ -1,7 +1,5 @@
 """The Ray actor of one rollout engine."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence

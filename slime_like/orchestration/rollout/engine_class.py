@@ -1,7 +1,5 @@
 """The class of a run's engines, and whether it can serve the model."""
 
-from __future__ import annotations
-
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.hosted_engine import HostedEngine

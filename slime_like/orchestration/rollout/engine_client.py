@@ -1,7 +1,5 @@
 """EngineClient: sends the requests of one caller to a pool of engines, and collects the answers."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections import deque

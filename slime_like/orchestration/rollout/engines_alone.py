@@ -1,7 +1,5 @@
 """The configuration that engines are given where they work alone. Pure: no Ray."""
 
-from __future__ import annotations
-
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.model import ReferenceConfig

@@ -1,7 +1,5 @@
 """GroupStore: every prompt group between its issue and its training step."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

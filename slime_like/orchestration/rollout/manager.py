@@ -1,7 +1,5 @@
 """The generation pool: requests go to the engine with the least outstanding tokens, answers come back in order."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

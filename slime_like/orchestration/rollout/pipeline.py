@@ -1,7 +1,5 @@
 """GroupPipeline: prompts through engines, reward functions and reference workers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_like.config import RunConfig

@@ -1,7 +1,5 @@
 """ReferencePool: adds the reference's logprobs to rewarded groups."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque

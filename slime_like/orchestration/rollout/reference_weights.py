@@ -1,7 +1,5 @@
 """ReferenceWeights: the directory that reference workers score with, and those that are still being read."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Choice of a worker for the next request: least outstanding tokens first. No Ray."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """ReplayBuffer: scored groups that are ready for training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Requests from prompts, and trajectories from the answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rewards and advantages: groups of unscored trajectories become scored ones."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """RolloutSource: the batches of a run, sampled and rewarded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

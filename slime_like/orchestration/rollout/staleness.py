@@ -1,7 +1,5 @@
 """StalenessGate: how many groups may be issued, and how many of those that are ready a batch may take."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable

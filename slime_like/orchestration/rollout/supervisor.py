@@ -1,7 +1,5 @@
 """Engine supervision: deaths, the restart budget, and what a replacement needs before it serves."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """WorkMeter: seconds and tokens of the reference workers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The debug tables of a step: a few samples with the trainers' own logprobs beside the engine's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

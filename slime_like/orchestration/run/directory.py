@@ -1,7 +1,5 @@
 """A run's directory at its start: what is resumed, what is moved aside, and which settings have changed since."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engines of an RL run or of an evaluation, and all that is started with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Milestones: evaluation, checkpoints and the export, run when they are due."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slime_like.checks.checkpoint_backend import BACKEND

@@ -1,7 +1,5 @@
 """StepRecorder: a step's figures to the log and to the screen."""
 
-from __future__ import annotations
-
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes

@@ -1,7 +1,5 @@
 """Figures, tables and warnings about a step's responses; demonstrations have none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

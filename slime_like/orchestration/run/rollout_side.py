@@ -1,7 +1,5 @@
 """Source of a run's trajectories, weights for engines, and the prompts' state in checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

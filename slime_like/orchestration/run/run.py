@@ -1,7 +1,5 @@
 """Run: everything that the training loop holds open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

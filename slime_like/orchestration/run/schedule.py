@@ -1,7 +1,5 @@
 """Schedule: after which steps evaluation, checkpoints, tables and memory figures are due. Pure."""
 
-from __future__ import annotations
-
 from slime_like.config import RunConfig
 
 # Asking every rank for its memory costs a round trip; peaks do not change every step.

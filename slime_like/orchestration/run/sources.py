@@ -1,7 +1,5 @@
 """Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start of a run: from its first step, or from a checkpoint."""
 
-from __future__ import annotations
-
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.interfaces import TrainerBackend

@@ -1,7 +1,5 @@
 """The closing summary of a run."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

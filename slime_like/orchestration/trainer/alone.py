@@ -1,7 +1,5 @@
 """Trainer ranks without engines or rewards, for commands that only score or verify."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """ExperienceBatcher: scored trajectories become packed micro-batches for every data-parallel replica."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """All trainer ranks as one object: their start, their calls and their end."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights, gradients and probe logprobs out of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

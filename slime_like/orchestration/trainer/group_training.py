@@ -1,7 +1,5 @@
 """Scoring and training on all ranks: every replica's packs go to its ranks, answers come back as one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 

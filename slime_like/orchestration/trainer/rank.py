@@ -1,7 +1,5 @@
 """The Ray actor of one trainer rank: it starts the backend, and is called through by the driver."""
 
-from __future__ import annotations
-
 import random
 import resource
 import time

@@ -1,7 +1,5 @@
 """Weights and gradients out of one rank, in buckets."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from typing import Any

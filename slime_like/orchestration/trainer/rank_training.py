@@ -1,7 +1,5 @@
 """Scoring and training on one rank: it holds the step's packs, so that they cross the cluster once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Logprobs of given sequences under a trainer group's weights, for `slime-like score` and for reference workers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Protocol
 

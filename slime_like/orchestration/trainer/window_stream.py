@@ -1,7 +1,5 @@
 """WindowStream: the micro-batches of a step while its groups are still arriving."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window

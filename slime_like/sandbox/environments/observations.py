@@ -1,7 +1,5 @@
 """An environment's observation as the token ids that the model reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps of many conversations in a few worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finding an environment by its name or by import path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

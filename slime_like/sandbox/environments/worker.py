@@ -1,7 +1,5 @@
 """One environment worker, started by the pool as ``python -m slime_like.sandbox.environments.worker PARENT_PID``."""
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any

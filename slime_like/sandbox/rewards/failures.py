@@ -1,7 +1,5 @@
 """Failures that count as broken reward functions and end the run; one bad response costs its sample alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reward for agreeing with the others: no ground truth is needed."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

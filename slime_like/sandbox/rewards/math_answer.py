@@ -4,8 +4,6 @@ What a model wrote is hostile until shown otherwise: it is cut to a length and r
 anything parses it. What still takes too long or too much memory is ended by the worker's limits.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """The reward functions that come with this package, and finding one by name or by import path."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A reward that a service computes: one POST per response, JSON in, JSON out."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Reward for a response of a given form."""
 
-from __future__ import annotations
-
 import re
 
 from slime_like.interfaces.reward import RewardResult

@@ -1,7 +1,5 @@
 """Penalty for a long response."""
 
-from __future__ import annotations
-
 from slime_like.interfaces.reward import RewardResult
 
 

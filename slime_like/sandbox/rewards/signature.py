@@ -1,7 +1,5 @@
 """Check that reward workers can call a function: its parameters and their order, its options, what it returns."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType

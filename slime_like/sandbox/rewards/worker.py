@@ -1,7 +1,5 @@
 """One reward worker process, started by the pool as ``python -m slime_like.sandbox.rewards.worker PARENT_PID``."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

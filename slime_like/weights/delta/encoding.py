@@ -10,8 +10,6 @@ that a place in a block is a 16-bit number:
 each part filled up to a multiple of 8 bytes. ``k`` and the tensor's shape travel with the metadata.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A receiver that keeps what it got, and puts changes into it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A sender that remembers what its receivers hold, and sends what is different."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

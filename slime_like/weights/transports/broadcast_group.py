@@ -1,7 +1,5 @@
 """One process group of a sender and its receivers, over gloo or NCCL, and the store through which they meet."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

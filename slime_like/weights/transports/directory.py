@@ -4,8 +4,6 @@ A file is written under a temporary name and renamed, so that a receiver never o
 every receiver is done with it.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

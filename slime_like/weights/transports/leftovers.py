@@ -1,7 +1,5 @@
 """Files that a session's senders make: their names, and what is removed when a sender has died."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

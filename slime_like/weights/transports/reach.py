@@ -1,7 +1,5 @@
 """Reach of transports from trainers to engines, and the choice of ``auto``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slime_like.errors import WeightSyncError

@@ -1,7 +1,5 @@
 """Transports by name, and the receiving side of several senders."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Random trajectories for the algorithm tests. Nothing in here computes what the tests check."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch import Tensor

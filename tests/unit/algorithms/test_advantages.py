@@ -1,7 +1,5 @@
 """Advantage estimators against their formulas, written as plain Python over each group."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

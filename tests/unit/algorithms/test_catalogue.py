@@ -1,7 +1,5 @@
 """Whatever is chosen by name is registered, documented with its source, and named when a name is unknown."""
 
-from __future__ import annotations
-
 import re
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Context-parallel layouts: what each rank holds, written out by loops, and the exact inverse."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

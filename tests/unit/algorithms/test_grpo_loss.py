@@ -1,7 +1,5 @@
 """The loss from logits, in one tensor or in chunks, packed or padded, against a dense computation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The fused, vocabulary-parallel head against the whole logits in float64. Ranks are threads with a real reduction."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Off-policy corrections and reward shaping against their formulas, sequence by sequence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The reference computes one sequence at a time, unpacked, in float64, with every 
 What this does not cover: process groups (the ranks of a context-parallel group are computed one after the other).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

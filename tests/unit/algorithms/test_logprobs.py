@@ -1,7 +1,5 @@
 """Logprobs and entropies against torch's own log_softmax in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses against their published formulas, token by token in Python, and their gradients by autograd of the formula."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 

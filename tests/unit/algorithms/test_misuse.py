@@ -1,7 +1,5 @@
 """What a newcomer gives by mistake is rejected in a sentence that names what, where and the remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace

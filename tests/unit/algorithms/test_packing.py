@@ -1,7 +1,5 @@
 """Packing and unpacking against layouts written out by plain loops."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Partitioning: nothing lost, nothing over the budget, balanced."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

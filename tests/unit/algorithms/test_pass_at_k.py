@@ -1,7 +1,5 @@
 """pass@k against counting every choice of k samples, and against the published values of its code."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

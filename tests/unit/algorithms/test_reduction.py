@@ -1,7 +1,5 @@
 """Token weights and denominators against means written out, and the vectorised sum of sample means."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What would be broadcast, read as an index, or rounded away is rejected or done in higher precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

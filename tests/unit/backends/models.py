@@ -1,7 +1,5 @@
 """Dimensions of small and of published models, without their weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from slime_like.models.dimensions import ModelDimensions

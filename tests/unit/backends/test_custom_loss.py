@@ -1,7 +1,5 @@
 """Errors of a custom loss name it, its file and line; built-in ones fail unchanged."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

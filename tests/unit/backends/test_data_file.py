@@ -1,7 +1,5 @@
 """A data file on a failing disk: the message is the system's, not torch's."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """A checkpoint that is not exactly the model of its config.json is rejected, and the message names the tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

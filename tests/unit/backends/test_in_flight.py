@@ -1,7 +1,5 @@
 """Whose activations a pipeline stage keeps, against the counts that are known of 1F1B and of interleaved schedules."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Identify a checkpoint and its damaged files without reading tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

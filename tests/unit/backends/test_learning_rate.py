@@ -1,7 +1,5 @@
 """The FSDP trainer's learning rates and weight decays are those of Megatron's own scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Two witnesses: the layout of DeepSeek-V3's own 163 files, written down from a pu
 modules of transformers at the sizes of the published ``config.json``, on the meta device.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """What a trace counts, against sizes and operation counts worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

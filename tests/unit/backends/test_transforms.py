@@ -4,8 +4,6 @@ The expected order of every fused tensor is spelled out row by row from its defi
 piece adds one to the elements it touches on either side, over all tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint directory of which only ``config.json`` and the headers of the weights matter here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults across fields and against files, found before anything starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

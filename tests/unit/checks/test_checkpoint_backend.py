@@ -1,7 +1,5 @@
 """Whose files a checkpoint holds, as far as it says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slime_like.checks.check import check

@@ -1,7 +1,5 @@
 """Which checks there are, and which command runs which."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

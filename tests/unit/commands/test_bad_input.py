@@ -1,7 +1,5 @@
 """Every wrong configuration and data row, given to the command as a user gives it: refused, in the expected words."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path

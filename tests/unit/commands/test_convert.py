@@ -1,7 +1,5 @@
 """`slime-like convert` before anything is read: what it is given, what it refuses, how it ends."""
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentTypeError
 from pathlib import Path

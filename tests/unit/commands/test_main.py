@@ -1,7 +1,5 @@
 """The command line: exit codes, and what goes where."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import stat

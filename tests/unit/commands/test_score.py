@@ -1,7 +1,5 @@
 """`slime-like score` before anything starts: which checkpoint, which model, which files; and what it writes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

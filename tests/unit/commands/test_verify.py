@@ -1,7 +1,5 @@
 """`slime-like verify layouts` before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """YAML and flags to a configuration, and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

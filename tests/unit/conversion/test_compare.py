@@ -1,7 +1,5 @@
 """Two checkpoints compared: every kind of difference is found and named, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

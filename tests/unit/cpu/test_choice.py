@@ -1,7 +1,5 @@
 """Which operators compute on a CPU, and the line about it in a run's log."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

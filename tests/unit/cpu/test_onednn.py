@@ -1,7 +1,5 @@
 """Products by oneDNN against float64, and against torch's own where they are not for oneDNN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels against torch's own operators in float64, forward and backward."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What is written down as vector instructions, against NumPy in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numba import njit

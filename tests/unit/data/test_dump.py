@@ -1,7 +1,5 @@
 """Kept rollouts: what is read back, and what is rejected."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields
 from pathlib import Path

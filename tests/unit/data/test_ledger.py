@@ -1,7 +1,5 @@
 """The ledger: events in, an audit out; snapshots bring an earlier truth back."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts: what is read, in which order, and what is rejected."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of token ids: what is read, and every way in which a row is rejected, by file and line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

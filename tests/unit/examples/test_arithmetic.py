@@ -1,7 +1,5 @@
 """The calculator's parser: Python's own arithmetic is the judge of what is right."""
 
-from __future__ import annotations
-
 import random
 import re
 from fractions import Fraction

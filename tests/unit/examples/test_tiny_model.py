@@ -1,7 +1,5 @@
 """The tiny checkpoint is a real one, as far as transformers can tell, and its data are what they claim."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The part of Ray's GCS that a launch calls, as a gRPC server in this process: values, nodes and the token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

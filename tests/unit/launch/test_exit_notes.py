@@ -1,7 +1,5 @@
 """A node that ends before Ray connects it leaves a note, and the nodes that wait for it end with it."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

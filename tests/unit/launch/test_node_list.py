@@ -1,7 +1,5 @@
 """Slurm's node lists, expected values as ``scontrol show hostnames`` prints them."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.system.node_list import MOST_NODES, expand_node_list

@@ -1,7 +1,5 @@
 """Which node of which cluster a command makes this one; and what a dry run says."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray's token: made once, whole, for its owner alone."""
 
-from __future__ import annotations
-
 import stat
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records with figures that are easy to compute by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A run directory as a training run leaves it: written by the logger itself, with text that wants to be markup."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

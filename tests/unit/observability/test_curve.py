@@ -1,7 +1,5 @@
 """The running mean against numpy; the picture by its own pixels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Warnings about rewards that teach nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.observability.flat_reward import FlatSteps

@@ -1,7 +1,5 @@
 """Files read back with plain json, and with TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Names against a literal list, figures against hand-computed ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """The clock against a hand-made time line: no test here depends on real time."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.observability.phases import PHASES, PhaseClock

@@ -1,7 +1,5 @@
 """What reaches the stream, byte for byte; time is a counter, a terminal is a pseudo-terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The page read back with Python's own HTML parser; the figures against those the run was made of."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Ticks, thinning and drawing, against what was put in."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 

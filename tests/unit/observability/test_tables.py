@@ -1,7 +1,5 @@
 """Debug tables against rows computed by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Engines, memory, time and checks of a plan, each against figures worked out by hand or published."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

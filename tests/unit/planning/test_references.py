@@ -1,7 +1,5 @@
 """Reference workers in a plan: their GPUs, their memory, their time; and what streaming does to a step's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Import paths are judged without importing anything."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How failures are counted: in succession, or the first ones alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.sandbox.failure_budget import FailureBudget

@@ -1,7 +1,5 @@
 """An interrupt that a library swallows is raised where the run waits; one that was caught is not raised again."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

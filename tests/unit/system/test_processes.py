@@ -1,7 +1,5 @@
 """Processes that end while they are being ended."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

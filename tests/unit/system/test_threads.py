@@ -1,7 +1,5 @@
 """Jobs in threads: results arrive, progress grows, and one failure stops the rest."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

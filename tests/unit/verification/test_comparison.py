@@ -1,7 +1,5 @@
 """A difference between two layouts is found where it is, and rounding is none."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of layouts, and what they do to a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The checksum of a tensor's bytes by its formula, with the library xxhash alone."""
 
-from __future__ import annotations
-
 import xxhash
 
 CHUNK = 16384

@@ -1,7 +1,5 @@
 """Tensors into a flat buffer and out again, and metadata over the wire."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

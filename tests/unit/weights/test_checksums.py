@@ -4,8 +4,6 @@ The reference for chunks is the library xxhash, which the form for accelerators 
 on the CPU. Not covered: resistance against forgery, which it does not claim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import xxhash

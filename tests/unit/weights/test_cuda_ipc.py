@@ -1,7 +1,5 @@
 """Buckets mapped from another process on the same GPU. Written and never run: no GPU was at hand."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
 from typing import Any

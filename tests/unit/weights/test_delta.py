@@ -3,8 +3,6 @@
 Tensors are compared as integers: for floats, NaN differs from itself and -0.0 equals 0.0.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace

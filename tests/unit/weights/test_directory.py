@@ -1,7 +1,5 @@
 """Buckets as files: never half of one, nothing left, and errors that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

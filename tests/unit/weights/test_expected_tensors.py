@@ -1,7 +1,5 @@
 """Which tensors a whole update has: those of the checkpoint, judged by what Hugging Face wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

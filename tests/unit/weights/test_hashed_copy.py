@@ -1,7 +1,5 @@
 """Copying and hashing in one pass: the copy is whole, and the hash that of the library over the bytes asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The probe's verdict on a model of transformers: sound in either precision, or with one matrix wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

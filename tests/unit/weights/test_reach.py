@@ -1,7 +1,5 @@
 """Which transport ``auto`` is, and which are rejected where they do not reach."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.errors import WeightSyncError

@@ -1,7 +1,5 @@
 """Buckets between two processes, and what is left of them afterwards: nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import uuid

@@ -1,7 +1,5 @@
 """How much hashing shows: judged by a simulation of both sides with and without it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """One adapter per model family. To add one: write its rule table in a file here and list it in ``_FAMILIES``."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.deepseek_v3 import DEEPSEEK_V3
 from backends.megatron.conversion.families.llama import LLAMA
 from backends.megatron.conversion.families.mistral import MISTRAL

@@ -1,7 +1,5 @@
 """Rule tables that several families share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

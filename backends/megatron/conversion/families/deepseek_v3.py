@@ -1,7 +1,5 @@
 """DeepSeek-V3 and models of its shape: latent attention, shared experts, leading dense layers, biased routers."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, in_layers, layer_rule
 from backends.megatron.conversion.rules import Family, hf
 from backends.megatron.conversion.transforms import GateUp, Replicated, Split

@@ -1,7 +1,5 @@
 """Llama 3.x."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER
 from backends.megatron.conversion.rules import Family
 

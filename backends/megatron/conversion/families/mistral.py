@@ -1,7 +1,5 @@
 """Mistral."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER
 from backends.megatron.conversion.rules import Family
 

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5, with biases on query, key and value."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QKV_BIAS
 from backends.megatron.conversion.rules import Family
 

@@ -1,7 +1,5 @@
 """Qwen3, with normalised queries and keys."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QK_NORM
 from backends.megatron.conversion.rules import Family
 

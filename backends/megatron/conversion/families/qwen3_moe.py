@@ -1,7 +1,5 @@
 """Qwen3-MoE, whose layers have experts instead of one feed-forward network."""
 
-from __future__ import annotations
-
 from backends.megatron.conversion.families.blocks import ATTENTION, EXPERTS, NORMS, OUTER, QK_NORM
 from backends.megatron.conversion.rules import Family
 

@@ -1,7 +1,5 @@
 """Megatron's side of ``slime-like convert``."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Megatron's distributed checkpoint format (torch_dist) on disk: written and read entry by entry."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

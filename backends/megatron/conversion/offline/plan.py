@@ -1,7 +1,5 @@
 """Stored tensors of every rank of a layout, computed in one process without memory or messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A Megatron checkpoint as tensors under Hugging Face's names, one parameter at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Conversion of a Hugging Face directory to a Megatron checkpoint, one parameter at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which node every rank and engine goes to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A store that Ray would refuse is rejected in a sentence of our own; one that it would take is not."""
 
-from __future__ import annotations
-
 import pytest
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.services import determine_plasma_store_config

@@ -1,7 +1,5 @@
 """How many devices a run reserves, and how it numbers ranks along nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

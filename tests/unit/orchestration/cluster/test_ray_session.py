@@ -1,7 +1,5 @@
 """Logs of a Ray session are kept where they were linked; the rest of it goes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

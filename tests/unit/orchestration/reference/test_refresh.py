@@ -1,7 +1,5 @@
 """When the reference is refreshed, who is given which weights, and what a checkpoint brings back."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Rewards to advantages, against sums written out; the trainers are a plain object that holds real packs."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """On shared devices trainer and engine never overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Requests through engines that are played: who is sent what, who is asked, and what becomes of a dead one's."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Sequence

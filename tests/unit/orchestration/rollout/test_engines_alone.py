@@ -1,7 +1,5 @@
 """Engines that no trainer works beside: there whatever a run's file says of training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation over several files: names, figures of each and of all, unique groups."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests on the engines that serve, without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace

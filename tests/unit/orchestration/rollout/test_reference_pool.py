@@ -1,7 +1,5 @@
 """The logprob pool on plain objects: who scores what, and what becomes of a worker's groups when it fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

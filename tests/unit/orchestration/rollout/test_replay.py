@@ -1,7 +1,5 @@
 """The replay buffer: what is oldest leaves first, once, and nothing that is too old."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

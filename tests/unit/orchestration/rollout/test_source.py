@@ -1,7 +1,5 @@
 """Batches from a pool whose answers come in any order: staleness is bounded, every group is trained once."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

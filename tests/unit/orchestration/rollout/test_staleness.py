@@ -4,8 +4,6 @@ A group of version v may be trained in steps up to v + max_staleness + 1. The ru
 the groups left behind, not by the gate's arithmetic.
 """
 
-from __future__ import annotations
-
 from itertools import permutations
 from random import Random
 

@@ -1,7 +1,5 @@
 """Engines that die at any call: what a replacement costs, what it has when it serves, and what a device holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

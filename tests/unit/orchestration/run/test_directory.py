@@ -1,7 +1,5 @@
 """What a run finds in its directory, and what it leaves of it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

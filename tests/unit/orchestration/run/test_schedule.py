@@ -1,7 +1,5 @@
 """After which steps evaluation, checkpoints, tables and memory figures are due."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

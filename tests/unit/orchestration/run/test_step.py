@@ -1,7 +1,5 @@
 """What a step's record says aloud, with stand-ins for everything that a run holds open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A temporary run directory: removed after success and rejection, kept for the logs of a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

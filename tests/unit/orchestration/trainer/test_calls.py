@@ -1,7 +1,5 @@
 """Calls of all ranks: who is given what, in which order answers are waited for, and when a failure is raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast

@@ -3,8 +3,6 @@
 The trainers here write one file each way that real ones do; what they write is tested in ``tests/parallel``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Calls of a trainer rank reach its parts by the class that a method is of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Scores come back in the order of the sequences, whatever packs and replicas they went through."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A step's windows while its groups arrive: the sequences, weights and denominator of the whole batch, whatever the
 order, and full micro-batches in every window but the last."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The reward functions themselves, case by case."""
 
-from __future__ import annotations
-
 import pytest
 
 from slime_like.interfaces.reward import RewardResult

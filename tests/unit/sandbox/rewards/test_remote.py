@@ -1,7 +1,5 @@
 """The HTTP reward, against a service on this host: values, and every way in which it may fail."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
