@@ -7,13 +7,40 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 class SlimeLikeError(Exception):
-    """Base of every error whose message alone tells a user what to do.
+    """Base of every error meant for a user; ``str(error)`` is one sentence, ``who, phase: problem; remedy``.
 
     Attributes:
+        code: stable name of the fault, for scripts and tests; the command prints it behind the sentence.
+        who: the rank, engine, node, file or field at fault.
+        phase: what was being done.
+        problem: what is wrong, with the values concerned.
+        remedy: what the user can do.
         users_traceback: of the user's own code, where that is what raised; the command keeps it in a file.
     """
 
-    users_traceback: str | None = None
+    code = "failed"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        code: str | None = None,
+        who: str = "",
+        phase: str = "",
+        remedy: str = "",
+        users_traceback: str | None = None,
+    ) -> None:
+        super().__init__(problem)  # alone: pickle calls the class with it, and restores the attributes
+        self.problem = problem
+        self.code = code or self.code
+        self.who = who
+        self.phase = phase
+        self.remedy = remedy
+        self.users_traceback = users_traceback
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.who, self.phase)))
+        return (f"{where}: " if where else "") + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
 
 class ConfigError(SlimeLikeError):
@@ -25,6 +52,8 @@ class ConfigError(SlimeLikeError):
             checks.
     """
 
+    code = "config"
+
     def __init__(self, problems: list[str], rest: Any = None) -> None:
         self.problems = list(problems)
         self.rest = rest
@@ -35,33 +64,49 @@ class DataError(SlimeLikeError):
     """A data file or row is unusable; the message begins with ``file:line:``, or ``file:`` where it is
     about the whole of it."""
 
+    code = "data"
+
 
 class CheckpointError(SlimeLikeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+    code = "checkpoint"
 
 
 class EngineError(SlimeLikeError):
     """A rollout engine did not start, died, or refused a request."""
 
+    code = "engine"
+
 
 class TrainerError(SlimeLikeError):
     """A trainer rank failed: the message names rank and phase."""
+
+    code = "trainer"
 
 
 class WeightSyncError(SlimeLikeError):
     """Weights did not arrive as sent; the message names the tensor and the engine."""
 
+    code = "weight-sync"
+
 
 class RewardError(SlimeLikeError):
     """Reward workers or the advantage estimator cannot go on (one bad answer costs only its own sample: no error)."""
+
+    code = "reward"
 
 
 class EnvironmentFailure(SlimeLikeError):
     """An environment or its workers cannot go on (one failed step costs only its own conversation: no error)."""
 
+    code = "environment"
+
 
 class LaunchError(SlimeLikeError):
     """The nodes of a cluster did not come together, or one of them was lost; the message names it."""
+
+    code = "launch"
 
 
 def exit_code(error: SlimeLikeError) -> int:

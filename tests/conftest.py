@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+from tests.support import rejections
 from tests.support.processes import run
 
 # Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
@@ -87,7 +88,13 @@ LANES = {
 """Marker of every test, named like its folder. The longest files begin first: none runs alone at the end."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(rejections.WRITE, action="store_true", help="rewrite tests/sentences.json for the tests that run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption(rejections.WRITE) and config.getoption("numprocesses", None):
+        raise pytest.UsageError(f"{rejections.WRITE} needs one process; add -n 0")
     for lane, description in LANES.items():
         config.addinivalue_line("markers", f"{lane}: {description}")
 
@@ -165,3 +172,31 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
     assert finished.code == 0, finished.stderr
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def _sentences(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]] | None]:
+    """The golden file's; ``None`` while it is rewritten."""
+    yield None if request.config.getoption(rejections.WRITE) else rejections.read()
+
+
+@pytest.fixture(scope="session")
+def _rewritten(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]]]:
+    rewritten: dict[str, list[str]] = {}
+    yield rewritten
+    if request.config.getoption(rejections.WRITE):
+        rejections.write(rewritten)
+
+
+@pytest.fixture
+def rejects(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    _sentences: dict[str, list[str]] | None,
+    _rewritten: dict[str, list[str]],
+) -> Iterator[rejections.Rejects]:
+    test = request.node.nodeid
+    expected = None if _sentences is None else _sentences.get(test, [])
+    expecting = rejections.Rejects(test, expected, tmp_path_factory.getbasetemp())
+    yield expecting
+    _rewritten[test] = expecting.sentences

@@ -16,6 +16,8 @@ _LONGEST = 300
 class UnforeseenError(SlimeLikeError):
     """An exception that no code made for people: a bug, here or in a library, or a disk or machine that refused."""
 
+    code = "unexpected"
+
 
 @contextlib.contextmanager
 def traceback_kept(run_dir: Path | None) -> Iterator[None]:
@@ -34,12 +36,13 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     except SlimeLikeError as error:
         text, error.users_traceback = error.users_traceback, None
         if text is not None:
-            error.args = (f"{error}; traceback: {_write(text, run_dir)}",)
+            error.remedy = "; ".join(filter(None, (error.remedy, f"traceback: {_write(text, run_dir)}")))
         raise
     except Exception as error:
         if _was_interrupted(error):
             raise KeyboardInterrupt from error
-        raise UnforeseenError(f"{_summary(error)}; {_remedy(error)}{_write(full_traceback(error), run_dir)}") from error
+        kept = _write(full_traceback(error), run_dir)
+        raise UnforeseenError(_summary(error), remedy=_remedy(error) + kept) from error
 
 
 def _was_interrupted(error: BaseException) -> bool:

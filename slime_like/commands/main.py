@@ -33,7 +33,7 @@ def _run(argv: Sequence[str]) -> int:
         with traceback_kept(None):
             return _imported()(list(argv))
     except SlimeLikeError as error:
-        _complain(error.problems if isinstance(error, ConfigError) else [str(error)])
+        _complain(error.problems if isinstance(error, ConfigError) else [f"{error} [{error.code}]"])
         return exit_code(error)
     except KeyboardInterrupt:
         _complain(["interrupted"])

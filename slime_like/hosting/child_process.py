@@ -101,7 +101,7 @@ class ChildProcess:
 
     def error(self, answer: Answer) -> Exception:
         """Build the error of a failed method."""
-        return EngineError(answer.error)
+        return EngineError(str(answer.error))
 
     def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:
         """``handler``, called in the event loop from the link's thread."""

@@ -153,8 +153,8 @@ class _Hosted(ChildProcess):
     def error(self, answer: Answer) -> Exception:
         kind = getattr(errors, answer.kind, None)
         if isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind is not errors.ConfigError:
-            return kind(answer.error)
-        return EngineError(answer.error)
+            return kind(str(answer.error))
+        return EngineError(str(answer.error))
 
 
 def _environment(scratch: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Bounded Ray calls whose failures read as one sentence: who, where, in which phase."""
 
+import copy
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
@@ -85,9 +86,12 @@ def located(original: _Error, name: str, phase: str) -> _Error:
     """The same error, saying who was doing what."""
     if name in str(original):
         return original
-    problems = getattr(original, "problems", None)
-    same = type(original)(problems if problems is not None else f"{name}, {phase}: {original}")
-    same.users_traceback = original.users_traceback
+    if isinstance(original, ConfigError):  # its sentences name fields
+        return original
+    within = ", ".join(filter(None, (original.who, original.phase)))
+    same = copy.copy(original)
+    same.who, same.phase = name, phase
+    same.problem = f"{within}: {original.problem}" if within else original.problem
     return same
 
 

@@ -52,9 +52,9 @@ class Loop:
 
 
 ENDS: list[tuple[BaseException, int, str]] = [
-    (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it\n"),
-    (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss\n"),
-    (DataError("a.jsonl:3: no prompt"), 1, "slime-like: a.jsonl:3: no prompt\n"),
+    (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it [failed]\n"),
+    (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss [trainer]\n"),
+    (DataError("a.jsonl:3: no prompt"), 1, "slime-like: a.jsonl:3: no prompt [data]\n"),
     (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong\n"),
     (ConfigError(["a=1", "b=2"]), 2, "slime-like: 2 problems\n  - a=1\n  - b=2\n"),
     (KeyboardInterrupt(), 130, "slime-like: interrupted\n"),
@@ -173,7 +173,7 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     assert main(sound) == 1
     printed = capsys.readouterr().err
     assert printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
-    kept = Path(printed.strip().rpartition(" traceback: ")[2])
+    kept = Path(printed.strip().removesuffix(" [unexpected]").rpartition(" traceback: ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
     assert "in _train\n    raise self._error\n" in kept.read_text()
 
@@ -188,7 +188,7 @@ def test_the_traceback_of_a_users_own_code_is_kept_too(
     Loop(monkeypatch, error)
     assert main(sound) == 1
     kept = tmp_path / "run" / "traceback.txt"
-    expected = f"slime-like: reward function mine:f failed; correct it; traceback: {kept}\n"
+    expected = f"slime-like: reward function mine:f failed; correct it; traceback: {kept} [reward]\n"
     assert capsys.readouterr().err == expected
     assert kept.read_text() == "Traceback: line 3"
 

@@ -15,6 +15,7 @@ from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevice
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
 from tests.support.pending import Later
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 STEPS = 2
@@ -243,12 +244,14 @@ def test_deaths_beyond_the_budget_replace_nothing(make: Callable[..., Run]) -> N
         run.sync.run(0)
 
 
-def test_a_failure_of_an_engine_that_lives_is_raised(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_an_engine_that_lives_is_raised(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
     run = make("colocated", count=2)
     assert not run.supervisor.lose(run.supervisor.serving[0], EngineError("refused"))
     assert len(run.supervisor.serving) == 2
     monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
-    with pytest.raises(EngineError, match="engine 1 has no memory left"):
+    with rejects(EngineError):
         run.supervisor.sleep()
 
 
