@@ -26,7 +26,7 @@ LAYOUTS = {
 def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--algorithm.kl_coef", "0.01", "--checkpoint.every", "1",
-        "--trainer.cpu_kernels", "off",
+        "--trainer.cpu_kernels", "off", "--algorithm.minibatches", "2", "--algorithm.epochs", "2",
         "--evaluation.every", "1", "--trainer.target_tokens_per_batch", "256",
         # AdamW's first step is a gradient's sign: where that is rounding, weights differ by twice the rate, and one
         # draw in ten thousand falls on the other side of its boundary.
@@ -59,3 +59,11 @@ def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: 
         for name in SAME:
             key = f"train_actor_training/{name}"
             assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), name
+
+
+def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(one_rank: Path) -> None:
+    """Two epochs of two minibatches: the first update's ratio is 1, so a mean that moves comes from later ones."""
+    rows = steps_of(one_rank / "run")
+    assert all(row["train_actor_training/old_gap_max"] < 1e-6 for row in rows)
+    assert any(abs(row["train_actor_training/ratios"] - 1) > 1e-4 for row in rows)
+    assert any(row["train_actor_training/clipfrac"] > 0 for row in rows)

@@ -35,7 +35,13 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Dense and of several nodes, small and of one; the others, as their models are, in acceptance.
+_IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in _IN_THE_SUITE else pytest.mark.acceptance) for n in RECIPES]
+)
 def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
     plan = make_plan(config, PlanOptions())

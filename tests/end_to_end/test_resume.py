@@ -1,6 +1,9 @@
-"""A run that is killed and started again ends as one that was not: same samples, same figures."""
+"""A run that is killed and started again ends as one that was not: same samples, same figures.
 
-import shutil
+Its reference follows the policy, and is scored by workers; a run whose trainers hold the reference, and which trains on
+the first run's kept rollouts alone (no engine, no reward, no prompt), comes to the same figures.
+"""
+
 import time
 from pathlib import Path
 
@@ -12,23 +15,28 @@ from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.processes import Command, run
 
-STEPS = 6
+STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+WORKERS = ("--reference.placement", "workers")
 
 
 def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
     """The transformers engine: it starts at once, and these tests are about everything around it."""
     return tiny.rl_flags(
-        root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", "2",
-        "--algorithm.minibatches", "2", "--algorithm.epochs", "2", "--algorithm.kl_coef", "0.01",
-        "--trainer.cpu_kernels", "off", "--debug.save_rollouts", str(root / "rollouts"), *more,
+        root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", str(SAVE),
+        "--algorithm.minibatches", "1", "--algorithm.kl_coef", "0.1", "--reference.update_interval", str(REFRESH),
+        "--trainer.optimizer.lr", "1e-3", "--trainer.cpu_kernels", "off", *more,
     )  # fmt: skip
+
+
+def whole_flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
+    return flags(tiny, root, *WORKERS, "--debug.save_rollouts", str(root / "rollouts"), *more)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole")
-    finished = run(flags(tiny, root), root / "log")
+    finished = run(whole_flags(tiny, root), root / "log")
     assert finished.code == 0, finished.stderr
     return root
 
@@ -47,53 +55,62 @@ def assert_same(root: Path, whole: Path) -> None:
             assert row[key] == pytest.approx(expected[row["step"]][key], abs=1e-6), (row["step"], name)
 
 
+def test_the_reference_is_refreshed_at_its_interval(uninterrupted: Path) -> None:
+    kl = {row["step"]: abs(row["train_actor_training/kl_loss"]) for row in steps_of(uninterrupted / "run")}
+    refreshed = range(1, STEPS + 1, REFRESH)
+    assert max(kl[step] for step in refreshed) < 1e-9 < 1e-6 < min(kl[step] for step in kl.keys() - {*refreshed})
+
+
 def test_killed_twice_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
-    """Killed during step 3, the checkpoint of step 2 is the last, so step 3 is run again. Killed in step 5, before the
-    save of step 4, which is written behind training, counts: once more it goes on after step 2, and ends the same."""
+    """Killed during step 5, the checkpoint of step 4 is the last, with the reference of step 3, so step 5 is run again.
+    Killed in step 7, before the save of step 6, which is written behind training, counts: once more it goes on after
+    step 4, and ends the same."""
     checkpoints = tmp_path / "run" / "checkpoints"
-    with Command(flags(tiny, tmp_path), tmp_path / "log") as command:
-        command.wait_for("checkpoint of step 2", timeout_s=120)
+    with Command(whole_flags(tiny, tmp_path), tmp_path / "log") as command:
+        command.wait_for("checkpoint of step 4", timeout_s=120)
         command.kill()
         killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
     behind = ["--checkpoint.async_save", "true"]
-    with Command(flags(tiny, tmp_path, *behind), tmp_path / "log-again") as command:
-        started, deadline = checkpoints / ".partial-step-000004" / "trainer", time.monotonic() + 120
+    with Command(whole_flags(tiny, tmp_path, *behind), tmp_path / "log-again") as command:
+        started, deadline = checkpoints / ".partial-step-000006" / "trainer", time.monotonic() + 120
         while not started.is_dir():
             assert command.process.poll() is None and time.monotonic() < deadline, command.output
             time.sleep(0.002)
         command.kill()
         killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
-    assert "step-000002 after step 2" in killed.stderr and "checkpoint of step 4" not in killed.stderr
-    finished = run(flags(tiny, tmp_path, *behind), tmp_path / "log-last")
+    assert "step-000004 after step 4" in killed.stderr and "checkpoint of step 6" not in killed.stderr
+    finished = run(whole_flags(tiny, tmp_path, *behind), tmp_path / "log-last")
     assert finished.code == 0, finished.stderr
-    assert "step-000002 after step 2" in finished.stderr
-    assert [row["step"] for row in steps_of(tmp_path / "run")].count(3) >= 2  # with either start
+    assert "step-000004 after step 4" in finished.stderr
+    assert [row["step"] for row in steps_of(tmp_path / "run")].count(5) >= 2  # with either start
     assert_same(tmp_path, uninterrupted)
-    assert (checkpoints / "latest").readlink() == Path("step-000006") and not list(checkpoints.glob(".partial*"))
+    assert (checkpoints / "latest").readlink() == Path("step-000008") and not list(checkpoints.glob(".partial*"))
 
 
-def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(uninterrupted: Path) -> None:
-    """Two epochs of two minibatches: the first update's ratio is 1, so a mean that moves comes from later ones."""
-    rows = steps_of(uninterrupted / "run")
-    assert all(row["train_actor_training/old_gap_max"] < 1e-6 for row in rows)
-    assert any(abs(row["train_actor_training/ratios"] - 1) > 1e-4 for row in rows)
-    assert any(row["train_actor_training/clipfrac"] > 0 for row in rows)
+def test_kept_rollouts_train_the_same_with_the_reference_in_the_trainers(
+    tiny: Tiny, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """From the middle: the checkpoint has the reference of step 3, and a refresh follows after step 6."""
+    kept = ["--debug.load_rollouts", str(uninterrupted / "rollouts"), "--data.train", "none"]
+    kept += ["--evaluation.files", "none", "--checkpoint.export_hf", "false"]
+    resume = ["--resume", str(uninterrupted / "run" / "checkpoints" / "step-000004")]
+    finished = run(flags(tiny, tmp_path, *kept, *resume), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    expected = {row["step"]: row for row in steps_of(uninterrupted / "run")}
+    rows = steps_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [5, 6, 7, 8]
+    for row in rows:
+        for name in SAME:
+            key = f"train_actor_training/{name}"
+            assert row[key] == pytest.approx(expected[row["step"]][key], rel=1e-4, abs=1e-6), (row["step"], name)
 
 
 def test_a_finished_run_is_left_alone(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
     """Started again it is rejected, before anything starts and with its record as it was."""
     before = (uninterrupted / "run" / "config.yaml").read_text()
-    again = run(flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
+    again = run(whole_flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
     assert again.code == 2
     assert f"steps={STEPS}: the run in" in again.stderr and f"has finished {STEPS} steps" in again.stderr
     assert (uninterrupted / "run" / "config.yaml").read_text() == before
-
-
-def test_resume_never_moves_the_earlier_run_aside(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run", symlinks=True)
-    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "1", "--resume", "never"), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
-    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1]
-    assert [row["step"] for row in steps_of(tmp_path / "run.1")] == [1, 2]

@@ -24,9 +24,12 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in metrics_of(run_dir) if "train_actor_training/loss" in row]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
-    """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1."""
+    """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
+
+    Most other tests in this folder run with the transformers engine.
+    """
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]

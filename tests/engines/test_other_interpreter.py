@@ -35,7 +35,10 @@ def generate(under_test: EngineUnderTest, reference: Reference, prompt: list[int
     return generation
 
 
-@pytest.mark.parametrize("kind", ["transformers", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    "kind",
+    ["transformers", pytest.param("vllm", marks=pytest.mark.acceptance), "sglang"],
+)
 def test_an_engine_in_another_interpreter_is_the_same_engine(
     kind: str, other: Path, models: list[Path], references: list[Reference], tmp_path: Path
 ) -> None:

@@ -1,4 +1,7 @@
-"""One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole."""
+"""One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole.
+
+Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -17,14 +20,14 @@ from tests.engines.test_conformance import NO_STOP, check_logprobs, flip_a_bit
 @pytest.fixture(scope="module", params=[SglangEngine, VllmEngine])
 def two_ranks(
     request: pytest.FixtureRequest,
-    models: list[Path],
-    references: list[Reference],
+    tied: list[Path],
+    tied_references: list[Reference],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineUnderTest]:
     loop = asyncio.new_event_loop()
-    engine = request.param(run_config(models[0], tmp_path_factory.mktemp("run"), tensor=2), 0)
+    engine = request.param(run_config(tied[0], tmp_path_factory.mktemp("run"), tensor=2), 0)
     loop.run_until_complete(engine.start())
-    wrapped = EngineUnderTest(engine, references, loop)
+    wrapped = EngineUnderTest(engine, tied_references, loop)
     yield wrapped
     wrapped.close()
     loop.close()

@@ -1,36 +1,25 @@
 """A head whose weight is the embedding's, and projections with biases: what the conformance tests' model has not.
 
 Engines that pack weights for their products pack the head's apart, and are sent it under the embedding's name alone.
+vLLM and SGLang have such a model on two ranks, in ``test_tensor_parallel.py``.
 """
 
 import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.conftest import ENGINES
+from rollout.transformers.engine import TransformersEngine
 from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("tied")
-    for seed in (0, 1):
-        make_tiny_model(root / f"model{seed}", family="qwen2", seed=seed)
-    return [root / "model0", root / "model1"]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_update_reaches_the_head_and_the_biases(name: str, tied: list[Path], tmp_path: Path) -> None:
-    references = [Reference(model) for model in tied]
-    assert "lm_head.weight" not in references[0].weights
-    assert "model.layers.0.self_attn.q_proj.bias" in references[0].weights
+def test_an_update_reaches_the_head_and_the_biases(
+    tied: list[Path], tied_references: list[Reference], tmp_path: Path
+) -> None:
     loop = asyncio.new_event_loop()
-    under_test = ENGINES[name](run_config(tied[0], tmp_path / "run"), 0)
+    under_test = TransformersEngine(run_config(tied[0], tmp_path / "run"), 0)
     loop.run_until_complete(under_test.start())
-    engine = EngineUnderTest(under_test, references, loop)
+    engine = EngineUnderTest(under_test, tied_references, loop)
     try:
         prompt = [7 + 3 * i % 240 for i in range(40)]
         for which in (0, 1, 0):

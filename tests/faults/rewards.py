@@ -10,13 +10,9 @@ def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardRe
     """The first call of all never returns; ``marker`` is the file that remembers it."""
     if not Path(marker).exists():
         Path(marker).touch()
-        hangs_always(prompt, response, answer)
+        while True:
+            time.sleep(1)
     return RewardResult(reward=float(len(response)), success=False)
-
-
-def hangs_always(prompt: str, response: str, answer: str) -> RewardResult:
-    while True:
-        time.sleep(1)
 
 
 def fails_once_saved(prompt: str, response: str, answer: str, file: str) -> RewardResult:

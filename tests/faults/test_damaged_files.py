@@ -27,7 +27,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("behind", ["false", "true"])
+@pytest.mark.parametrize("behind", [pytest.param("false", marks=pytest.mark.acceptance), "true"])
 def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(
     tiny: Tiny, tmp_path: Path, small_disk: Path, behind: str
 ) -> None:

@@ -23,7 +23,13 @@ _ENGINE_HANGS_S = 20.0
 @pytest.mark.parametrize(
     ("engine", "victim", "who", "busy_with"),
     [
-        ("transformers", ("ray::EngineActor",), "engine 0 (transformers)", "generation"),
+        pytest.param(
+            "transformers",
+            ("ray::EngineActor",),
+            "engine 0 (transformers)",
+            "generation",
+            marks=pytest.mark.acceptance,
+        ),
         # That every engine tells its own death is in tests/engines; what a run makes of it does not depend on which.
         pytest.param("vllm", VLLM_CORE, "engine 0 (vllm)", "sync", marks=pytest.mark.acceptance),
         pytest.param("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation", marks=pytest.mark.acceptance),
@@ -54,7 +60,12 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("engine", "victim", "ahead"), [("transformers", ("ray::EngineActor",), 0), ("vllm", VLLM_CORE, 1)]
+    ("engine", "victim", "ahead"),
+    [
+        ("transformers", ("ray::EngineActor",), 1),
+        # vLLM's engine dies beside its actor: in the suite with colocated placement.
+        pytest.param("vllm", VLLM_CORE, 1, marks=pytest.mark.acceptance),
+    ],
 )
 def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], ahead: int
