@@ -3,8 +3,6 @@
 _REPORTED_AFTER = 5
 """Consecutive flat steps before the warning."""
 
-_REMEDY = "take prompts that are sometimes solved and sometimes not, or more samples of each"
-
 
 class FlatSteps:
     """Warns once after several flat steps in succession, and once at the end of a run without any other step.
@@ -15,7 +13,7 @@ class FlatSteps:
 
     def __init__(self, tables: str | None) -> None:
         look = f"; {tables} shows what the model writes and what reward it gets" if tables else ""
-        self._remedy = f"{_REMEDY}{look}"
+        self._remedy = f"take prompts that are sometimes solved and sometimes not, or more samples of each{look}"
         self._steps = 0
         self._flat_steps = 0
         self._in_succession = 0

@@ -1,13 +1,11 @@
 """Progress output: a live display on a terminal, plain lines in a log file."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Literal, Protocol, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TextIO
 
 from slime_like.observability.figures import phase_shares, shown_figures
 
@@ -27,7 +25,7 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress of ``total_steps`` steps. A context manager; the terminal is itself again after ``close``.
 
     Args:
@@ -48,7 +46,14 @@ class Progress:
         unit: str = "step",
     ) -> None:
         self._values: dict[str, float] = {}
-        self._display = _open_display(mode, total_steps, stream or sys.stderr, now, unit)
+        self._display: Display | None = None
+        stream = stream or sys.stderr
+        if mode == "live" or (mode == "auto" and stream.isatty()):
+            from slime_like.observability.live import LiveDisplay
+
+            self._display = LiveDisplay(total_steps, stream, unit)
+        elif mode != "off":
+            self._display = PlainDisplay(total_steps, stream, now, unit)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value."""
@@ -57,7 +62,7 @@ class Progress:
             self._display.show(step, self._values)
 
     def note(self, text: str) -> None:
-        """Say one thing, at once, apart from the figures."""
+        """Write a line at once, apart from the figures."""
         if self._display is not None:
             self._display.note(text)
 
@@ -67,23 +72,8 @@ class Progress:
         if display is not None:
             display.close()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> Display | None:
-    if mode == "off":
-        return None
-    if mode == "live" or (mode == "auto" and stream.isatty()):
-        from slime_like.observability.live import LiveDisplay
-
-        return LiveDisplay(total_steps, stream, unit)
-    return PlainDisplay(total_steps, stream, now, unit)
 
 
 class PlainDisplay:

@@ -110,7 +110,7 @@ def test_every_sample_and_token_is_there(page: Page) -> None:
 
 
 def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
-    titles = [panel.title for panel in panels(read_run(run_dir))[0]]
+    titles = [panel.spec.title for panel in panels(read_run(run_dir))[0]]
     charts = dict(zip(titles, json.loads(page.blocks["chart-data"]), strict=True))
     assert set(titles) >= {
         "Reward", "Held-out accuracy", "Loss", "Importance ratio", "Clip fraction", "KL to the reference", "Entropy",
@@ -189,7 +189,7 @@ def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path) -> No
     logger.log(1, step_metrics(sft_record()))
     logger.close()
     drawn, missing = panels(read_run(tmp_path))
-    assert "Loss" in [panel.title for panel in drawn] and {"Reward", "Held-out accuracy"} <= set(missing)
+    assert "Loss" in [panel.spec.title for panel in drawn] and {"Reward", "Held-out accuracy"} <= set(missing)
     entries = dict(summary(read_run(tmp_path)))
     assert entries["configuration"].startswith("not recorded") and entries["steps"] == "1"
     shown = "".join(Page(write_report(tmp_path).read_text()).texts)
