@@ -31,10 +31,9 @@ class Progress(AbstractContextManager["Progress"]):
     Args:
         mode: "live" draws a display in place, "plain" writes lines without control characters, at most about one a
             second and always the last, "off" writes nothing; "auto" is live on a terminal and plain elsewhere.
-        total_steps: steps of the whole run, or of whatever ``unit`` names.
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
-        unit: what is counted.
+        unit: what ``total_steps`` counts.
     """
 
     def __init__(
