@@ -1,7 +1,5 @@
 """Comparison of every parallel layout that fits the machine with one rank, on one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from slime_like.checks.layout import layout_problems
 from slime_like.checks.offload import megatron_offload_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
@@ -49,13 +48,10 @@ CPU_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayoutsRequest:
-    """Request to compare layouts.
+    """Request to compare layouts with a baseline.
 
     Attributes:
-        baseline: the layout that the others are compared with.
-        layouts: the others.
         required: a layout that does not fit is an error, not a skipped row.
-        batch: what all are given.
         temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
     """
 
@@ -100,17 +96,6 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
             rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
             progress.update(done, {})
         return rows
-
-
-def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
-    ranks = layout.parallel.world_size
-    if misfit is not None:
-        return Row(layout.name, ranks, skipped=misfit)
-    try:
-        found, gaps = baseline.measure(config)
-    except TrainerError as error:
-        return Row(layout.name, ranks, failed=str(error))
-    return Row(layout.name, ranks, baseline.compare(found, gaps))
 
 
 def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
@@ -172,24 +157,22 @@ class Baseline:
             _drain(trainers.export.exported_tensors(), self._initial.add)
             scores = score_sequences(trainers.training, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            logprobs = [score.logprobs for score in scores]
-            self.own = _train(trainers, config, self.batch, logprobs, self._gradients.add)
+            self.own = _train(trainers, config, self.batch, scores, self._gradients.add)
             _drain(trainers.export.exported_tensors(), self._final.add)
 
     def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
         """Run another layout; its tensors are compared bucket by bucket and not kept."""
         gaps = Gaps()
+
+        def compare_gradients(tensors: Mapping[str, Tensor]) -> None:
+            gaps.gradients.extend(map(self._gradient_gap, tensors, tensors.values()))
+
         with trainers_alone(config) as trainers:
             trainers.setup()
             scores = score_sequences(trainers.training, self.batch, config.trainer)
-            found = _train(
-                trainers,
-                config,
-                self.batch,
-                [score.logprobs for score in scores],
-                lambda tensors: gaps.gradients.extend(self._gradient_gaps(tensors)),
-            )
-            _drain(trainers.export.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
+            found = _train(trainers, config, self.batch, scores, compare_gradients)
+            for tensors in trainers.export.exported_tensors():
+                gaps.weights.extend(map(self._weight_gap, tensors, tensors.values()))
         gaps.gradients += _missing(self._gradients, gaps.gradients)
         gaps.weights += _missing(self._final, gaps.weights)
         return found, gaps
@@ -200,22 +183,26 @@ class Baseline:
         add_weights(parity, gaps.weights)
         return parity
 
-    def _gradient_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
-        whole = self.own.grad_norms[0]
-        return [
-            compare_gradient(name, tensor, self._gradients[name], whole, self._tolerances)
-            if name in self._gradients.names
-            else unexpected_tensor(name)
-            for name, tensor in tensors.items()
-        ]
+    def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
+        if name not in self._gradients.names:
+            return unexpected_tensor(name)
+        return compare_gradient(name, found, self._gradients[name], self.own.grad_norms[0], self._tolerances)
 
-    def _weight_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
-        return [
-            compare_tensor(name, tensor, self._final[name], self._initial[name], self._tolerances)
-            if name in self._final.names
-            else unexpected_tensor(name)
-            for name, tensor in tensors.items()
-        ]
+    def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
+        if name not in self._final.names:
+            return unexpected_tensor(name)
+        return compare_tensor(name, found, self._final[name], self._initial[name], self._tolerances)
+
+
+def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
+    ranks = layout.parallel.world_size
+    if misfit is not None:
+        return Row(layout.name, ranks, skipped=misfit)
+    try:
+        found, gaps = baseline.measure(config)
+    except TrainerError as error:
+        return Row(layout.name, ranks, failed=str(error))
+    return Row(layout.name, ranks, baseline.compare(found, gaps))
 
 
 def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
@@ -226,7 +213,7 @@ def _train(
     trainers: TrainerGroup,
     config: RunConfig,
     batch: Sequence[ScoredTrajectory],
-    logprobs: list[Tensor],
+    scores: Sequence[ScoredLogprobs],
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
     """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
@@ -238,6 +225,7 @@ def _train(
         for _ in range(config.steps)
         for index, denominator in enumerate(packed.denominators)
     ]
+    logprobs = [score.logprobs for score in scores]
     return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 
