@@ -24,7 +24,8 @@ from statistics import median
 
 from benchmarks.step.machine import describe_machine, load_average
 from slime_like.config import RunConfig
-from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions

@@ -62,32 +62,24 @@ class TokenRows:
     def _token_row(self, row: Row) -> TokenRow:
         name = row.values.get("id")
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise row.fault("'id' is missing or neither text nor a whole number; give one")
+            raise row.fault("bad-id", "'id' is missing or neither text nor a whole number", "give one")
         prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
         self._require_fit(row, len(prompt) + len(response))
         return TokenRow(name, _sequence(row, prompt, response))
 
     def _tokens(self, row: Row, key: str) -> list[int]:
-        given = row.values.get(key)
-        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
-            raise row.fault(f"{key!r} is missing or no list of whole numbers; give token ids")
+        given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
         if not given:
-            raise row.fault(f"{key!r} is empty, so that nothing can be scored; remove the row")
-        if not 0 <= min(given) <= max(given) < self._dimensions.vocab_size:
-            outside = next(token for token in given if not 0 <= token < self._dimensions.vocab_size)
-            raise row.fault(
-                f"{key!r} has the id {outside}, but the model has ids 0 to {self._dimensions.vocab_size - 1}"
-            )
+            raise row.fault("empty-tokens", f"{key!r} is empty, so that nothing can be scored", "remove the row")
         return given
 
     def _require_fit(self, row: Row, tokens: int) -> None:
         longest = self._dimensions.max_position_embeddings
         if tokens > longest:
-            raise row.fault(
-                f"has {tokens} tokens, more than the model's max_position_embeddings={longest}; cut or remove the row"
-            )
+            problem = f"has {tokens} tokens, more than the model's max_position_embeddings={longest}"
+            raise row.fault("too-long", problem, "cut or remove the row")
         if excess := self._budget.excess(tokens):
-            raise row.fault(excess)
+            raise row.fault("over-token-budget", excess)
 
 
 def _temperature(row: Row) -> float:
@@ -95,7 +87,8 @@ def _temperature(row: Row) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise row.fault(f"'temperature' is {value!r}, no number above 0; give one, or leave it out for 1")
+        problem, remedy = f"'temperature'={value!r} must be a number above 0", "give one, or leave it out for 1"
+        raise row.fault("bad-temperature", problem, remedy)
     return float(value)
 
 
