@@ -32,14 +32,10 @@ class RowTotals:
 
 
 class TokenRows:
-    """The rows of one ``.jsonl`` or ``.parquet`` file, read anew in every pass and never held all at once.
+    """The rows of one ``.jsonl`` or ``.parquet`` file, read again in every pass and never held all at once.
 
-    Args:
-        path: the file.
-        dimensions: the model that will score them.
-        trainer: layout and token budget; every sequence must fit one micro-batch.
-
-    Iterating and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
+    Every sequence must fit the model that ``dimensions`` describe, and one micro-batch of ``trainer``'s. Iterating
+    and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
     """
 
     def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
@@ -65,7 +61,11 @@ class TokenRows:
             raise row.fault("bad-id", "'id' is missing or neither text nor a whole number", "give one")
         prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
         self._require_fit(row, len(prompt) + len(response))
-        return TokenRow(name, _sequence(row, prompt, response))
+        tokens = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt, response))
+        sequence = UnscoredTrajectory.unsampled(
+            f"{row.path}:{row.line}", *tokens, group_id=row.line, temperature=_temperature(row)
+        )
+        return TokenRow(name, sequence)
 
     def _tokens(self, row: Row, key: str) -> list[int]:
         given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
@@ -90,19 +90,3 @@ def _temperature(row: Row) -> float:
         problem, remedy = f"'temperature'={value!r} must be a number above 0", "give one, or leave it out for 1"
         raise row.fault("bad-temperature", problem, remedy)
     return float(value)
-
-
-def _sequence(row: Row, prompt: list[int], response: list[int]) -> UnscoredTrajectory:
-    return UnscoredTrajectory(
-        prompt_tokens=torch.tensor(prompt, dtype=torch.int64),
-        response_tokens=torch.tensor(response, dtype=torch.int64),
-        prompt_len=len(prompt),
-        response_len=len(response),
-        logprobs=None,
-        answer="",
-        sequence_id=f"{row.path}:{row.line}",
-        policy_version=0,
-        group_id=row.line,
-        loss_mask=torch.ones(len(response), dtype=torch.bool),
-        temperature=_temperature(row),
-    )

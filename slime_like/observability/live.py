@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.figures import phase_shares, shown_figures
+from slime_like.observability.names import phase_shares, shown_figures
 
 _COLOURS = {
     "wait": "bright_black",

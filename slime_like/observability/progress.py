@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TextIO
 
-from slime_like.observability.figures import phase_shares, shown_figures
+from slime_like.observability.names import phase_shares, shown_figures
 
 Mode = Literal["auto", "live", "plain", "off"]
 

@@ -9,8 +9,7 @@ import unicodedata
 
 import pytest
 
-from slime_like.observability.figures import phase_shares
-from slime_like.observability.names import step_metrics
+from slime_like.observability.names import phase_shares, step_metrics
 from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
