@@ -22,22 +22,6 @@ def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
     if not rewards[0]:
         remedy = "only an RL run of at least one step has a curve"
         raise DataError(f"no record has {MEAN_REWARD}", code="no-rewards", who=str(metrics_path), remedy=remedy)
-    _draw(rewards, accuracy, png_path)
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to ``window - 1`` before it; the first ones average what there is."""
-    sums = [0.0, *accumulate(values)]
-    starts = [max(0, end - window) for end in range(1, len(sums))]
-    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
-
-
-def smoothing_window(num_steps: int) -> int:
-    """Steps in the running mean: a tenth of the run, at least 3."""
-    return max(3, num_steps // 10)
-
-
-def _draw(rewards: tuple[list[int], list[float]], accuracy: tuple[list[int], list[float]], png_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -61,3 +45,15 @@ def _draw(rewards: tuple[list[int], list[float]], accuracy: tuple[list[int], lis
     axes.legend(fontsize=12, loc="best", frameon=False)
     png_path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path, format="png")
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of each value and up to ``window - 1`` before it; the first ones average what there is."""
+    sums = [0.0, *accumulate(values)]
+    starts = [max(0, end - window) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps in the running mean: a tenth of the run, at least 3."""
+    return max(3, num_steps // 10)

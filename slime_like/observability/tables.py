@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,21 +32,14 @@ class Table:
     rows: list[list[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Logprobs(NamedTuple):
     """One response as float64 arrays (response_len,); ``None`` where the sample has no such logprobs."""
 
     pi: np.ndarray
     generated: np.ndarray | None
     reference: np.ndarray | None
-
-    @property
-    def reference_gap(self) -> np.ndarray | None:
-        return None if self.reference is None else np.abs(self.pi - self.reference)
-
-    @property
-    def generated_gap(self) -> np.ndarray | None:
-        return None if self.generated is None else np.abs(self.pi - self.generated)
+    generated_gap: np.ndarray | None
+    reference_gap: np.ndarray | None
 
 
 def per_sample_table(
@@ -158,7 +151,7 @@ def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
 
 def _samples(
     trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray]
-) -> Iterator[tuple[ScoredTrajectory, _Tokens]]:
+) -> Iterator[tuple[ScoredTrajectory, _Logprobs]]:
     if len(trajectories) != len(pi_logprobs):
         raise ValueError(
             f"{len(pi_logprobs)} arrays of policy logprobs for {len(trajectories)} trajectories; give one for each"
@@ -167,7 +160,7 @@ def _samples(
         yield sample, _tokens(sample, pi)
 
 
-def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
+def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Logprobs:
     per_token: dict[str, np.ndarray | Tensor | None] = {"pi_logprobs": pi, **sample.response_tensors()}
     for name, values in per_token.items():
         if values is not None and tuple(values.shape) != (sample.response_len,):
@@ -175,11 +168,9 @@ def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
                 f"sample {sample.sequence_id}: {name} has shape {tuple(values.shape)}; "
                 f"({sample.response_len},) is needed, one entry per response token"
             )
-    return _Tokens(
-        np.asarray(pi, np.float64),
-        None if sample.logprobs is None else sample.logprobs.double().numpy(),
-        None if sample.ref_logprobs is None else sample.ref_logprobs.double().numpy(),
-    )
+    policy = np.asarray(pi, np.float64)
+    others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
+    return _Logprobs(policy, *others, *(None if each is None else np.abs(policy - each) for each in others))
 
 
 def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from slime_like.errors import DataError
 from slime_like.interfaces import ScoredLogprobs
@@ -73,16 +73,12 @@ def with_frozen_logprobs(
     All layouts must be given the very same ones, so that a layout's scoring cannot hide in its training.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [_frozen(sequence, score.logprobs, generator) for sequence, score in zip(sequences, scores, strict=True)]
-
-
-def _frozen(sequence: ScoredTrajectory, logprobs: Tensor, generator: torch.Generator) -> ScoredTrajectory:
-    old, behaviour, reference = (
-        logprobs + scale * torch.randn(len(logprobs), generator=generator) for scale in (0.05, 0.06, 0.2)
-    )
-    return replace(
-        sequence,
-        old_logprobs=old if sequence.old_logprobs is None else sequence.old_logprobs,
-        logprobs=behaviour if sequence.logprobs is None else sequence.logprobs,
-        ref_logprobs=reference if sequence.ref_logprobs is None else sequence.ref_logprobs,
-    )
+    frozen = []
+    for sequence, score in zip(sequences, scores, strict=True):
+        noisy = {
+            name: score.logprobs + scale * torch.randn(len(score.logprobs), generator=generator)
+            for name, scale in (("old_logprobs", 0.05), ("logprobs", 0.06), ("ref_logprobs", 0.2))
+        }
+        missing: dict[str, Any] = {name: values for name, values in noisy.items() if getattr(sequence, name) is None}
+        frozen.append(replace(sequence, **missing))
+    return frozen

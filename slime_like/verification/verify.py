@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import ray
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checks.attention import attention_problems
@@ -39,7 +41,6 @@ from slime_like.verification.comparison import (
 )
 from slime_like.verification.layouts import Layout
 from slime_like.verification.table import Row
-from slime_like.verification.tensor_store import TensorStore
 from slime_like.verification.tolerances import tolerances_of
 
 CPU_RANKS = 8
@@ -137,6 +138,31 @@ class Gaps:
 
     gradients: list[TensorGap] = field(default_factory=list)
     weights: list[TensorGap] = field(default_factory=list)
+
+
+class TensorStore:
+    """Tensors by name on disk, written bucket by bucket, read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._files: dict[str, Path] = {}
+        self._count = 0
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        file = self._directory / f"{self._count:06d}.safetensors"
+        self._count += 1
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        self._files |= dict.fromkeys(tensors, file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
 
 class Baseline:
