@@ -296,7 +296,7 @@ def test_the_checkpoints_tokenizer_is_loaded(tmp_path: Path, rejects: Rejects) -
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_generic_tokenizer_is_the_one_that_transformers_finds(tmp_path: Path, family: str) -> None:
-    """Which it finds through ``config.json`` and what it imports for that; here it is known by its own name."""
+    """Which it finds through ``config.json`` and what it imports for that; here it is known by name."""
     make_tiny_model(tmp_path, family=family)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
     ours, found = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The running mean against numpy; the picture by its own pixels."""
+"""The running mean against numpy; the picture by its pixels."""
 
 import json
 from pathlib import Path

@@ -29,6 +29,7 @@ def strict_lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     logger = MetricLogger(FILE_ONLY, tmp_path / "run")
+    assert not (tmp_path / "run" / "tensorboard").exists()
     path = tmp_path / "run" / "metrics.jsonl"
     logger.log(0, {"evaluation/accuracy": 0.5})
     assert [(row["step"], row["evaluation/accuracy"]) for row in strict_lines(path)] == [(0, 0.5)]
@@ -63,16 +64,10 @@ def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path, rejects
     logger.close()
 
 
-def test_a_later_logger_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        logger = MetricLogger(FILE_ONLY, tmp_path)
-        logger.log(step, {"a": step})
-        logger.close()
-    assert [row["step"] for row in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.parametrize(("tail", "kept"), [('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])])
-def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path, tail: str, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("tail", "kept"), [("", [1, 3]), ('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])]
+)
+def test_a_run_is_continued_behind_its_last_whole_line(tmp_path: Path, tail: str, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0.0}\n' + tail)
     assert [row["step"] for row in read_metrics(path)] == kept[:-1]
@@ -96,15 +91,18 @@ def test_reading_a_missing_file_says_so(tmp_path: Path, rejects: Rejects) -> Non
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_series_takes_the_last_run_of_a_step_and_skips_gaps() -> None:
-    records: list[dict[str, Any]] = [
-        {"step": 2, "a": 1.0},
-        {"step": 3, "a": None},
-        {"step": 1, "a": 5.0},
-        {"step": 2, "a": 4.0},
-        {"step": 9},
-    ]
-    assert series(records, "a") == ([1, 2], [5.0, 4.0])
+@pytest.mark.parametrize(
+    ("logged", "expected"),
+    [
+        ([(2, 1.0), (3, None), (1, 5.0), (2, 4.0)], ([1, 2], [5.0, 4.0])),
+        # Resumed from step 2 of 4: the closing accuracy is not that of the former step 4.
+        ([(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)], ([1, 2, 3], [0.1, 0.2, 0.3])),
+    ],
+)
+def test_series_takes_the_last_run_of_a_step_and_skips_gaps(
+    logged: list[tuple[int, float | None]], expected: tuple[list[int], list[float]]
+) -> None:
+    assert series([*({"step": step, "a": value} for step, value in logged), {"step": 9}], "a") == expected
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
@@ -121,11 +119,6 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     assert [step for step, _ in losses[loss_tag]] == [1, 2, 3]
     assert [value for _, value in losses[loss_tag]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert len(losses) == 2
-
-
-def test_tensorboard_off_writes_no_directory(tmp_path: Path) -> None:
-    MetricLogger(FILE_ONLY, tmp_path).close()
-    assert not (tmp_path / "tensorboard").exists()
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
@@ -189,12 +182,3 @@ def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.Monk
     logger.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train_actor_training/loss" in record.read_bytes()
-
-
-def test_steps_that_a_resumed_run_left_behind_do_not_count() -> None:
-    """Gone on from step 2 of 4: the closing accuracy is not that of the former step 4."""
-    logged = [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)]
-    assert series([{"step": step, "accuracy": value} for step, value in logged], "accuracy") == (
-        [1, 2, 3],
-        [0.1, 0.2, 0.3],
-    )
