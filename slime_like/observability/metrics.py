@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,25 +87,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics file, in order. A truncated last line, as a killed run leaves it, is left out.
 
     Raises:
-        DataError: the file is missing, or a line before the last is no JSON object.
+        DataError: the file is missing or damaged.
     """
     if not path.is_file():
         remedy = f"give the path of a run's {METRICS_FILE}"
         raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was not finished
-        record = parse_object(line)
-        if record is None:
-            raise damaged_line(path, number, "this line is no JSON object")
-        records.append(record)
-    last = parse_object(lines[-1])
-    return records if last is None else [*records, last]
+    return list(read_lines(path))
 
 
-def damaged_line(path: Path, number: int, problem: str) -> DataError:
-    """Return the error of a line that is not as a run writes it."""
-    return DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy="restore or remove the file")
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects that a logger wrote, one by one: a table may be larger than the memory.
+
+    Raises:
+        DataError: a line that is not cut short is no JSON object with a step.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            record = _parse_object(line)
+            if record is not None and isinstance(record.get("step"), int):
+                yield record
+            elif line.endswith("\n"):  # what follows the last newline was not finished
+                problem, remedy = "this line is no JSON object with a step", "restore or remove the file"
+                raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -130,7 +133,7 @@ def _open_for_append(path: Path) -> FileIO:
     """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
     content = path.read_bytes() if path.is_file() else b""
     whole = content.rfind(b"\n") + 1
-    ended = whole == len(content) or parse_object(content[whole:].decode("utf-8", errors="replace")) is not None
+    ended = whole == len(content) or _parse_object(content[whole:].decode("utf-8", errors="replace")) is not None
     if not ended:
         os.truncate(path, whole)
     file = path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
@@ -160,8 +163,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse_object(line: str) -> dict[str, Any] | None:
-    """Return a line's JSON object; ``None`` for anything else."""
+def _parse_object(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except json.JSONDecodeError:

@@ -1,7 +1,7 @@
 """A run's directory, read back for a report."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,14 +11,7 @@ from typing import Any
 from slime_like.config.reading.yaml_text import read_document
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.metrics import (
-    METRICS_FILE,
-    current_records,
-    damaged_line,
-    parse_object,
-    read_metrics,
-    series,
-)
+from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.tables import TOKEN_TABLE
 
@@ -92,9 +85,6 @@ def read_run(run_dir: Path) -> RunData:
             who=str(run_dir),
             remedy="ask again once the run has logged one, or, if it has ended, read the end of its worker_logs",
         )
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("step"), int):
-            raise damaged_line(run_dir / METRICS_FILE, number, "this line names no step")
     config_text, config = _read_config(run_dir / CONFIG_FILE)
     tables = [_read_table(path) for path in sorted((run_dir / "tables").glob("*.jsonl"))]
     return RunData(run_dir, config, config_text, records, {table.name: table for table in tables})
@@ -200,7 +190,7 @@ def _read_table(path: Path) -> StoredTable:
     rows: deque[Row] = deque()
     columns: dict[str, None] = {}
     left_out = 0
-    for row in _lines(path):
+    for row in read_lines(path):
         if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
@@ -214,14 +204,3 @@ def _read_table(path: Path) -> StoredTable:
     # By what they describe, so that a step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
     return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    """Rows one by one: a table may be larger than what a page holds."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            row = parse_object(line)
-            if row is not None and isinstance(row.get("step"), int):
-                yield row
-            elif line.endswith("\n"):
-                raise damaged_line(path, number, "this line is no row of a table")
