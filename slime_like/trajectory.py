@@ -85,7 +85,7 @@ class Conversation:
     Attributes:
         turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
         reward: sum over the environment's steps.
-        success: what its last step said.
+        success: of its last step.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
         metadata: of every step, in order.
     """
@@ -305,7 +305,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
 
 @dataclass(slots=True)
 class GRPOStats(TensorsAsArrays):
-    """Figures of one optimizer step, summed over every rank and divided by the step's own denominators.
+    """Figures of one optimizer step, summed over every rank and divided by the step's denominators.
 
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.

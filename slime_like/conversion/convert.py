@@ -63,7 +63,7 @@ def compare(config: RunConfig, a: TensorSource, b: TensorSource, workers: int) -
 
 @contextlib.contextmanager
 def _reported(config: RunConfig) -> Iterator[Report]:
-    """A progress bar that begins with the first report, which knows how much there is to do."""
+    """A progress bar that begins with the first report, which has the total."""
     with contextlib.ExitStack() as stack, _without_remarks():
         bar: Progress | None = None
         before = shown = -1

@@ -44,7 +44,7 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _require_config(path: Path) -> None:
-    """A tokenizer is chosen by ``config.json``: say so where that is what is wrong."""
+    """Reject a ``config.json`` that cannot be read: the tokenizer is chosen by it."""
     from transformers import AutoConfig
 
     try:

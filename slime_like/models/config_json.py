@@ -12,7 +12,7 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.models.latent_attention import LatentAttention
 
-MISTRAL_WINDOW = 4096  # of a config.json that says nothing, as in transformers; null means none
+MISTRAL_WINDOW = 4096  # of a config.json without one, as in transformers; null means none
 
 
 class UnsupportedError(Exception):

@@ -1,4 +1,4 @@
-"""A model's dimensions, read from the checkpoint's own ``config.json`` and typed nowhere else. Imports no torch."""
+"""A model's dimensions, read from the checkpoint's ``config.json`` and typed nowhere else. Imports no torch."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FAMILIES = {
 }
 
 OTHER = "other"
-"""The family of a causal language model that transformers knows, and this project's formulas do not."""
+"""The family of a causal language model that transformers supports, and this project's formulas do not."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the input embedding in the known families, and in most others."""
@@ -38,7 +38,7 @@ class ModelDimensions:
 
     Attributes:
         family: one of ``FAMILIES``' values, or ``OTHER``.
-        rope_scaling: the checkpoint's own scaling parameters (with their "rope_type"), or ``None``.
+        rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
         eos_token_ids: from ``generation_config.json`` where present, else from ``config.json``.

@@ -12,7 +12,7 @@ SINGLE = "model.safetensors"
 _AGAIN = "copy or download it again"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000
-"""The format's own bound on the header, in bytes."""
+"""The format's bound on the header, in bytes."""
 
 _SHOWN = 5
 
@@ -32,7 +32,7 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
     """List problems of the safetensors files of ``directory``, each with its remedy.
 
     Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
-    ``config.json`` that speaks of another number of layers than is stored.
+    ``config.json`` with another number of layers than is stored.
     """
     try:
         files = weight_files(directory)

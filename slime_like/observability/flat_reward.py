@@ -1,4 +1,4 @@
-"""Steps in which no reward differed from those of its group: training goes on, and learns nothing."""
+"""Steps in which no reward differed from those of its group: training continues, and learns nothing."""
 
 _REPORTED_AFTER = 5
 """Consecutive flat steps before the warning."""

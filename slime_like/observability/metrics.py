@@ -24,7 +24,7 @@ _TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 class MetricLogger:
     """Writes a run's figures to ``run_dir/metrics.jsonl``, and to the trackers the configuration turns on.
 
-    The file is only ever appended to, one flushed line a call; a resumed run goes on in the same file. Non-finite
+    The file is only ever appended to, one flushed line a call; a resumed run continues the same file. Non-finite
     values stand as ``null`` there.
 
     Raises:
@@ -46,7 +46,7 @@ class MetricLogger:
         """Record ``values`` at ``step``; several calls may share a step.
 
         Raises:
-            ValueError: a value is named "step" or "time", the line's own fields.
+            ValueError: a value is named "step" or "time", which are fields of the line.
         """
         _refuse_reserved(values, ("step", "time"))
         numbers = {name: float(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Debug tables: what a few samples of a training step said, earned and scored, whole and token by token."""
+"""Debug tables: text, rewards and logprobs of a few samples of a training step, whole and token by token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def per_sample_table(
     Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
     of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
     ``None`` where the sample has no such logprobs, or no token carries loss. Where an environment took part, two more
-    columns count the model's turns and show who said what, a line each.
+    columns count the model's turns and show the text of either side, a line each.
 
     Args:
         pi_logprobs: (response_len,) of each sample, under the trainer's policy.
@@ -134,7 +134,7 @@ def _have_turns(samples: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _conversation(sample: ScoredTrajectory, decode: Decode) -> dict[str, int | str]:
-    """Number of turns, and one line for everything that either side said."""
+    """Number of turns, and a line for every text of either side."""
     tokens, turns = sample.response_tokens.tolist(), _turns(sample)
     lines = []
     for number, (start, end) in enumerate(turns, start=1):

@@ -68,7 +68,7 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
 def with_frozen_logprobs(
     sequences: Sequence[ScoredTrajectory], scores: Sequence[ScoredLogprobs], seed: int = 0
 ) -> list[ScoredTrajectory]:
-    """The batch as the loss needs it. Logprobs that are missing are made: the policy's own, with noise of that seed.
+    """The batch as the loss needs it. Logprobs that are missing are made: the policy's, with noise of that seed.
 
     All layouts must be given the very same ones, so that a layout's scoring cannot hide in its training.
     """

@@ -100,7 +100,7 @@ def _compare_figures(
 
 @dataclass(frozen=True, slots=True)
 class TensorGap:
-    """One tensor's deviation, relative to its size or change; ``difference`` says what is wrong, if anything."""
+    """One tensor's deviation, relative to its size or change; ``difference`` is a sentence, if out of bounds."""
 
     name: str
     relative: float

@@ -51,7 +51,7 @@ class Layout:
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """``config`` under this layout."""
-        sharded = self.distributed or config.trainer.backend == FSDP  # which knows nothing else
+        sharded = self.distributed or config.trainer.backend == FSDP  # which always shards it
         sharding = {"distributed": sharded, "overlap": self.overlap}
         optimizer = config.trainer.optimizer.model_copy(update=sharding)
         changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}

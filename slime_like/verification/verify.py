@@ -89,7 +89,7 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        comparison = baseline.compare(baseline.own, Gaps())
+        comparison = baseline.compare(baseline.measured, Gaps())
         rows = [Row(request.baseline.name, request.baseline.parallel.world_size, comparison)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
@@ -170,7 +170,7 @@ class Baseline:
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
-        own: the baseline's measurement.
+        measured: the baseline's results.
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
@@ -183,7 +183,7 @@ class Baseline:
             _drain(trainers.export.exported_tensors(), self._initial.add)
             scores = score_sequences(trainers.training, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            self.own = _train(trainers, config, self.batch, scores, self._gradients.add)
+            self.measured = _train(trainers, config, self.batch, scores, self._gradients.add)
             _drain(trainers.export.exported_tensors(), self._final.add)
 
     def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
@@ -204,7 +204,7 @@ class Baseline:
         return found, gaps
 
     def compare(self, found: Measurement, gaps: Gaps) -> Parity:
-        parity = compare_measurements(found, self.own, self.batch, self._tolerances)
+        parity = compare_measurements(found, self.measured, self.batch, self._tolerances)
         add_gradients(parity, gaps.gradients)
         add_weights(parity, gaps.weights)
         return parity
@@ -212,7 +212,7 @@ class Baseline:
     def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._gradients.names:
             return unexpected_tensor(name)
-        return compare_gradient(name, found, self._gradients[name], self.own.grad_norms[0], self._tolerances)
+        return compare_gradient(name, found, self._gradients[name], self.measured.grad_norms[0], self._tolerances)
 
     def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._final.names:

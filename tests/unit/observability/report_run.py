@@ -1,4 +1,4 @@
-"""A run directory as a training run leaves it: written by the logger itself, with text that wants to be markup."""
+"""A run directory as a training run leaves it: written by the logger, with text that looks like markup."""
 
 from collections.abc import Sequence
 from dataclasses import replace

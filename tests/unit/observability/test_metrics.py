@@ -1,4 +1,4 @@
-"""Files read back with plain json, and with TensorBoard's own reader."""
+"""Files read back with plain json, and with TensorBoard's reader."""
 
 import json
 import math

@@ -34,7 +34,7 @@ SHARES = " | wait 6% generate 50% reward 6% score 6% train 25% sync 5% orchestra
 RL_LINE = "step time 8.00 s | loss 2 | reward 0.900 | accuracy {} | rollout tokens/s 20" + SHARES
 # steps of the run; second, step and figures of every update; lines by then, and after the end
 PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {
-    "a line says what matters": (
+    "a line has the figures and the phases": (
         100, [(0, 3, RL | {"evaluation/accuracy": 0.81})], [f"step 3/100 | {RL_LINE.format('0.810')}"], [],
     ),
     "a supervised run has no reward": (5, [(0, 1, SFT)], ["step 1/5 | step time 8.00 s | loss 2" + SHARES], []),

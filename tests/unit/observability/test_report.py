@@ -1,4 +1,4 @@
-"""The page read back with Python's own HTML parser; the figures against those the run was made of."""
+"""The page read back with Python's HTML parser; the figures against those the run was made of."""
 
 import argparse
 import io
