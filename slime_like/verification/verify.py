@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -89,8 +89,7 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        comparison = baseline.compare(baseline.measured, Gaps())
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, comparison)]
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.parity)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
@@ -132,14 +131,6 @@ def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
         raise ConfigError(problems)
 
 
-@dataclass(slots=True)
-class Gaps:
-    """Deviation of every tensor from the baseline's: the first step's gradients, and the weights after training."""
-
-    gradients: list[TensorGap] = field(default_factory=list)
-    weights: list[TensorGap] = field(default_factory=list)
-
-
 class TensorStore:
     """Tensors by name on disk, written bucket by bucket, read tensor by tensor."""
 
@@ -170,7 +161,7 @@ class Baseline:
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
-        measured: the baseline's results.
+        parity: deviation from itself; not zero where a result is not a number.
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
@@ -183,36 +174,33 @@ class Baseline:
             _drain(trainers.export.exported_tensors(), self._initial.add)
             scores = score_sequences(trainers.training, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            self.measured = _train(trainers, config, self.batch, scores, self._gradients.add)
+            self._measured = _train(trainers, config, self.batch, scores, self._gradients.add)
             _drain(trainers.export.exported_tensors(), self._final.add)
+        self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
-    def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
+    def compare(self, config: RunConfig) -> Parity:
         """Run another layout; its tensors are compared bucket by bucket and not kept."""
-        gaps = Gaps()
+        gradients: list[TensorGap] = []
+        weights: list[TensorGap] = []
 
         def compare_gradients(tensors: Mapping[str, Tensor]) -> None:
-            gaps.gradients.extend(map(self._gradient_gap, tensors, tensors.values()))
+            gradients.extend(map(self._gradient_gap, tensors, tensors.values()))
 
         with trainers_alone(config) as trainers:
             trainers.setup()
             scores = score_sequences(trainers.training, self.batch, config.trainer)
             found = _train(trainers, config, self.batch, scores, compare_gradients)
             for tensors in trainers.export.exported_tensors():
-                gaps.weights.extend(map(self._weight_gap, tensors, tensors.values()))
-        gaps.gradients += _missing(self._gradients, gaps.gradients)
-        gaps.weights += _missing(self._final, gaps.weights)
-        return found, gaps
-
-    def compare(self, found: Measurement, gaps: Gaps) -> Parity:
-        parity = compare_measurements(found, self.measured, self.batch, self._tolerances)
-        add_gradients(parity, gaps.gradients)
-        add_weights(parity, gaps.weights)
+                weights.extend(map(self._weight_gap, tensors, tensors.values()))
+        parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
+        add_gradients(parity, [*gradients, *_missing(self._gradients, gradients)])
+        add_weights(parity, [*weights, *_missing(self._final, weights)])
         return parity
 
     def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._gradients.names:
             return unexpected_tensor(name)
-        return compare_gradient(name, found, self._gradients[name], self.measured.grad_norms[0], self._tolerances)
+        return compare_gradient(name, found, self._gradients[name], self._measured.grad_norms[0], self._tolerances)
 
     def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._final.names:
@@ -225,10 +213,9 @@ def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseli
     if misfit is not None:
         return Row(layout.name, ranks, skipped=misfit)
     try:
-        found, gaps = baseline.measure(config)
+        return Row(layout.name, ranks, baseline.compare(config))
     except TrainerError as error:
         return Row(layout.name, ranks, failed=str(error))
-    return Row(layout.name, ranks, baseline.compare(found, gaps))
 
 
 def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
