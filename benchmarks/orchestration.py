@@ -43,7 +43,8 @@ def phase_report(metrics_path: Path, skip: int = WARMUP_STEPS) -> PhaseReport:
     by_step = {record["step"]: record for record in read_metrics(metrics_path) if STEP_TIME in record}
     steady = [by_step[step] for step in sorted(by_step)[skip:]]
     if not steady:
-        raise DataError(f"{metrics_path}: {len(by_step)} training steps and {skip} skipped leave none; run more steps")
+        problem = f"{len(by_step)} training steps and {skip} skipped leave none"
+        raise DataError(problem, code="too-few-steps", who=str(metrics_path), remedy="run more steps")
     names = {phase: phase_seconds(phase) for phase in (*PHASES, "orchestration")}
     seconds = {phase: _mean(steady, name, metrics_path) for phase, name in names.items()}
     return PhaseReport(len(steady), _mean(steady, STEP_TIME, metrics_path), seconds)
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _mean(records: Sequence[Mapping[str, Any]], name: str, path: Path) -> float:
     missing = [record["step"] for record in records if record.get(name) is None]
     if missing:
-        raise DataError(f"{path}: step {missing[0]} has no {name}; only runs that record every phase can be averaged")
+        problem, remedy = f"step {missing[0]} has no {name}", "only runs that record every phase can be averaged"
+        raise DataError(problem, code="figure-missing", who=str(path), remedy=remedy)
     return sum(record[name] for record in records) / len(records)
 
 

@@ -1,7 +1,7 @@
 """Tokens per second through the whole rollout path against the bare engine: ``python -m benchmarks.rollout``.
 
 A model of 0.1 B parameters with random weights answers the same prompts with the same seeds, twice. Bare: the engine in
-one process, without Ray, given everything at once (vLLM by its own AsyncLLM; the others, which have no such interface
+one process, without Ray, given everything at once (vLLM by AsyncLLM; the others, which have no such interface
 for token ids with whole-vocabulary logprobs, by our adapter). Whole path: prompts become requests, which the
 RolloutManager sends over Ray to an engine with the same arguments; the answers become trajectories, are rewarded in a
 worker process and get their advantages. Both sides have as many threads, and are warm when they are measured.
@@ -24,7 +24,8 @@ from statistics import median
 
 from benchmarks.step.machine import describe_machine, load_average
 from slime_like.config import RunConfig
-from slime_like.data.prompts import Prompt, PromptSource, load_tokenizer
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 
 from slime_like.config import RunConfig
-from slime_like.data.prompts import load_tokenizer
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement

@@ -5,11 +5,9 @@ reaches a trainer. Lengths are always data: nothing is ever inferred from a toke
 is an ordinary token).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -87,7 +85,7 @@ class Conversation:
     Attributes:
         turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
         reward: sum over the environment's steps.
-        success: what its last step said.
+        success: of its last step.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
         metadata: of every step, in order.
     """
@@ -146,6 +144,20 @@ class UnscoredTrajectory(SampledFields):
     finish_reason: str = "stop"
     conversation: Conversation | None = None
 
+    @classmethod
+    def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
+        """A demonstration, probe or row of a file: no policy sampled it, and every response token carries loss."""
+        absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0}
+        return cls(
+            sequence_id=sequence_id,
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+            prompt_len=len(prompt_tokens),
+            response_len=len(response_tokens),
+            loss_mask=torch.ones(len(response_tokens), dtype=torch.bool),
+            **absent | others,
+        )
+
     @property
     def total_len(self) -> int:
         return self.prompt_len + self.response_len
@@ -165,10 +177,7 @@ class UnscoredTrajectory(SampledFields):
 class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit that rewards and group advantages are computed on.
 
-    Attributes:
-        trajectories: the group's samples.
-        group_id: unique over the run.
-        total_tokens: sum of ``prompt_len + response_len``.
+    ``total_tokens`` is the sum of ``prompt_len + response_len``.
     """
 
     trajectories: list[UnscoredTrajectory]
@@ -199,32 +208,24 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     conversation: None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, sample: UnscoredTrajectory, **scores: Any) -> ScoredTrajectory:
+    def of(cls, sample: UnscoredTrajectory, **scores: Any) -> Self:
         """``sample`` with its scores: the fields that only scored trajectories have, by name."""
         shared = (each.name for each in fields(UnscoredTrajectory) if each.name != "conversation")
         return cls(**{name: getattr(sample, name) for name in shared}, **scores)
 
     @classmethod
-    def unrewarded(
-        cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, *, group_id: int = 0, answer: str = ""
-    ) -> ScoredTrajectory:
-        """A demonstration, probe or shape: not sampled, not rewarded, and every response token carries loss."""
-        return cls(
-            prompt_tokens=prompt_tokens,
-            response_tokens=response_tokens,
-            prompt_len=len(prompt_tokens),
-            response_len=len(response_tokens),
-            logprobs=None,
+    def unrewarded(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
+        """``unsampled``, and without a reward."""
+        return cls.unsampled(
+            sequence_id,
+            prompt_tokens,
+            response_tokens,
             ref_logprobs=None,
             rewards=torch.zeros(0),
             advantages=torch.tensor(0.0),
             successes=torch.zeros(0),
-            answer=answer,
-            sequence_id=sequence_id,
-            group_id=group_id,
             reward_metadata={"func_names": []},
-            policy_version=0,
-            loss_mask=torch.ones(len(response_tokens), dtype=torch.bool),
+            **others,
         )
 
 
@@ -304,7 +305,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
 
 @dataclass(slots=True)
 class GRPOStats(TensorsAsArrays):
-    """Figures of one optimizer step, summed over every rank and divided by the step's own denominators.
+    """Figures of one optimizer step, summed over every rank and divided by the step's denominators.
 
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.

@@ -184,7 +184,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
             trust_remote_code=remote,
         )
     except (ValueError, ImportError, KeyError) as error:
-        # A model with a class for each kind of attention looks the name up among its own.
+        # A model with a class for each kind of attention looks the name up in its table.
         unknown_attention = isinstance(error, KeyError) and error.args == (attention.NAME,)
         reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Check of the replaced attention and head against the model's unchanged forward pass, when a trainer starts.
 
 A pack of a few short sequences goes through packed attention and the chunked head, and each of them by itself through
-the model as transformers computes it, with its own masks and logits: logits that are scaled on the way show, and
+the model as transformers computes it, with its masks and logits: logits that are scaled on the way show, and
 positions that are not counted from the sequence's beginning. The pack goes through once more with other tokens in its
 first sequence, which the others must not notice: layers that mix neighbours by something else than transformers'
 attention interface show, convolutions and recurrences above all.

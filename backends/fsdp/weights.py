@@ -57,7 +57,7 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     expected = checkpoint_shapes(model)
     dimensions, tied = ModelDimensions.from_checkpoint(directory), model.tied_names()
     checkpoint.require(expected, tied | {name for name in checkpoint.shapes() if dimensions.is_draft(name)})
-    if dist.get_rank() == 0 and EMBEDDING in expected:  # the only one that reads more than its own part
+    if dist.get_rank() == 0 and EMBEDDING in expected:  # the only one that reads more than its part
         checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
     return checkpoint
 

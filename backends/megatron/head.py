@@ -49,7 +49,7 @@ class LogprobModel(GPTModel):
             raise ValueError("LogprobModel needs the micro-batch's response rows in packed_seq_params.responses")
         responses = packed_seq_params.responses
         if self.config.sequence_parallel:
-            # The head returns the whole gradient of its input on every rank: each takes back its own part.
+            # The head returns the whole gradient of its input on every rank: each takes back its part.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences.
 
 Projections, their parameters and their sharding are Megatron's. What lies between them is ours: Megatron rotates by
-positions that it counts itself, right for its own context parallelism only, and its local layers lose the other ranks'
+positions that it counts itself, right for its context parallelism only, and its local layers lose the other ranks'
 part of the shared key's gradient under tensor parallelism.
 """
 
@@ -58,7 +58,7 @@ class PackedLatentAttention(MLASelfAttention):
         compressed, key_turning = self._compressed(self.linear_kv_down_proj, hidden_states).split(
             [config.kv_lora_rank, parts[1]], dim=-1
         )
-        # Every rank uses the shared part of the key for its own heads alone: their gradients add up.
+        # Every rank uses the shared part of the key for its heads alone: their gradients add up.
         key_turning = copy_to_tensor_model_parallel_region(key_turning)
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(self._scattered(compressed)))
         key, value = self._heads(keys_and_values).split([parts[0], config.v_head_dim], dim=-1)

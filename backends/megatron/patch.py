@@ -35,7 +35,7 @@ def applied(patch: Patch) -> Iterator[None]:
     """Inside, the patch is in place."""
     patch.check()
     missing = object()
-    original = vars(patch.owner).get(patch.name, missing)  # what a class inherits is not its own to put back
+    original = vars(patch.owner).get(patch.name, missing)  # what a class inherits is not put back
     setattr(patch.owner, patch.name, patch.value)
     try:
         yield

@@ -41,7 +41,7 @@ class BalancedRouter(TopKRouter):
     """Megatron's top-k router, whose probabilities carry the balancing loss where a micro-batch brings one.
 
     A router of sigmoids has a bias that chooses experts and has no part in their weights. It comes with the checkpoint
-    and stays as it is: engines route by it too, and its own rule of change follows a load that small batches of
+    and stays as it is: engines route by it too, and its rule of change follows a load that small batches of
     responses do not have.
     """
 

@@ -1,6 +1,6 @@
 """Transformer Engine's attention, fed with our positions. Only to be imported where Transformer Engine is installed.
 
-Context parallelism is its own: the zigzag that ``split_for_context_parallel`` makes is what it calls dual chunk swap,
+For context parallelism, the zigzag that ``split_for_context_parallel`` makes is what it calls dual chunk swap,
 with boundaries of the whole pack. Its two kinds of boundaries, true and padded ones, are one tensor, the padded ones:
 padding follows its sequence, so that attention under the mask is exact on the real tokens, and without gaps between
 sequences every one of its kernels may be used.

@@ -74,10 +74,12 @@ def peak_bytes(prepare: Callable[[], object], run: Callable[[object], object]) -
     sender.close()
     try:
         if not receiver.poll(TIMEOUT_S):
-            raise SlimeLikeError(f"the memory measurement took longer than {TIMEOUT_S} s; run it on a quieter machine")
+            problem = f"the memory measurement took longer than {TIMEOUT_S} s"
+            raise SlimeLikeError(problem, code="process-timed-out", remedy="run it on a quieter machine")
         return receiver.recv()
     except EOFError as error:
-        raise SlimeLikeError("the memory measurement's process died; is there enough memory?") from error
+        problem = "the memory measurement's process died"
+        raise SlimeLikeError(problem, code="process-failed", remedy="is there enough memory?") from error
     finally:
         process.kill()
         process.join()
@@ -96,4 +98,5 @@ def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise SlimeLikeError(f"/proc/self/status has no {field}; memory is measured on Linux only")
+    problem, remedy = f"/proc/self/status has no {field}", "memory is measured on Linux only"
+    raise SlimeLikeError(problem, code="no-memory-figures", remedy=remedy)

@@ -84,7 +84,7 @@ def _compiled_ms(count: int) -> float:
     try:
         return receiver.recv() if receiver.poll(COMPILE_LIMIT_S) else float("inf")
     finally:
-        # The compiler starts its own workers; they share the process group that `_time_compiled` opened.
+        # The compiler starts workers; they share the process group that `_time_compiled` opened.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()

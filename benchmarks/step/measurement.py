@@ -69,14 +69,14 @@ def from_records(path: Path, warmup_steps: int) -> Measurement:
 
 def _steady(records: Sequence[dict[str, Any]], warmup_steps: int, path: Path) -> list[dict[str, Any]]:
     if len(records) <= warmup_steps:
-        raise DataError(
-            f"{path}: {len(records)} steps and {warmup_steps} for warming up leave none to time; run more steps"
-        )
+        problem = f"{len(records)} steps and {warmup_steps} for warming up leave none to time"
+        raise DataError(problem, code="too-few-steps", who=str(path), remedy="run more steps")
     return list(records[warmup_steps:])
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str, path: Path) -> list[float]:
     for line, record in enumerate(records, start=1):
         if record.get(name) is None:
-            raise DataError(f"{path}: timed step {line} has no {name}; the run did not record what is compared here")
+            problem, remedy = f"timed step {line} has no {name}", "the run did not record what is compared here"
+            raise DataError(problem, code="figure-missing", who=str(path), remedy=remedy)
     return [float(record[name]) for record in records]

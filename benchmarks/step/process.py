@@ -20,6 +20,8 @@ def run_bounded(command: Sequence[str], log: Path) -> None:
         try:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise SlimeLikeError(f"{command[0]} ran longer than {_TIMEOUT_S:.0f} s; see {log}") from error
+            problem = f"{command[0]} ran longer than {_TIMEOUT_S:.0f} s"
+            raise SlimeLikeError(problem, code="process-timed-out", remedy=f"see {log}") from error
     if done.returncode != 0:
-        raise SlimeLikeError(f"{' '.join(command[:3])} ended with exit code {done.returncode}; {log} says why")
+        problem = f"{' '.join(command[:3])} ended with exit code {done.returncode}"
+        raise SlimeLikeError(problem, code="process-failed", remedy=f"see {log}")

@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class SideError(Exception):
-    """A process that failed; its own traceback is on standard error."""
+    """A process that failed; its traceback is on standard error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def _engine(scratch: Path) -> str:
     rows = engine.measure(scratch)
     lines = [
         "## Engines\n\nBuckets of 256 MiB over shared memory into real engines, each in a separate process with one "
-        "thread, as in a run, bfloat16: a whole update with its own loading and, on vLLM, repacking. Verification is "
+        "thread, as in a run, bfloat16: a whole update with loading and, on vLLM, repacking. Verification is "
         "what of the hashing on both sides is not hidden behind other work, and the engine's part of the probe; both "
         "are upper bounds. Goal: at most "
         f"{_VERIFY_SHARE_GOAL:.0f} % of the sync.\n",

@@ -1,4 +1,4 @@
-"""The engine's side of a measurement: a process that receives, verifies, and copies into its own model."""
+"""The engine's side of a measurement: a process that receives, verifies, and copies into a model."""
 
 import multiprocessing
 import resource
@@ -64,7 +64,7 @@ class Receiving:
 
     def _answer(self) -> Any:
         if not self._connection.poll(_TIMEOUT_S):
-            raise SlimeLikeError(f"the receiver gave no answer within {_TIMEOUT_S:.0f} s")
+            raise SlimeLikeError(f"the receiver gave no answer within {_TIMEOUT_S:.0f} s", code="process-timed-out")
         answer = self._connection.recv()
         if isinstance(answer, BaseException):
             raise answer

@@ -29,7 +29,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
 
     Raises:
         UnforeseenError: names the exception, its message and the file.
-        KeyboardInterrupt: also where a library's import turned one into its own exception.
+        KeyboardInterrupt: also where a library's import turned one into another exception.
     """
     try:
         yield

@@ -28,9 +28,8 @@ def compare_sources(
 ) -> list[Difference]:
     """List the differences by name; values are compared where type and shape agree.
 
-    Args:
-        workers: threads; each holds one parameter of either side in memory.
-        report: called with the elements compared and those to compare.
+    ``report`` receives the elements compared and those to compare. Each of the ``workers``, threads, holds one
+    parameter of either side in memory.
 
     Raises:
         CheckpointError: one of them is damaged.

@@ -63,36 +63,25 @@ def compare(config: RunConfig, a: TensorSource, b: TensorSource, workers: int) -
 
 @contextlib.contextmanager
 def _reported(config: RunConfig) -> Iterator[Report]:
-    """A progress bar that begins with the first report, which knows how much there is to do."""
+    """A progress bar that begins with the first report, which has the total."""
     with contextlib.ExitStack() as stack, _without_remarks():
-        bar: _Bar | None = None
+        bar: Progress | None = None
+        before = shown = -1
+        started = time.monotonic()
 
         def report(done: int, total: int) -> None:
-            nonlocal bar
+            """Show bytes as whole units, each once; the speed does not count what an earlier start has done."""
+            nonlocal bar, before, shown, started
+            units = max(1, total // _UNIT)
             if bar is None:
-                units = max(1, total // _UNIT)
-                bar = _Bar(stack.enter_context(Progress(config.logging.progress, units, unit="MiB")), units, done)
-            bar.show(done, total)
+                bar = stack.enter_context(Progress(config.logging.progress, units, unit="MiB"))
+                before, started = done, time.monotonic()
+            unit = units if done == total else done // _UNIT
+            if unit != shown:
+                shown, seconds = unit, time.monotonic() - started
+                bar.update(unit, {CONVERSION_SPEED: (done - before) / 1e9 / seconds if seconds > 0 else 0.0})
 
         yield report
-
-
-class _Bar:
-    """Bytes as whole units, each shown once; the speed does not count what an earlier start has done."""
-
-    def __init__(self, progress: Progress, units: int, before: int) -> None:
-        self._progress, self._units, self._before = progress, units, before
-        self._started = time.monotonic()
-        self._shown = -1
-
-    def show(self, done: int, total: int) -> None:
-        unit = self._units if done == total else done // _UNIT
-        if unit == self._shown:
-            return
-        self._shown = unit
-        seconds = time.monotonic() - self._started
-        speed = (done - self._before) / 1e9 / seconds if seconds > 0 else 0.0
-        self._progress.update(unit, {CONVERSION_SPEED: speed})
 
 
 @contextlib.contextmanager

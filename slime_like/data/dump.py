@@ -14,6 +14,7 @@ from slime_like.trajectory import ScoredTrajectory
 _VERSION = 1
 _DAMAGE = (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError)
 """What torch, or the construction of trajectories, raises on a file that is something else."""
+_SAVE_AGAIN = "save it again with debug.save_rollouts"
 _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
@@ -38,17 +39,18 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
         DataError: the file is missing, damaged, or of another version of this format.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such rollout dump; debug.load_rollouts needs one file per step, from step 1 on")
+        remedy = "debug.load_rollouts needs one file per step, from step 1 on"
+        raise DataError("no such rollout dump", code="no-dump", who=str(path), remedy=remedy)
     try:
         content = torch.load(path, weights_only=True)
         if content["version"] != _VERSION:
-            raise DataError(f"{path}: rollout dump of version {content['version']}, this program reads {_VERSION}")
+            problem = f"rollout dump of version {content['version']}, this program reads {_VERSION}"
+            raise DataError(problem, code="dump-version", who=str(path))
         trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on about trusting the file
-        raise DataError(
-            f"{path}: damaged rollout dump ({type(error).__name__}: {reason}); save it again with debug.save_rollouts"
-        ) from error
+        problem = f"damaged rollout dump ({type(error).__name__}: {reason})"
+        raise DataError(problem, code="damaged-dump", who=str(path), remedy=_SAVE_AGAIN) from error
     if not trajectories:
-        raise DataError(f"{path}: holds no trajectory; save it again with debug.save_rollouts")
+        raise DataError("holds no trajectory", code="empty-dump", who=str(path), remedy=_SAVE_AGAIN)
     return trajectories

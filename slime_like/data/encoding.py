@@ -12,8 +12,8 @@ from slime_like.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and what the row
-    tells an environment."""
+    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and the row's
+    settings for an environment."""
 
     tokens: Sequence[int]
     answer: str
@@ -33,34 +33,33 @@ class RowEncoder:
     def encode(self, row: Row) -> EncodedRow:
         tokens = self._prompt_tokens(row)
         if not tokens:
-            raise row.fault("the prompt has no token; a model cannot start from nothing, remove the row")
+            problem = "the prompt has no token"
+            raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         return EncodedRow(tokens, self._answer(row), self._response_tokens(row), self._environment(row))
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key
         value = None if key is None else row.get(key)
-        if value is None:
-            return None
         try:
-            if not isinstance(value, dict):
+            if not isinstance(value, dict | None):
                 raise TypeError(f"is a {type(value).__name__}")
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise row.fault(
-                f"{key!r} is no mapping that JSON can express ({error}); correct it, or set data.environment_key"
-            ) from error
+            problem = f"{key!r} is no mapping that JSON can express ({error})"
+            raise row.fault("environment-settings", problem, "correct it, or set data.environment_key") from error
         return value
 
     def _prompt_tokens(self, row: Row) -> list[int]:
         given = row.get(self._config.token_ids_key)
         if given is not None:
-            return self._given_tokens(row, given)
+            return row.token_ids(self._config.token_ids_key, given, self._vocab_size, "tokenizer")
         key = self._config.prompt_key
         prompt = row.get(key)
         if prompt is None:
-            raise row.fault(f"has neither {key!r} nor {self._config.token_ids_key!r}; set data.prompt_key to its key")
+            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}"
+            raise row.fault("no-prompt", problem, "set data.prompt_key to its key")
         if isinstance(prompt, str) and not prompt:
-            raise row.fault(f"{key!r} is empty; remove the row")
+            raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
         if isinstance(prompt, str) and not self._config.apply_chat_template:
             return self._tokenizer.encode(prompt, add_special_tokens=True)
         return self._render(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
@@ -69,25 +68,20 @@ class RowEncoder:
         key = self._config.prompt_key
         fits = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
         if not fits:
-            raise row.fault(f"{key!r} is neither text nor a list of messages with text in `role` and `content`")
+            problem = f"{key!r} is neither text nor a list of messages with text in `role` and `content`"
+            raise row.fault("bad-prompt", problem)
         if not self._config.apply_chat_template:
-            raise row.fault(f"{key!r} is a list of messages; set data.apply_chat_template: true, or give text")
+            remedy = "set data.apply_chat_template: true, or give text"
+            raise row.fault("template-needed", f"{key!r} is a list of messages", remedy)
         if self._tokenizer.chat_template is None:
-            raise row.fault("the tokenizer has no chat template; set data.apply_chat_template: false, or give it one")
+            remedy = "set data.apply_chat_template: false, or give it one"
+            raise row.fault("no-chat-template", "the tokenizer has no chat template", remedy)
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            raise row.fault(f"the chat template refuses {key!r} ({error}); correct the messages") from error
+            problem = f"the chat template refuses {key!r} ({error})"
+            raise row.fault("template-failed", problem, "correct the messages") from error
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _given_tokens(self, row: Row, given: Any) -> list[int]:
-        key = self._config.token_ids_key
-        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
-            raise row.fault(f"{key!r} is no list of whole numbers; give token ids")
-        outside = [token for token in given if not 0 <= token < self._vocab_size]
-        if outside:
-            raise row.fault(f"{key!r} has the id {outside[0]}, but the tokenizer has ids 0 to {self._vocab_size - 1}")
-        return given
 
     def _answer(self, row: Row) -> str:
         """Text, or a number written out; only where demonstrations are trained on may it be missing."""
@@ -95,12 +89,11 @@ class RowEncoder:
         if value is None and self._need_response:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            found = "is missing" if value is None else f"is a {type(value).__name__}"
-            raise row.fault(
-                f"the answer {self._config.answer_key!r} {found}; give text or a number, or set data.answer_key"
-            )
+            problem = f"the answer {self._config.answer_key!r} {_found(value)}"
+            raise row.fault("bad-answer", problem, "give text or a number, or set data.answer_key")
         if isinstance(value, float) and not math.isfinite(value):
-            raise row.fault(f"the answer {self._config.answer_key!r} is {value}, which no response can be; correct it")
+            problem = f"the answer {self._config.answer_key!r} is {value}, which no response can be"
+            raise row.fault("bad-answer", problem, "correct it")
         return str(value)
 
     def _response_tokens(self, row: Row) -> list[int] | None:
@@ -110,12 +103,17 @@ class RowEncoder:
         if not self._need_response and not isinstance(value, str):
             return None
         if not isinstance(value, str) or not value:
-            found = "is missing" if value is None else "is empty" if value == "" else f"is a {type(value).__name__}"
-            raise row.fault(f"the demonstration {key!r} {found}; give text, or set data.response_key")
+            problem = f"the demonstration {key!r} {_found(value)}"
+            raise row.fault("bad-demonstration", problem, "give text, or set data.response_key")
         eos = self._tokenizer.eos_token_id
         if eos is None:
-            raise row.fault("the tokenizer has no EOS token to end the demonstration with; set eos_token in its files")
+            problem = "the tokenizer has no EOS token to end the demonstration with"
+            raise row.fault("no-eos", problem, "set eos_token in its files")
         return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
+
+
+def _found(value: Any) -> str:
+    return "is missing" if value is None else "is empty" if value == "" else f"is a {type(value).__name__}"
 
 
 def _is_message(message: Any) -> bool:

@@ -5,8 +5,6 @@ not something a column was set to. A checkpoint holds a copy; going on from it b
 truth that whatever happened since has to happen again.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 import time
@@ -14,7 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from slime_like.errors import DataError
 
@@ -23,7 +24,7 @@ FILE_NAME = "ledger.sqlite"
 ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED = (
     "issued", "reissued", "generated", "scored", "trained", "dropped",
 )  # fmt: skip
-STATES = (ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED)
+_BEGUN, _ENDED = (ISSUED, REISSUED), (TRAINED, DROPPED)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
@@ -42,14 +43,9 @@ _BUSY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Summary of a run's events.
+    """Summary of a run's events: counts of groups, the dropped ones by reason, and the groups that have not ended.
 
-    Attributes:
-        issued: groups that were ever issued.
-        trained: groups that were trained.
-        dropped: groups that were dropped, by reason.
-        in_flight: groups that are neither.
-        problems: everything that does not add up, one sentence each.
+    ``problems`` has a sentence for everything that does not add up.
     """
 
     issued: int
@@ -83,10 +79,10 @@ class Ledger:
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise DataError(f"{path}: {error}; not a ledger, or not on a local disk") from error
+            raise _unusable(path, error, "not a ledger, or not on a local disk") from error
 
     @classmethod
-    def begin(cls, run_dir: Path) -> Ledger:
+    def begin(cls, run_dir: Path) -> Self:
         """An empty ledger for a start of the run in ``run_dir``; what an earlier start left is removed."""
         for path in run_dir.glob(f"{FILE_NAME}*"):
             path.unlink()
@@ -114,7 +110,7 @@ class Ledger:
         self._add(group_ids, TRAINED, step=step)
 
     def dropped(self, group_ids: Iterable[int], reason: str) -> None:
-        """Will never be trained."""
+        """Record that it will never be trained."""
         self._add(group_ids, DROPPED, reason=reason)
 
     def _add(
@@ -145,18 +141,23 @@ class Ledger:
             DataError: there is no snapshot at ``path``, or it is damaged.
         """
         if not path.is_file():
-            raise DataError(f"{path} is missing: the checkpoint has no ledger; resume from another one")
+            problem, remedy = f"{path} is missing: the checkpoint has no ledger", "resume from another one"
+            raise DataError(problem, code="no-ledger", remedy=remedy)
         try:
             with self._lock, closing(sqlite3.connect(_read_only(path), uri=True)) as copy:
                 copy.execute("SELECT count(*) FROM events").fetchone()
                 copy.backup(self._database)
         except sqlite3.Error as error:
-            raise DataError(f"{path}: {error}; the ledger is damaged: resume from another checkpoint") from error
+            raise _unusable(path, error, "the ledger is damaged: resume from another checkpoint") from error
 
     def close(self) -> None:
         """Close the file; may be called twice."""
         with self._lock:
             self._database.close()
+
+
+def _unusable(path: Path, error: sqlite3.Error, remedy: str) -> DataError:
+    return DataError(str(error), code="damaged-ledger", who=str(path), remedy=remedy)
 
 
 def _read_only(path: Path) -> str:
@@ -170,7 +171,8 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise DataError(f"{path}: could not be written ({error}); free space there") from error
+        problem = f"could not be written ({error})"
+        raise DataError(problem, code="disk-refused", who=str(path), remedy="free space there") from error
 
 
 def audit_run(run_dir: Path) -> Audit:
@@ -181,53 +183,48 @@ def audit_run(run_dir: Path) -> Audit:
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
-        raise DataError(f"{path} is missing: no run of rollouts has written to {run_dir}; give another directory")
+        problem = f"{path} is missing: no run of rollouts has written to {run_dir}"
+        raise DataError(problem, code="no-ledger", remedy="give another directory")
     try:
         with closing(sqlite3.connect(_read_only(path), uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
-            rows = database.execute(
-                "SELECT group_id, state, step, reason FROM events ORDER BY group_id, number"
-            ).fetchall()
+            rows = database.execute("SELECT group_id, state, step, reason FROM events ORDER BY group_id, number")
+            histories = {group: [_Event(*row[1:]) for row in events] for group, events in groupby(rows, itemgetter(0))}
     except sqlite3.Error as error:
-        raise DataError(f"{path}: {error}; not a ledger, or damaged") from error
-    return audit_events(rows)
-
-
-def audit_events(rows: Sequence[tuple[int, str, int | None, str | None]]) -> Audit:
-    """``rows`` are (group id, state, step, reason), each group's together and in order."""
-    histories: dict[int, list[tuple[str, int | None, str | None]]] = {}
-    for group, state, step, reason in rows:
-        histories.setdefault(group, []).append((state, step, reason))
+        raise _unusable(path, error, "not a ledger, or damaged") from error
     problems = [sentence for group, history in histories.items() for sentence in _problems(group, history)]
     missing = sorted(set(range(max(histories, default=-1) + 1)) - histories.keys())
     problems += [f"group {group} was never issued, though later ones were" for group in missing]
-    ends = {group: _end(history) for group, history in histories.items()}
+    ends = {
+        group: next((event.state for event in history if event.state in _ENDED), None)
+        for group, history in histories.items()
+    }
+    dropped = (
+        next(event.reason or "" for event in reversed(histories[group]) if event.state == DROPPED)
+        for group, end in ends.items()
+        if end == DROPPED
+    )
     return Audit(
-        issued=sum(any(state == ISSUED for state, _, _ in history) for history in histories.values()),
+        issued=sum(any(event.state == ISSUED for event in history) for history in histories.values()),
         trained=sum(end == TRAINED for end in ends.values()),
-        dropped=dict(
-            Counter(
-                next(reason or "" for state, _, reason in reversed(histories[group]) if state == DROPPED)
-                for group, end in ends.items()
-                if end == DROPPED
-            )
-        ),
+        dropped=dict(Counter(dropped)),
         in_flight=tuple(group for group, end in ends.items() if end is None),
         problems=tuple(problems),
     )
 
 
-def _end(history: Sequence[tuple[str, int | None, str | None]]) -> str | None:
-    """ "trained" or "dropped"; ``None`` for a group that is still on its way."""
-    return next((state for state, _, _ in history if state in (TRAINED, DROPPED)), None)
+class _Event(NamedTuple):
+    state: str
+    step: int | None
+    reason: str | None
 
 
-def _problems(group: int, history: Sequence[tuple[str, int | None, str | None]]) -> list[str]:
+def _problems(group: int, history: Sequence[_Event]) -> list[str]:
     """List impossible orders of one group's events."""
-    states = [state for state, _, _ in history]
+    states = [event.state for event in history]
     found = []
     if states[0] != ISSUED or states.count(ISSUED) != 1:
         found.append(f"group {group} was issued {states.count(ISSUED)} times, and first {states[0]}")
-    steps = [step for state, step, _ in history if state == TRAINED]
+    steps = [event.step for event in history if event.state == TRAINED]
     if len(steps) > 1:
         found.append(f"group {group} was trained {len(steps)} times: in steps {', '.join(map(str, steps))}")
     if TRAINED in states and DROPPED in states:
@@ -236,11 +233,11 @@ def _problems(group: int, history: Sequence[tuple[str, int | None, str | None]])
         found.append(f"group {group} was dropped {states.count(DROPPED)} times")
     if TRAINED in states:
         since = states[: states.index(TRAINED)]
-        begun = max((i for i, state in enumerate(since) if state in (ISSUED, REISSUED)), default=0)
+        begun = max((i for i, state in enumerate(since) if state in _BEGUN), default=0)
         if since[begun + 1 :] != [GENERATED, SCORED]:
             found.append(f"group {group} was trained after {', '.join(since)}")
-    ended = next((i for i, state in enumerate(states) if state in (TRAINED, DROPPED)), len(states))
-    late = [state for state in states[ended + 1 :] if state not in (TRAINED, DROPPED)]
+    ended = next((i for i, state in enumerate(states) if state in _ENDED), len(states))
+    late = [state for state in states[ended + 1 :] if state not in _ENDED]
     if late:
         found.append(f"group {group} was {late[0]} after it was {states[ended]}")
     return found

@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,7 @@ import numpy as np
 from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import read_rows
-from slime_like.data.tokenizer import load_tokenizer as load_tokenizer
 from slime_like.errors import DataError
-
-_HASH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +20,10 @@ class Prompt:
     """One prompt, encoded.
 
     Attributes:
-        tokens: prompt token ids, at least one.
-        answer: ground truth.
         group_id: unique over the run, also across epochs and restarts: how many prompts were issued before this one.
-        epoch: from 0.
         row: index among the rows that are in use, in file order.
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
-        environment: the row's settings for an environment, expressible in JSON; ``None`` where it has none.
+        environment: the row's settings for an environment, expressible in JSON.
     """
 
     tokens: tuple[int, ...]
@@ -47,10 +41,8 @@ class PromptSource:
     Rows are checked and encoded when the source is made, so that a bad row is found before anything else starts.
 
     Args:
-        files: ``.jsonl`` and ``.parquet`` files, read in this order.
+        files: ``.jsonl`` and ``.parquet`` files, read in this order, instead of ``config.train``.
         tokenizer: Hugging Face tokenizer.
-        config: keys, template, length limit, shuffling; ``config.train`` is ignored, ``files`` is used instead.
-        seed: seed of the order.
         need_responses: every row must have a demonstration (supervised mode).
 
     Attributes:
@@ -66,9 +58,9 @@ class PromptSource:
         self._files = tuple(Path(file) for file in files)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
-        self._rows = _Rows()
-        self._read(RowEncoder(tokenizer, config, need_responses))
-        self._order = _Order(self.num_rows, seed, config.shuffle)
+        self._rows = self._read(RowEncoder(tokenizer, config, need_responses))
+        self._seed, self._shuffle = seed, config.shuffle
+        self._order = (-1, np.arange(self.num_rows))
         self._issued = 0
         self._fingerprint = _fingerprint(self._files)
 
@@ -90,7 +82,7 @@ class PromptSource:
         """The position, and the identity of the data that it belongs to; expressible in JSON."""
         return {
             "issued": self._issued,
-            "seed": self._order.seed,
+            "seed": self._seed,
             "num_rows": self.num_rows,
             "fingerprint": self._fingerprint,
         }
@@ -106,108 +98,65 @@ class PromptSource:
         for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
             if state[key] != here[key]:
                 raise DataError(
-                    f"{names}: the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its "
-                    "position means nothing here; restore it, or start a new run"
+                    f"the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its position "
+                    "means nothing here",
+                    code="data-changed",
+                    who=names,
+                    remedy="restore it, or start a new run",
                 )
         self._issued = int(state["issued"])
 
     def _issue(self) -> Prompt:
         epoch, position = divmod(self._issued, self.num_rows)
-        prompt = self._rows.prompt(self._order.row(epoch, position), group_id=self._issued, epoch=epoch)
+        if self._shuffle and epoch != self._order[0]:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(self.num_rows))
+        index = int(self._order[1][position])
+        row = self._rows[index]
+        prompt = Prompt(
+            tokens=tuple(row.tokens),
+            answer=row.answer,
+            group_id=self._issued,
+            epoch=epoch,
+            row=index,
+            response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
+            environment=row.environment,
+        )
         self._issued += 1
         return prompt
 
-    def _read(self, encoder: RowEncoder) -> None:
+    def _read(self, encoder: RowEncoder) -> list[EncodedRow]:
+        rows = []
         for file in self._files:
             for row in read_rows(file):
                 encoded = encoder.encode(row)
                 if len(encoded.tokens) > self._max_tokens:
                     self.dropped_prompts += 1
                 else:
-                    self._rows.append(encoded)
-        if len(self._rows) == 0:
+                    rows.append(_compact(encoded))
+        if not rows:
             names = ", ".join(str(file) for file in self._files) or "(no file)"
             if not self.dropped_prompts:
-                raise DataError(f"{names}: no rows; give a file with rows")
+                raise DataError("no rows", code="no-rows", who=names, remedy="give a file with rows")
             raise DataError(
-                f"{names}: no row is left: every prompt, {self.dropped_prompts} in all, is over data.max_prompt_tokens="
-                f"{self._max_tokens}; raise the limit, or give a file with shorter ones"
+                f"no row is left: every prompt, {self.dropped_prompts} in all, is over data.max_prompt_tokens="
+                f"{self._max_tokens}",
+                code="prompts-too-long",
+                who=names,
+                remedy="raise the limit, or give a file with shorter ones",
             )
+        return rows
 
 
-class _Order:
-    """The row at every position of every epoch; shuffled by the seed and the epoch's number."""
-
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
-        self.seed = seed
-        self._num_rows = num_rows
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._rows = np.empty(0, dtype=np.int64)
-
-    def row(self, epoch: int, position: int) -> int:
-        if not self._shuffle:
-            return position
-        if epoch != self._epoch:
-            self._rows = np.random.default_rng([self.seed, epoch]).permutation(self._num_rows)
-            self._epoch = epoch
-        return int(self._rows[position])
-
-
-class _Rows:
-    """The rows in use, encoded."""
-
-    def __init__(self) -> None:
-        self._prompts, self._responses = _Ragged(), _Ragged()
-        self._answers: list[str] = []
-        self._has_response: list[bool] = []
-        self._environments: dict[int, dict[str, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def append(self, encoded: EncodedRow) -> None:
-        if encoded.environment is not None:
-            self._environments[len(self._answers)] = encoded.environment
-        self._prompts.append(encoded.tokens)
-        self._responses.append(encoded.response_tokens or ())
-        self._has_response.append(encoded.response_tokens is not None)
-        self._answers.append(encoded.answer)
-
-    def prompt(self, row: int, group_id: int, epoch: int) -> Prompt:
-        return Prompt(
-            tokens=self._prompts[row],
-            answer=self._answers[row],
-            group_id=group_id,
-            epoch=epoch,
-            row=row,
-            response_tokens=self._responses[row] if self._has_response[row] else None,
-            environment=self._environments.get(row),
-        )
-
-
-class _Ragged:
-    """Many short id lists in one compact buffer: a million prompts as Python integers would fill the memory."""
-
-    def __init__(self) -> None:
-        self._ids = array("i")
-        self._ends = array("q", [0])
-
-    def append(self, ids: Sequence[int]) -> None:
-        self._ids.extend(ids)
-        self._ends.append(len(self._ids))
-
-    def __getitem__(self, index: int) -> tuple[int, ...]:
-        return tuple(self._ids[self._ends[index] : self._ends[index + 1]])
+def _compact(row: EncodedRow) -> EncodedRow:
+    """Ids as machine integers: a million prompts as Python's would fill the memory."""
+    response = None if row.response_tokens is None else array("i", row.response_tokens)
+    return replace(row, tokens=array("i", row.tokens), response_tokens=response)
 
 
 def _fingerprint(files: Sequence[Path]) -> str:
     """SHA-256 over the contents of the files, in order; their names do not count."""
     total = hashlib.sha256()
     for file in files:
-        content = hashlib.sha256()
         with file.open("rb") as data:
-            while block := data.read(_HASH_BYTES):
-                content.update(block)
-        total.update(content.digest())
+            total.update(hashlib.file_digest(data, "sha256").digest())
     return total.hexdigest()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,18 @@ class Row:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def fault(self, reason: str) -> DataError:
-        return DataError(f"{self.path}:{self.line}: {reason}")
+    def fault(self, code: str, problem: str, remedy: str = "") -> DataError:
+        return DataError(problem, code=code, who=f"{self.path}:{self.line}", remedy=remedy)
+
+    def token_ids(self, key: str, given: Any, vocab_size: int, owner: str) -> list[int]:
+        """Return ``given``, what stands under ``key``, if it is a list of ids that the ``owner`` has."""
+        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
+            raise self.fault("bad-token-ids", f"{key!r} must be a list of whole numbers", "give token ids")
+        outside = [token for token in given if not 0 <= token < vocab_size]
+        if outside:
+            problem = f"{key!r} has the id {outside[0]}, but the {owner} has ids 0 to {vocab_size - 1}"
+            raise self.fault("unknown-token-id", problem)
+        return given
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -40,11 +50,13 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise DataError(f"{path}: the file type {path.suffix!r} is unknown; use {' or '.join(SUFFIXES)}")
+        problem, remedy = f"the file type {path.suffix!r} is unknown", f"use {' or '.join(SUFFIXES)}"
+        raise DataError(problem, code="file-type", who=str(path), remedy=remedy)
     try:
         yield from readers[path.suffix](path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
+        problem = f"cannot be read ({error.strerror or error})"
+        raise DataError(problem, code="file-not-readable", who=str(path), remedy="check the path") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -52,23 +64,24 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            row = Row(path, number, {})
             try:
                 values = _parse(line.decode("utf-8"))
                 if b"\\ud" in line.lower():
                     _refuse_lone_surrogates(values)
             except _RepeatedKeyError as error:
-                raise DataError(f"{path}:{number}: the key {error} stands twice in one object; keep one") from error
+                raise row.fault("repeated-key", f"the key {error} stands twice in one object", "keep one") from error
             except (ValueError, RecursionError) as error:
-                remedy = _CUT_OFF if _is_cut_off(line, error) else "one object per line belongs here"
-                raise DataError(f"{path}:{number}: no valid JSON ({error}); {remedy}") from error
+                remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
+                raise row.fault("not-json", f"no valid JSON ({error})", remedy) from error
             if not isinstance(values, dict):
-                raise DataError(f"{path}:{number}: holds a {type(values).__name__}; one object per line belongs here")
-            yield Row(path, number, values)
+                raise row.fault("no-object", f"holds a {type(values).__name__}", _ONE_OBJECT)
+            yield replace(row, values=values)
 
 
+_ONE_OBJECT = "one object per line belongs here"
 _CUT_OFF = (
-    "the line ends before its object is closed, so the file looks cut off: write or copy it again, or remove the line; "
-    "one object per line belongs here"
+    "the line ends before its object is closed, so the file looks cut off: write or copy it again, or remove the line"
 )
 
 
@@ -82,7 +95,7 @@ def _is_cut_off(line: bytes, error: Exception) -> bool:
 
 def _refuse_constant(name: str) -> None:
     """Reject ``NaN`` and ``Infinity``, which Python reads although they are not JSON."""
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class _RepeatedKeyError(ValueError):
@@ -129,14 +142,14 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(path, number, values)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{_at(path, number)}: no valid Parquet file ({error}); write it again") from error
+        raise _damaged(path, number, f"no valid Parquet file ({error})") from error
     except OSError as error:
         if error.errno is not None:
             raise
-        where = "is damaged behind this row" if number else "is damaged"
-        raise DataError(f"{_at(path, number)}: {where} ({error}); write it again") from error
+        raise _damaged(path, number, f"is damaged{' behind this row' if number else ''} ({error})") from error
 
 
-def _at(path: Path, number: int) -> str:
-    """The last row that could be read, or the file alone where none could."""
-    return f"{path}:{number}" if number else str(path)
+def _damaged(path: Path, number: int, problem: str) -> DataError:
+    """Error at the last row that could be read, or about the file alone where none could."""
+    who = f"{path}:{number}" if number else str(path)
+    return DataError(problem, code="damaged-parquet", who=who, remedy="write it again")

@@ -23,7 +23,7 @@ class TokenBudget:
         """
         for sequence in sequences:
             if excess := self.excess(sequence.total_len):
-                raise DataError(f"sequence {sequence.sequence_id} {excess}")
+                raise DataError(f"sequence {sequence.sequence_id} {excess}", code="over-token-budget")
         return [padded_length(sequence.total_len, self._context) for sequence in sequences]
 
     def excess(self, tokens: int) -> str | None:

@@ -32,14 +32,10 @@ class RowTotals:
 
 
 class TokenRows:
-    """The rows of one ``.jsonl`` or ``.parquet`` file, read anew in every pass and never held all at once.
+    """The rows of one ``.jsonl`` or ``.parquet`` file, read again in every pass and never held all at once.
 
-    Args:
-        path: the file.
-        dimensions: the model that will score them.
-        trainer: layout and token budget; every sequence must fit one micro-batch.
-
-    Iterating and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
+    Every sequence must fit the model that ``dimensions`` describe, and one micro-batch of ``trainer``'s. Iterating
+    and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
     """
 
     def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
@@ -62,32 +58,28 @@ class TokenRows:
     def _token_row(self, row: Row) -> TokenRow:
         name = row.values.get("id")
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise row.fault("'id' is missing or neither text nor a whole number; give one")
+            raise row.fault("bad-id", "'id' is missing or neither text nor a whole number", "give one")
         prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
         self._require_fit(row, len(prompt) + len(response))
-        return TokenRow(name, _sequence(row, prompt, response))
+        tokens = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt, response))
+        sequence = UnscoredTrajectory.unsampled(
+            f"{row.path}:{row.line}", *tokens, group_id=row.line, temperature=_temperature(row)
+        )
+        return TokenRow(name, sequence)
 
     def _tokens(self, row: Row, key: str) -> list[int]:
-        given = row.values.get(key)
-        if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
-            raise row.fault(f"{key!r} is missing or no list of whole numbers; give token ids")
+        given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
         if not given:
-            raise row.fault(f"{key!r} is empty, so that nothing can be scored; remove the row")
-        if not 0 <= min(given) <= max(given) < self._dimensions.vocab_size:
-            outside = next(token for token in given if not 0 <= token < self._dimensions.vocab_size)
-            raise row.fault(
-                f"{key!r} has the id {outside}, but the model has ids 0 to {self._dimensions.vocab_size - 1}"
-            )
+            raise row.fault("empty-tokens", f"{key!r} is empty, so that nothing can be scored", "remove the row")
         return given
 
     def _require_fit(self, row: Row, tokens: int) -> None:
         longest = self._dimensions.max_position_embeddings
         if tokens > longest:
-            raise row.fault(
-                f"has {tokens} tokens, more than the model's max_position_embeddings={longest}; cut or remove the row"
-            )
+            problem = f"has {tokens} tokens, more than the model's max_position_embeddings={longest}"
+            raise row.fault("too-long", problem, "cut or remove the row")
         if excess := self._budget.excess(tokens):
-            raise row.fault(excess)
+            raise row.fault("over-token-budget", excess)
 
 
 def _temperature(row: Row) -> float:
@@ -95,21 +87,6 @@ def _temperature(row: Row) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise row.fault(f"'temperature' is {value!r}, no number above 0; give one, or leave it out for 1")
+        problem, remedy = f"'temperature'={value!r} must be a number above 0", "give one, or leave it out for 1"
+        raise row.fault("bad-temperature", problem, remedy)
     return float(value)
-
-
-def _sequence(row: Row, prompt: list[int], response: list[int]) -> UnscoredTrajectory:
-    return UnscoredTrajectory(
-        prompt_tokens=torch.tensor(prompt, dtype=torch.int64),
-        response_tokens=torch.tensor(response, dtype=torch.int64),
-        prompt_len=len(prompt),
-        response_len=len(response),
-        logprobs=None,
-        answer="",
-        sequence_id=f"{row.path}:{row.line}",
-        policy_version=0,
-        group_id=row.line,
-        loss_mask=torch.ones(len(response), dtype=torch.bool),
-        temperature=_temperature(row),
-    )

@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer."""
+"""Loading of a checkpoint's tokenizer."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,13 @@ def load_tokenizer(path: Path) -> Any:
         DataError: there is none, or it cannot be read.
     """
     if problem := missing_tokenizer(path):
-        raise DataError(problem)
+        raise DataError(problem, code="no-tokenizer")
     try:
         return _tokenizer_class(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files raise what the parser met first
         _require_config(path)
-        raise DataError(
-            f"{path}: its tokenizer cannot be loaded ({_one_line(error)}); copy the checkpoint's files again"
-        ) from error
+        problem, remedy = f"its tokenizer cannot be loaded ({_one_line(error)})", "copy the checkpoint's files again"
+        raise DataError(problem, code="damaged-tokenizer", who=str(path), remedy=remedy) from error
 
 
 def missing_tokenizer(path: Path) -> str | None:
@@ -45,15 +44,15 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _require_config(path: Path) -> None:
-    """A tokenizer is chosen by ``config.json``: say so where that is what is wrong."""
+    """Reject a ``config.json`` that cannot be read: the tokenizer is chosen by it."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise DataError(
-            f"{path}/config.json: transformers refuses it ({_one_line(error)}); correct it, or copy it again"
-        ) from error
+        problem = f"transformers refuses it ({_one_line(error)})"
+        remedy = "correct it, or copy it again"
+        raise DataError(problem, code="config-refused", who=f"{path}/config.json", remedy=remedy) from error
 
 
 def _one_line(error: Exception) -> str:

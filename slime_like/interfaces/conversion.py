@@ -20,7 +20,7 @@ class ConversionOptions:
     """Options of a conversion.
 
     Attributes:
-        dtype: of the weights that are written; "auto" leaves every tensor its own.
+        dtype: of the weights that are written; "auto" keeps every tensor's.
         max_file_bytes: largest data file, unless one parameter alone is larger.
         workers: threads; each holds one parameter in memory.
         allow_nan: convert tensors with NaN or infinity, too.

@@ -84,7 +84,7 @@ class TrainerBackend(Protocol):
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
         """Zero the gradients and the step's sums.
 
-        Both arguments are needed only where the objective has a term with its own denominator
+        Both arguments are needed only where the objective has a term with another denominator
         (``algorithm.moe_aux_loss_coef``), whose share in the gradient must be right while it is accumulated.
 
         Args:
@@ -95,7 +95,7 @@ class TrainerBackend(Protocol):
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Forward and backward of one window. Windows have the same number of micro-batches on every rank.
 
-        Every context- and model-parallel rank of a replica is given the same full packs and takes its own part.
+        Every context- and model-parallel rank of a replica is given the same full packs and takes its part.
         Gradients are those of ``sum(token_weights * per_token_loss)``: nothing is divided yet.
         ``last`` says that no window of this step follows: communication may then start before ``finish_step``.
         Where ``algorithm.scores_policy`` is false, a pack without old logprobs is given those of this very pass.

@@ -87,7 +87,7 @@ class _Members:
         self._checked_at = 0.0
 
     def publish(self, agreement: Agreement) -> None:
-        """Store what every other node compares with its own."""
+        """Store what every other node compares itself with."""
         self._gcs.put_new("agreement", asdict(agreement))
 
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:

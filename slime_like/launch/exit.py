@@ -1,7 +1,7 @@
 """End of a node: its verdict, which all nodes share, and the note that it leaves for nodes that Ray does not connect.
 
 A node that ends before Ray connects it (a refused configuration, a taken port) leaves a note, which the nodes that wait
-for it read. A note of an earlier start may lie there, too: each node removes its own when it starts. Until then it
+for it read. A note of an earlier start may lie there, too: each node removes its note when it starts. Until then it
 counts only if the node stays away for a while, and not at all once it is older than the wait for nodes.
 """
 

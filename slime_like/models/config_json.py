@@ -1,7 +1,7 @@
 """Reading of a checkpoint's ``config.json`` into the names of ``ModelDimensions``.
 
 Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a value of the wrong kind, and
-``UnsupportedError`` for a feature outside this project's own formulas.
+``UnsupportedError`` for a feature outside this project's formulas.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.models.latent_attention import LatentAttention
 
-MISTRAL_WINDOW = 4096  # of a config.json that says nothing, as in transformers; null means none
+MISTRAL_WINDOW = 4096  # of a config.json without one, as in transformers; null means none
 
 
 class UnsupportedError(Exception):
-    """A feature outside this project's own formulas; the rest of a sentence about ``config.json``."""
+    """A feature outside this project's formulas; the rest of a sentence about ``config.json``."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -36,26 +36,35 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def sizes(raw: dict[str, Any]) -> dict[str, Any]:
     """Read the sizes shared by all supported families."""
-    heads, hidden, layers = (_count(raw, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    shape = _shape(raw)
+    heads, hidden, layers = shape["num_heads"], shape["hidden_size"], shape["num_layers"]
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != layers:
         raise ValueError(f"num_hidden_layers={layers}, but layer_types has {len(kinds)} entries")
     if raw.get("head_dim") is None and raw.get("kv_lora_rank") is None and hidden % heads:
         raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim")
-    groups = _count(raw, "num_key_value_heads", heads)
+    groups = shape["num_kv_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    return {
+        **shape,
+        "norm_eps": _number(raw, "rms_norm_eps"),
+        "tied_embeddings": _flag(raw, "tie_word_embeddings"),
+    }
+
+
+def _shape(raw: dict[str, Any], feed_forward: int | None = None) -> dict[str, int]:
+    """Sizes that every decoder has; ``feed_forward`` times the hidden size is that of an MLP without a size."""
+    hidden, heads, layers = (_count(raw, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     return {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": groups,
-        "head_dim": _count(raw, "head_dim", hidden // heads),
-        "ffn_hidden_size": _count(raw, "intermediate_size"),
+        "num_kv_heads": _count(raw, "num_key_value_heads", heads),
+        "head_dim": _count(raw, "head_dim", max(1, hidden // heads)),
+        "ffn_hidden_size": _count(raw, "intermediate_size", None if feed_forward is None else feed_forward * hidden),
         "vocab_size": _count(raw, "vocab_size"),
         "max_position_embeddings": _count(raw, "max_position_embeddings"),
-        "norm_eps": _number(raw, "rms_norm_eps"),
-        "tied_embeddings": _flag(raw, "tie_word_embeddings"),
     }
 
 
@@ -83,7 +92,7 @@ def rope(raw: dict[str, Any]) -> dict[str, Any]:
 def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     given = raw.get(key) or {}
     if not isinstance(given, dict):
-        raise ValueError(f"{key}={given!r} is no object")
+        raise ValueError(f"{key}={given!r} must be an object")
     parameters = dict(given)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
@@ -124,7 +133,7 @@ def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
         _count(raw, key) for key in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
     )
     groups, top_groups = _count(raw, "n_group"), _count(raw, "topk_group")
-    dense = _whole(raw, "first_k_dense_replace")
+    dense = _count(raw, "first_k_dense_replace", least=0)
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, only) != only:
             raise UnsupportedError(f"{key}={raw[key]} is not {only}")
@@ -145,12 +154,10 @@ def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
         nope_dim=_count(raw, "qk_nope_head_dim"),
         rope_dim=_count(raw, "qk_rope_head_dim"),
         value_dim=_count(raw, "v_head_dim"),
-        interleaved=_flag({"rope_interleave": True, **raw}, "rope_interleave"),
+        interleaved=_flag(raw, "rope_interleave", default=True),
     )
     ffn = _count(raw, "moe_intermediate_size")
     return {
-        "qkv_bias": False,
-        "qk_norm": False,
         "latent": latent,
         "head_dim": latent.nope_dim + latent.rope_dim,
         "num_kv_heads": _count(raw, "num_attention_heads"),
@@ -163,7 +170,7 @@ def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
         "moe_groups": groups,
         "moe_top_groups": top_groups,
         "moe_scaling": _number(raw, "routed_scaling_factor"),
-        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
+        "draft_layers": _count(raw, "num_nextn_predict_layers", 0, least=0),
     }
 
 
@@ -182,33 +189,18 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
     """Sizes that every decoder's configuration has, whatever its layers are."""
     given = dict(raw)
     for name, others in _SPELLINGS.items():
-        spelled = [other for other in others if raw.get(other) is not None]
-        if given.get(name) is None and spelled:
-            given[name] = raw[spelled[0]]
-    hidden, heads = _count(given, "hidden_size"), _count(given, "num_attention_heads")
-    ffn = _count(given, "intermediate_size", 4 * hidden)
-    experts = _whole({"num_experts": 0, **given}, "num_experts")
+        given[name] = next((raw[each] for each in (name, *others) if raw.get(each) is not None), None)
+    shape = _shape(given, feed_forward=4)
+    experts = _count(given, "num_experts", 0, least=0)
     return {
-        "num_layers": _count(given, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": _count(given, "num_key_value_heads", heads),
-        "head_dim": _count(given, "head_dim", max(1, hidden // heads)),
-        "ffn_hidden_size": ffn,
-        "vocab_size": _count(given, "vocab_size"),
-        "max_position_embeddings": _count(given, "max_position_embeddings"),
-        "norm_eps": 0.0,
-        "rope_theta": 0.0,
-        "rope_scaling": None,
-        # transformers' own default, which it leaves out of the file.
-        "tied_embeddings": _flag({"tie_word_embeddings": True, **raw}, "tie_word_embeddings"),
-        "qkv_bias": False,
-        "qk_norm": False,
+        **shape,
+        # transformers' default, which it leaves out of the file.
+        "tied_embeddings": _flag(raw, "tie_word_embeddings", default=True),
         "num_experts": experts,
         "moe_top_k": _count(given, "num_experts_per_tok", 1) if experts else 0,
-        "moe_ffn_hidden_size": _count(given, "moe_intermediate_size", ffn) if experts else 0,
+        "moe_ffn_hidden_size": _count(given, "moe_intermediate_size", shape["ffn_hidden_size"]) if experts else 0,
         "attention_reach": _attention_reach(raw),
-        "draft_layers": _whole({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers"),
+        "draft_layers": _count(raw, "num_nextn_predict_layers", 0, least=0),
     }
 
 
@@ -216,10 +208,8 @@ def _attention_reach(raw: dict[str, Any]) -> int | None:
     """The narrowest window or chunk of any layer, where one is used."""
     kinds = raw.get("layer_types")
     slides = "sliding_attention" in kinds if isinstance(kinds, list) else raw.get("use_sliding_window") is not False
-    reaches = [_count(raw, "sliding_window")] if slides and raw.get("sliding_window") is not None else []
-    if raw.get("attention_chunk_size") is not None:
-        reaches.append(_count(raw, "attention_chunk_size"))
-    return min(reaches, default=None)
+    keys = ("sliding_window", "attention_chunk_size") if slides else ("attention_chunk_size",)
+    return min((_count(raw, key) for key in keys if raw.get(key) is not None), default=None)
 
 
 def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
@@ -234,7 +224,6 @@ def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int,
 
 
 def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...]:
-    """Read one token id, a list of them, or none. Raises ``ValueError`` for anything else."""
     given = raw.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
@@ -247,21 +236,14 @@ def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...
     return tuple(ids)
 
 
-def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number of at least 1. Raises ``KeyError`` without one, and ``ValueError`` for what else stands there."""
-    value = raw.get(key)
-    if value is None and default is not None:
-        return default
+def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number. Raises ``KeyError`` without one, and ``ValueError`` for what else stands there."""
+    value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise KeyError(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value!r} is no whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
     return value
-
-
-def _whole(raw: dict[str, Any], key: str) -> int:
-    """A whole number of at least 0; raises as ``_count``."""
-    return 0 if raw.get(key) == 0 else _count(raw, key)
 
 
 def _number(raw: dict[str, Any], key: str) -> float:
@@ -270,13 +252,12 @@ def _number(raw: dict[str, Any], key: str) -> float:
     if value is None:
         raise KeyError(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key}={value!r} is no number above 0")
+        raise ValueError(f"{key}={value!r} must be a number above 0")
     return float(value)
 
 
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    """A switch that is off unless it is given."""
-    value = raw.get(key)
+def _flag(raw: dict[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key, default)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} is neither true nor false")
+        raise ValueError(f"{key}={value!r} must be true or false")
     return bool(value)

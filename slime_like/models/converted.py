@@ -34,17 +34,12 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 def is_converted(checkpoint: Path) -> bool:
     """Return whether it is a converted checkpoint, even a damaged one, and not a run's."""
-    if (checkpoint / DESCRIPTION).is_file():
-        return True
     has_both = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
-    return has_both and not (checkpoint / "state.json").is_file()
+    return (checkpoint / DESCRIPTION).is_file() or (has_both and not (checkpoint / "state.json").is_file())
 
 
 def training_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or whose ``trainer/`` it is: a converted one, or a run's checkpoints/step-N.
-
-    ``None`` of everything else, a Hugging Face directory for one.
-    """
+    """The checkpoint, a converted one or a run's, that ``path`` or its parent is; ``None`` of everything else."""
     root = path.parent if path.name == WEIGHTS else path
     if (path / "config.json").is_file() or not (root / WEIGHTS).is_dir():
         return None

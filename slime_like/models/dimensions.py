@@ -1,11 +1,9 @@
-"""A model's dimensions, read from the checkpoint's own ``config.json`` and typed nowhere else. Imports no torch."""
-
-from __future__ import annotations
+"""A model's dimensions, read from the checkpoint's ``config.json`` and typed nowhere else. Imports no torch."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
@@ -21,9 +19,8 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
-
 OTHER = "other"
-"""The family of a causal language model that transformers knows, and this project's own formulas do not."""
+"""The family of a causal language model that transformers supports, and this project's formulas do not."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the input embedding in the known families, and in most others."""
@@ -35,13 +32,13 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDimensions:
     """Sizes of a causal language model, in Hugging Face's terms.
 
     Attributes:
         family: one of ``FAMILIES``' values, or ``OTHER``.
-        rope_scaling: the checkpoint's own scaling parameters (with their "rope_type"), or ``None``.
+        rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
         eos_token_ids: from ``generation_config.json`` where present, else from ``config.json``.
@@ -72,12 +69,12 @@ class ModelDimensions:
     ffn_hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    norm_eps: float = 0.0
+    rope_theta: float = 0.0
+    rope_scaling: dict[str, Any] | None = None
     tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0
@@ -143,11 +140,7 @@ class ModelDimensions:
         return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether the Hugging Face tensor is stored by some checkpoints without being a weight.
-
-        The copy of a tied embedding, rotary frequencies that follow from the configuration, layers for multi-token
-        prediction.
-        """
+        """Return whether the Hugging Face tensor is stored by some checkpoints without being a weight of this model."""
         tied_head = self.tied_embeddings and name in HEADS
         return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
 
@@ -166,7 +159,7 @@ class ModelDimensions:
         return self.num_layers * layer + self.mlp_parameters(self.num_experts) + routing_biases + outer
 
     @classmethod
-    def from_checkpoint(cls, directory: Path) -> ModelDimensions:
+    def from_checkpoint(cls, directory: Path) -> Self:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
 
         Raises:
@@ -178,63 +171,52 @@ class ModelDimensions:
         return cls._from_raw(config_json.read_object(path), path)
 
     @classmethod
-    def _from_raw(cls, raw: dict[str, Any], path: Path) -> ModelDimensions:
+    def _from_raw(cls, raw: dict[str, Any], path: Path) -> Self:
         architectures = raw.get("architectures") or ["(none)"]
         architecture = architectures[0] if isinstance(architectures, list) else architectures
         if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
-            raise ConfigError(
-                [
-                    f"{path}: architecture {architecture} is no causal language model; use {', '.join(FAMILIES)}, or "
-                    "with trainer.backend=fsdp another ...ForCausalLM"
-                ]
-            )
+            remedy = f"use {', '.join(FAMILIES)}, or with trainer.backend=fsdp another ...ForCausalLM"
+            raise ConfigError([f"{path}: architecture {architecture} is no causal language model; {remedy}"])
         try:
             try:
-                return cls._of_known(raw, path, architecture)
+                fields = _of_known(raw, architecture)
             except config_json.UnsupportedError as reason:
-                foreign = f"{path}: {reason}"
-            return cls._of_another(raw, path, foreign)
-        except KeyError as error:
-            raise ConfigError(
-                [f"{path}: key {error} is missing; re-export the checkpoint with transformers"]
-            ) from error
-        except ValueError as error:
-            raise ConfigError([f"{path}: {error}; re-export the checkpoint with transformers"]) from error
+                fields = {"family": OTHER, "foreign": f"{path}: {reason}", **_of_another(raw, path)}
+            return cls(eos_token_ids=config_json.eos_ids(raw, path.parent, fields["vocab_size"]), **fields)
+        except (KeyError, ValueError) as error:
+            problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError([f"{path}: {problem}; re-export the checkpoint with transformers"]) from error
 
-    @classmethod
-    def _of_another(cls, raw: dict[str, Any], path: Path, foreign: str) -> ModelDimensions:
-        """Read a family that only transformers supports."""
-        try:
-            sizes = config_json.any_model(raw)
-        except KeyError as error:
-            raise ConfigError(
-                [
-                    f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another "
-                    "that is known; trainer.backend=fsdp trains decoders with attention and a largest number of "
-                    "positions (if the key was lost, re-export the checkpoint with transformers)"
-                ]
-            ) from error
-        eos = config_json.eos_ids(raw, path.parent, sizes["vocab_size"])
-        return cls(family=OTHER, foreign=foreign, eos_token_ids=eos, **sizes)
 
-    @classmethod
-    def _of_known(cls, raw: dict[str, Any], path: Path, architecture: str) -> ModelDimensions:
-        """Read a supported family. Raises ``config_json.UnsupportedError`` for all others."""
-        family = FAMILIES.get(architecture)
-        if family is None:
-            raise config_json.UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise config_json.UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
-        mistral_window = raw.get("sliding_window", config_json.MISTRAL_WINDOW) if family == "mistral" else None
-        if raw.get("use_sliding_window") or mistral_window:
-            raise config_json.UnsupportedError("it has sliding-window attention")
-        sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
-        if raw.get("mlp_only_layers") or sparse != (1, 1):
-            raise config_json.UnsupportedError("layers without experts lie between layers with them")
-        features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
-        fields = {**config_json.sizes(raw), **config_json.rope(raw), **features}
-        eos = config_json.eos_ids(raw, path.parent, fields["vocab_size"])
-        return cls(family=family, eos_token_ids=eos, **fields)
+def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Read a family that only transformers supports."""
+    try:
+        return config_json.any_model(raw)
+    except KeyError as error:
+        raise ConfigError(
+            [
+                f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another that "
+                "is known; trainer.backend=fsdp trains decoders with attention and a largest number of positions (if "
+                "the key was lost, re-export the checkpoint with transformers)"
+            ]
+        ) from error
+
+
+def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Read a supported family. Raises ``config_json.UnsupportedError`` for all others."""
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise config_json.UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise config_json.UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
+    mistral_window = raw.get("sliding_window", config_json.MISTRAL_WINDOW) if family == "mistral" else None
+    if raw.get("use_sliding_window") or mistral_window:
+        raise config_json.UnsupportedError("it has sliding-window attention")
+    sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
+    if raw.get("mlp_only_layers") or sparse != (1, 1):
+        raise config_json.UnsupportedError("layers without experts lie between layers with them")
+    features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
+    return {"family": family, **config_json.sizes(raw), **config_json.rope(raw), **features}
 
 
 def keeps_type(name: str) -> bool:

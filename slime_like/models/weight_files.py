@@ -12,7 +12,7 @@ SINGLE = "model.safetensors"
 _AGAIN = "copy or download it again"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000
-"""The format's own bound on the header, in bytes."""
+"""The format's bound on the header, in bytes."""
 
 _SHOWN = 5
 
@@ -24,22 +24,24 @@ class WeightFilesError(ValueError):
     """A sentence about one file, or about which files count, with its remedy."""
 
 
+def _damaged(problem: object) -> WeightFilesError:
+    return WeightFilesError(f"{problem}; {_AGAIN}")
+
+
 def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
     """List problems of the safetensors files of ``directory``, each with its remedy.
 
     Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
-    ``config.json`` that speaks of another number of layers than is stored.
+    ``config.json`` with another number of layers than is stored.
     """
     try:
         files = weight_files(directory)
         missing = [file for file in files if not file.is_file()]
         if missing:
-            return [f"{file} is missing, though {INDEX} lists it; copy or download it again" for file in missing]
+            return [f"{file} is missing, though {INDEX} lists it; {_AGAIN}" for file in missing]
         names = [name for file in files for name in _header(file) if not dimensions.is_draft(name)]
     except WeightFilesError as error:
         return [str(error)]
-    except OSError as error:
-        return [f"{error}; {_AGAIN}"]
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
     if len(layers) != dimensions.num_layers:
         return [
@@ -55,18 +57,14 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         WeightFilesError: a file is missing or damaged.
     """
-    try:
-        headers = [_header(file) for file in weight_files(directory)]
-    except OSError as error:
-        raise WeightFilesError(f"{error}; {_AGAIN}") from error
+    headers = map(_header, weight_files(directory))
     return {name: tuple(entry["shape"]) for header in headers for name, entry in _tensors(header).items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of the model: those of the index, else ``model.safetensors``, else all.
 
-    Others may lie beside them: some publishers add the same weights under names of their own
-    (``consolidated.safetensors``).
+    Others may lie beside them: some publishers add the same weights under other names (``consolidated.safetensors``).
 
     Raises:
         WeightFilesError: no file, an index that cannot be read, or an index beside a ``model.safetensors`` that it does
@@ -76,7 +74,7 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
         if not files:
-            raise WeightFilesError(f"{directory} holds no *.safetensors file, so the model has no weights; {_AGAIN}")
+            raise _damaged(f"{directory} holds no *.safetensors file, so the model has no weights")
         return files
     names = _listed_files(index)
     if single.is_file() and SINGLE not in names:
@@ -90,10 +88,12 @@ def weight_files(directory: Path) -> list[Path]:
 def _listed_files(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a name in it is no text")
+    except OSError as error:
+        raise _damaged(error) from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise WeightFilesError(f"{index} is no index of safetensors files ({error}); {_AGAIN}") from error
-    if not all(isinstance(name, str) for name in names):
-        raise WeightFilesError(f"{index} is no index of safetensors files (a name in it is no text); {_AGAIN}")
+        raise _damaged(f"{index} is no index of safetensors files ({error})") from error
     return names
 
 
@@ -103,45 +103,40 @@ def file_problem(file: Path) -> str | None:
         _header(file)
     except WeightFilesError as error:
         return str(error)
-    except OSError as error:
-        return f"{error}; {_AGAIN}"
     return None
 
 
 def _header(file: Path) -> dict[str, Any]:
     """The header: names, types, shapes, places. The file must be exactly as long as it says."""
-    size = file.stat().st_size
-    length, header = _read_header(file, size)
+    try:
+        size = file.stat().st_size
+        length, header = _read_header(file, size)
+    except OSError as error:
+        raise _damaged(error) from error
     there = size - _LENGTH_BYTES - length
     expected = max(map(_end, _tensors(header).values()), default=0)
     if there != expected:
         lost = _cut_off(header, there)
         lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
-        raise WeightFilesError(
+        raise _damaged(
             f"{file} has {size} bytes, but its header describes {size - there + expected}: it is "
-            f"{'cut off' if there < expected else 'too long'} or damaged{lacks}; "
-            f"{_AGAIN}"
+            f"{'cut off' if there < expected else 'too long'} or damaged{lacks}"
         )
     return header
 
 
 def _read_header(file: Path, size: int) -> tuple[int, dict[str, Any]]:
-    """Bytes of the header, and what it says."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER):
-            raise WeightFilesError(
-                f"{file} is cut off or no safetensors file: its header does not fit its {size} bytes; {_AGAIN}"
-            )
+            raise _damaged(f"{file} is cut off or no safetensors file: its header does not fit its {size} bytes")
         text = stream.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
         for entry in _tensors(header).values():
             _end(entry)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
-        raise WeightFilesError(
-            f"{file} is no safetensors file: its header cannot be read ({error}); {_AGAIN}"
-        ) from error
+        raise _damaged(f"{file} is no safetensors file: its header cannot be read ({error})") from error
     return length, header
 
 
@@ -150,7 +145,6 @@ def _tensors(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(entry: dict[str, Any]) -> int:
-    """End offset of a tensor's bytes after the header."""
     return int(entry["data_offsets"][1])
 
 

@@ -2,7 +2,6 @@
 
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from slime_like.errors import DataError
 from slime_like.observability.metrics import read_metrics, series
@@ -15,18 +14,37 @@ _ACCURACY_COLOUR = "#D55E00"
 def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
     """Draw mean reward per step, its running mean, and held-out accuracy, as a PNG of 1280 x 720 pixels.
 
-    Args:
-        metrics_path: a run's ``metrics.jsonl``.
-        png_path: where to write; replaced if there.
-
     Raises:
         DataError: the file is missing, damaged, or holds no rewards.
     """
     records = read_metrics(metrics_path)
     rewards, accuracy = series(records, MEAN_REWARD), series(records, ACCURACY)
     if not rewards[0]:
-        raise DataError(f"{metrics_path}: no record has {MEAN_REWARD}; only an RL run of at least one step has a curve")
-    _draw(rewards, accuracy, png_path)
+        remedy = "only an RL run of at least one step has a curve"
+        raise DataError(f"no record has {MEAN_REWARD}", code="no-rewards", who=str(metrics_path), remedy=remedy)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, values = rewards
+    window = smoothing_window(len(values))
+    axes.plot(steps, values, color=_REWARD_COLOUR, alpha=0.4, linewidth=1, label="mean reward of a step")
+    smooth = running_mean(values, window)
+    axes.plot(steps, smooth, color=_REWARD_COLOUR, linewidth=2.5, label=f"running mean over {window} steps")
+    if accuracy[0]:
+        axes.plot(*accuracy, "o--", color=_ACCURACY_COLOUR, markersize=8, linewidth=1.2, label="held-out accuracy")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("training step", fontsize=13)
+    axes.set_ylabel("mean reward, held-out accuracy" if accuracy[0] else "mean reward", fontsize=13)
+    axes.tick_params(labelsize=12)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=12, loc="best", frameon=False)
+    png_path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, format="png")
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
@@ -39,34 +57,3 @@ def running_mean(values: list[float], window: int) -> list[float]:
 def smoothing_window(num_steps: int) -> int:
     """Steps in the running mean: a tenth of the run, at least 3."""
     return max(3, num_steps // 10)
-
-
-def _draw(rewards: tuple[list[int], list[float]], accuracy: tuple[list[int], list[float]], png_path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, values = rewards
-    window = smoothing_window(len(values))
-    axes.plot(steps, values, color=_REWARD_COLOUR, alpha=0.4, linewidth=1, label="mean reward of a step")
-    smooth = running_mean(values, window)
-    axes.plot(steps, smooth, color=_REWARD_COLOUR, linewidth=2.5, label=f"running mean over {window} steps")
-    if accuracy[0]:
-        axes.plot(*accuracy, "o--", color=_ACCURACY_COLOUR, markersize=8, linewidth=1.2, label="held-out accuracy")
-    _dress(axes, has_accuracy=bool(accuracy[0]))
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
-
-
-def _dress(axes: Any, has_accuracy: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("training step", fontsize=13)
-    axes.set_ylabel("mean reward, held-out accuracy" if has_accuracy else "mean reward", fontsize=13)
-    axes.tick_params(labelsize=12)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=12, loc="best", frameon=False)

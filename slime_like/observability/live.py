@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.figures import phase_shares, shown_figures
+from slime_like.observability.names import phase_shares, shown_figures
 
 _COLOURS = {
     "wait": "bright_black",
@@ -56,10 +56,8 @@ class LiveDisplay:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        parts: list[RenderableType] = [self._bar.get_renderable()]
-        if self._values:
-            parts += [_figures(self._values), _shares(self._values)]
-        return Group(*parts)
+        bar = self._bar.get_renderable()
+        return Group(bar, _figures(self._values), _shares(self._values)) if self._values else bar
 
 
 def _figures(values: Mapping[str, float]) -> Table:

@@ -7,10 +7,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 
@@ -21,25 +21,11 @@ METRICS_FILE = "metrics.jsonl"
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Tracker(Protocol):
-    """Somewhere else that figures go."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricLogger:
     """Writes a run's figures to ``run_dir/metrics.jsonl``, and to the trackers the configuration turns on.
 
-    The file is only ever appended to, one flushed line a call; a resumed run goes on in the same file. Non-finite
+    The file is only ever appended to, one flushed line a call; a resumed run continues the same file. Non-finite
     values stand as ``null`` there.
-
-    Args:
-        config: which trackers are on.
-        run_dir: the run's directory; made if missing.
 
     Raises:
         ConfigError: a tracker is on whose package is not installed.
@@ -48,15 +34,19 @@ class MetricLogger:
 
     def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._trackers = _open_trackers(config, run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._trackers: list[WandbTracker | TensorBoardTracker] = []
+        if config.wandb:  # first: it is the one whose start may fail
+            self._trackers.append(WandbTracker(config.wandb_project, run_dir))
+        if config.tensorboard:
+            self._trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
         self._file = _open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record ``values`` at ``step``; several calls may share a step.
 
         Raises:
-            ValueError: a value is named "step" or "time", the line's own fields.
+            ValueError: a value is named "step" or "time", which are fields of the line.
         """
         _refuse_reserved(values, ("step", "time"))
         numbers = {name: float(value) for name, value in values.items()}
@@ -97,19 +87,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics file, in order. A truncated last line, as a killed run leaves it, is left out.
 
     Raises:
-        DataError: the file is missing, or a line before the last is no JSON object.
+        DataError: the file is missing or damaged.
     """
     if not path.is_file():
-        raise DataError(f"{path}: there is no such metrics file; give the path of a run's {METRICS_FILE}")
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was not finished
-        record = _parse(line)
-        if record is None:
-            raise DataError(f"{path}:{number}: this line is no JSON object; the file was damaged, restore or remove it")
-        records.append(record)
-    last = _parse(lines[-1])
-    return records if last is None else [*records, last]
+        remedy = f"give the path of a run's {METRICS_FILE}"
+        raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
+    return list(read_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects that a logger wrote, one by one: a table may be larger than the memory.
+
+    Raises:
+        DataError: a line that is not cut short is no JSON object with a step.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            record = _parse_object(line)
+            if record is not None and isinstance(record.get("step"), int):
+                yield record
+            elif line.endswith("\n"):  # what follows the last newline was not finished
+                problem, remedy = "this line is no JSON object with a step", "restore or remove the file"
+                raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -132,22 +131,15 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 # --------------------------------------------------------------------------------------------------------- JSON lines
 def _open_for_append(path: Path) -> FileIO:
     """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
-    if path.is_file():
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            _mend_tail(path, content, whole)
-    return path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
-
-
-def _mend_tail(path: Path, content: bytes, whole: int) -> None:
-    tail_is_record = _parse(content[whole:].decode("utf-8", errors="replace")) is not None
-    with path.open("rb+") as file:
-        if tail_is_record:
-            file.seek(0, 2)
-            file.write(b"\n")
-        else:
-            file.truncate(whole)
+    content = path.read_bytes() if path.is_file() else b""
+    whole = content.rfind(b"\n") + 1
+    ended = whole == len(content) or _parse_object(content[whole:].decode("utf-8", errors="replace")) is not None
+    if not ended:
+        os.truncate(path, whole)
+    file = path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
+    if ended and whole < len(content):
+        file.write(b"\n")
+    return file
 
 
 def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
@@ -158,8 +150,9 @@ def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
             rest = rest[file.write(rest) :]
     except OSError as error:
         raise SlimeLikeError(
-            f"{os.fspath(file.name)} could not be written ({error.strerror}); free space there, and restart to "
-            "resume from the last checkpoint"
+            f"{os.fspath(file.name)} could not be written ({error.strerror})",
+            code="disk-refused",
+            remedy="free space there, and restart to resume from the last checkpoint",
         ) from error
 
 
@@ -170,7 +163,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse_object(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -185,13 +178,9 @@ def _refuse_reserved(names: Iterable[str], reserved: tuple[str, ...]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- trackers
-def _open_trackers(config: LoggingConfig, run_dir: Path) -> list[Tracker]:
-    trackers: list[Tracker] = []
-    if config.wandb:  # first: it is the one whose start may fail
-        trackers.append(WandbTracker(config.wandb_project, run_dir))
-    if config.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
-    return trackers
+def _not_installed(tracker: str, error: ImportError) -> ConfigError:
+    remedy = f"run `pip install {tracker}`, or set logging.{tracker}=false"
+    return ConfigError([f"logging.{tracker}=true: {error}; {remedy}"])
 
 
 class TensorBoardTracker:
@@ -201,9 +190,7 @@ class TensorBoardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                [f"logging.tensorboard=true: {error}; run `pip install tensorboard`, or set logging.tensorboard=false"]
-            ) from error
+            raise _not_installed("tensorboard", error) from error
         self._writer: Any = SummaryWriter(log_dir=str(directory))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -224,10 +211,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                [f"logging.wandb=true: {error}; run `pip install wandb`, or set logging.wandb=false"]
-            ) from error
-        run_dir.mkdir(parents=True, exist_ok=True)
+            raise _not_installed("wandb", error) from error
         self._wandb: Any = wandb
         self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
 

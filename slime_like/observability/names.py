@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +28,6 @@ IDLE_TIME = "train_actor_performance/time_idle (s)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
 CONVERSION_SPEED = "convert/gigabytes_per_second"
-ORCHESTRATION_SECONDS = "phases/orchestration (s)"
-ORCHESTRATION_SHARE = "phases/orchestration (%)"
 
 # Groups whose rewards differ by less than this learn nothing: float noise, not spread.
 ZERO_SPREAD = 1e-6
@@ -101,7 +99,6 @@ def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
     """Performance of the reference workers. Their step time stands under two names in use for it."""
     prefix = "ref_actor_performance"
     return {
-        **{f"{prefix}/memory/{name}": float(value) for name, value in record.memory.items()},
         f"{prefix}/time_total_ref_step (s)": record.total_s,
         f"{prefix}/total_rollout_time (s)": record.total_s,
         **_timed(prefix, "model_running", record.model_running_s, record.total_s),
@@ -166,10 +163,9 @@ def _idle_s(record: StepRecord) -> float:
 
 
 def _phases(times: PhaseTimes) -> dict[str, float]:
-    metrics = {phase_seconds(phase): times.seconds[phase] for phase in PHASES}
-    metrics[ORCHESTRATION_SECONDS] = times.orchestration_s
-    metrics[ORCHESTRATION_SHARE] = 100 * times.share("orchestration")
-    return metrics
+    seconds = {phase_seconds(phase): value for phase, value in times.seconds.items()}
+    share = 100 * _ratio(times.orchestration_s, times.step_s)
+    return {**seconds, phase_seconds("orchestration"): times.orchestration_s, "phases/orchestration (%)": share}
 
 
 def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:
@@ -207,3 +203,28 @@ def _timed(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, 
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
+
+
+# -------------------------------------------------------------------------------------------------- shown during a run
+# Metric, label, format. Figures that a run does not have (rewards in supervised mode) are not shown.
+FIGURES = (
+    (STEP_TIME, "step time", "{:.2f} s"),
+    (LOSS, "loss", "{:.4g}"),
+    (MEAN_REWARD, "reward", "{:.3f}"),
+    (ACCURACY, "accuracy", "{:.3f}"),
+    (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
+    (SCORING_SPEED, "tokens/s", "{:,.0f}"),
+    (CONVERSION_SPEED, "GB/s", "{:.2f}"),
+)
+
+
+def shown_figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``."""
+    return [(label, form.format(values[name])) for name, label, form in FIGURES if name in values]
+
+
+def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(phase, percent of the phases' total) of every phase that took any time, orchestration last."""
+    seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
+    total = sum(seconds.values())
+    return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]

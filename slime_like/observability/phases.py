@@ -13,7 +13,6 @@ class PhaseTimes:
     """Wall time of one step, in seconds; ``sum(seconds.values()) + orchestration_s`` is ``step_s``.
 
     Attributes:
-        step_s: the whole step.
         seconds: time in each of ``PHASES``, every phase present.
         orchestration_s: time in no phase: batching, bookkeeping, everything between the phases.
     """
@@ -22,19 +21,11 @@ class PhaseTimes:
     seconds: dict[str, float]
     orchestration_s: float
 
-    def share(self, phase: str) -> float:
-        """Fraction (0 to 1) of the step in ``phase``, one of ``PHASES`` or "orchestration"; 0 for an empty step."""
-        seconds = self.orchestration_s if phase == "orchestration" else self.seconds[phase]
-        return seconds / self.step_s if self.step_s > 0 else 0.0
-
 
 class PhaseClock:
     """Stopwatch of one training loop; runs from construction, or from the last ``finish``. Not thread-safe.
 
     Counts whole nanoseconds, so that the parts add up to the step and none is negative.
-
-    Args:
-        now_ns: monotonic time source in nanoseconds.
     """
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:

@@ -1,15 +1,13 @@
 """Progress output: a live display on a terminal, plain lines in a log file."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Literal, Protocol, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TextIO
 
-from slime_like.observability.figures import phase_shares, shown_figures
+from slime_like.observability.names import phase_shares, shown_figures
 
 Mode = Literal["auto", "live", "plain", "off"]
 
@@ -27,16 +25,15 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress of ``total_steps`` steps. A context manager; the terminal is itself again after ``close``.
 
     Args:
         mode: "live" draws a display in place, "plain" writes lines without control characters, at most about one a
             second and always the last, "off" writes nothing; "auto" is live on a terminal and plain elsewhere.
-        total_steps: steps of the whole run, or of whatever ``unit`` names.
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
-        unit: what is counted.
+        unit: what ``total_steps`` counts.
     """
 
     def __init__(
@@ -48,7 +45,14 @@ class Progress:
         unit: str = "step",
     ) -> None:
         self._values: dict[str, float] = {}
-        self._display = _open_display(mode, total_steps, stream or sys.stderr, now, unit)
+        self._display: Display | None = None
+        stream = stream or sys.stderr
+        if mode == "live" or (mode == "auto" and stream.isatty()):
+            from slime_like.observability.live import LiveDisplay
+
+            self._display = LiveDisplay(total_steps, stream, unit)
+        elif mode != "off":
+            self._display = PlainDisplay(total_steps, stream, now, unit)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value."""
@@ -57,7 +61,7 @@ class Progress:
             self._display.show(step, self._values)
 
     def note(self, text: str) -> None:
-        """Say one thing, at once, apart from the figures."""
+        """Write a line at once, apart from the figures."""
         if self._display is not None:
             self._display.note(text)
 
@@ -67,23 +71,8 @@ class Progress:
         if display is not None:
             display.close()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-def _open_display(mode: Mode, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> Display | None:
-    if mode == "off":
-        return None
-    if mode == "live" or (mode == "auto" and stream.isatty()):
-        from slime_like.observability.live import LiveDisplay
-
-        return LiveDisplay(total_steps, stream, unit)
-    return PlainDisplay(total_steps, stream, now, unit)
 
 
 class PlainDisplay:

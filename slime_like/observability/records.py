@@ -20,8 +20,7 @@ class RewardRecord:
     """Rewards of a step's N responses.
 
     Attributes:
-        func_names: the F reward functions.
-        weights: (F,) weight of each function in the total reward.
+        func_names, weights: (F,) of the reward functions; the weights make the total reward.
         rewards, successes: (N, F), unweighted.
         group_ids: (N,) the prompt group of each response.
         failures: why scoring failed ("timeout", "crash", "memory", "cpu", "error"), one per response that got 0 for it.
@@ -74,9 +73,7 @@ class ReferenceRecord:
         total_s: their whole step.
         model_running_s: of it, scoring.
         waiting_s: of it, waiting for rollouts.
-        response_tokens: response tokens scored.
-        total_tokens: prompt and response tokens scored.
-        memory: memory figures by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
+        response_tokens, total_tokens: scored; the latter with prompts.
     """
 
     total_s: float
@@ -84,7 +81,6 @@ class ReferenceRecord:
     waiting_s: float
     response_tokens: int
     total_tokens: int
-    memory: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +88,6 @@ class SyncRecord:
     """One weight sync.
 
     Attributes:
-        total_s: the whole of it.
         verification_s: by how much verification lengthened it, at most.
         nbytes: bytes of the weights.
         wire_nbytes: bytes sent to each engine.
@@ -117,11 +112,10 @@ class StepRecord:
         packed_tokens: tokens the trainer computed, padding included.
         actual_tokens: of these, tokens of real sequences.
         rewards, rollout: ``None`` in supervised mode.
-        reference: ``None`` when no reference is in use.
         replay_buffer_size: trajectories that wait for training.
         weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
-        sync: the weight sync after the step; ``None`` without one.
+        sync: the weight sync after the step.
         memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
         trainers_busy_s: seconds that trainer ranks worked on samples that were streamed to them, also while others were
             waited for; ``None`` where they trained in the phase "train" alone.
@@ -155,7 +149,6 @@ class EvaluationRecord:
 
     Attributes:
         accuracy: mean over responses of the first reward function's success; with several samples, mean@n.
-        num_responses: responses scored.
         response_length_mean: tokens.
         truncated_fraction: responses that met the length limit, 0 to 1.
         pass_at: pass@k by k; none with one sample per prompt.

@@ -1,11 +1,12 @@
-"""Debug tables: what a few samples of a training step said, earned and scored, whole and token by token."""
+"""Debug tables: text, rewards and logprobs of a few samples of a training step, whole and token by token."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +19,6 @@ SAMPLE_TABLE = "per_sample_debug_table"
 TOKEN_TABLE = "per_token_debug_table"
 
 _STATS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
-_TOKEN_COLUMNS = [
-    "Sequence ID", "Token Position", "Token ID", "Decoded Token", "Generated Logprob", "Ref Logprob", "Pi Logprob",
-    "Abs Diff Pi-Ref", "Abs Diff Pi-Generated", "Step", "Loss Mask", "Weight Version",
-]  # fmt: skip
-
-_CONVERSATION_COLUMNS = ["Turns", "Conversation"]
-_TURN_COLUMNS = ["Turn"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -38,21 +32,14 @@ class Table:
     rows: list[list[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Logprobs(NamedTuple):
     """One response as float64 arrays (response_len,); ``None`` where the sample has no such logprobs."""
 
     pi: np.ndarray
     generated: np.ndarray | None
     reference: np.ndarray | None
-
-    @property
-    def reference_gap(self) -> np.ndarray | None:
-        return None if self.reference is None else np.abs(self.pi - self.reference)
-
-    @property
-    def generated_gap(self) -> np.ndarray | None:
-        return None if self.generated is None else np.abs(self.pi - self.generated)
+    generated_gap: np.ndarray | None
+    reference_gap: np.ndarray | None
 
 
 def per_sample_table(
@@ -61,72 +48,79 @@ def per_sample_table(
     pi_logprobs: Sequence[np.ndarray],
     stats: GRPOStats,
     decode: Decode,
-    limit: int,
 ) -> Table:
-    """One row for each of the first ``limit`` samples.
+    """One row for each sample; without samples there are no columns either.
 
     Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
     of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
     ``None`` where the sample has no such logprobs, or no token carries loss. Where an environment took part, two more
-    columns count the model's turns and show who said what, a line each.
+    columns count the model's turns and show the text of either side, a line each.
 
     Args:
-        step: training step.
-        trajectories: the step's samples.
-        pi_logprobs: (response_len,) of each of them, under the trainer's policy.
+        pi_logprobs: (response_len,) of each sample, under the trainer's policy.
         stats: the optimizer step's figures.
         decode: token ids to text, special tokens included.
-        limit: rows at most.
 
     Raises:
         ValueError: a per-token field has another length than the response, or reward functions differ over samples.
     """
     names = list(trajectories[0].reward_metadata["func_names"]) if trajectories else []
+    figures = {name: float(getattr(stats, name)) for name in _STATS}
     talks = _have_turns(trajectories)
-    figures = [float(getattr(stats, name)) for name in _STATS]
-    rows = [
-        [
-            sample.sequence_id,
-            decode(sample.prompt_tokens.tolist()),
-            decode(sample.response_tokens.tolist()),
-            float(sample.advantages),
-            sample.response_len,
-            step,
-            *_rewards(sample, names),
-            *figures,
-            _masked_mean(tokens.reference_gap, sample.loss_mask),
-            _masked_mean(tokens.generated_gap, sample.loss_mask),
-            sample.answer,
-            sample.group_id,
-            None if sample.weight_versions is None else sample.policy_version,
-            sample.finish_reason,
-            *(_conversation(sample, decode) if talks else ()),
-        ]
-        for sample, tokens in _samples(trajectories, pi_logprobs, limit)
+    rows: list[dict[str, Any]] = [
+        {
+            "Sequence ID": sample.sequence_id,
+            "Prompt": decode(sample.prompt_tokens.tolist()),
+            "Response": decode(sample.response_tokens.tolist()),
+            "Advantages": float(sample.advantages),
+            "Response Length": sample.response_len,
+            "Step": step,
+            **_rewards(sample, names),
+            **figures,
+            "Mean Abs Diff Pi-Ref": _masked_mean(tokens.reference_gap, sample.loss_mask),
+            "Mean Abs Diff Pi-Generated": _masked_mean(tokens.generated_gap, sample.loss_mask),
+            "Answer": sample.answer,
+            "Group ID": sample.group_id,
+            "Weight Version": None if sample.weight_versions is None else sample.policy_version,
+            "Finish Reason": sample.finish_reason,
+            **(_conversation(sample, decode) if talks else {}),
+        }
+        for sample, tokens in _samples(trajectories, pi_logprobs)
     ]
-    return Table(SAMPLE_TABLE, _sample_columns(names) + (_CONVERSATION_COLUMNS if talks else []), rows)
+    return Table(SAMPLE_TABLE, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
 
 def per_token_table(
-    step: int,
-    trajectories: Sequence[ScoredTrajectory],
-    pi_logprobs: Sequence[np.ndarray],
-    decode: Decode,
-    limit: int,
+    step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
 ) -> Table:
-    """One row for each response token of the first ``limit`` samples; arguments and errors as ``per_sample_table``.
+    """One row for each response token; arguments and errors as ``per_sample_table``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
     sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
     environment took part, one more column has the number of the turn, from 1; what answers a turn has its number.
     """
+    table = Table(TOKEN_TABLE, [], [])
     talks = _have_turns(trajectories)
-    rows = [
-        [*row, *([turn] if talks else [])]
-        for sample, tokens in _samples(trajectories, pi_logprobs, limit)
-        for row, turn in zip(_rows(step, sample, tokens, decode), _turn_numbers(sample), strict=True)
-    ]
-    return Table(TOKEN_TABLE, _TOKEN_COLUMNS + (_TURN_COLUMNS if talks else []), rows)
+    for sample, tokens in _samples(trajectories, pi_logprobs):
+        length, token_ids = sample.response_len, sample.response_tokens.tolist()
+        columns: dict[str, Sequence[Any]] = {
+            "Sequence ID": [sample.sequence_id] * length,
+            "Token Position": range(length),
+            "Token ID": token_ids,
+            "Decoded Token": [decode([token]) for token in token_ids],
+            "Generated Logprob": _sampled_cells(sample, tokens.generated),
+            "Ref Logprob": _cells(tokens.reference, length),
+            "Pi Logprob": _cells(tokens.pi, length),
+            "Abs Diff Pi-Ref": _cells(tokens.reference_gap, length),
+            "Abs Diff Pi-Generated": _sampled_cells(sample, tokens.generated_gap),
+            "Step": [step] * length,
+            "Loss Mask": sample.loss_mask.tolist(),
+            "Weight Version": _cells(sample.weight_versions, length),
+            **({"Turn": _turn_numbers(sample)} if talks else {}),
+        }
+        table.columns[:] = columns
+        table.rows.extend(list(row) for row in zip(*columns.values(), strict=True))
+    return table
 
 
 def _turns(sample: ScoredTrajectory) -> list[tuple[int, int]]:
@@ -139,66 +133,34 @@ def _have_turns(samples: Sequence[ScoredTrajectory]) -> bool:
     return any("conversation" in sample.reward_metadata for sample in samples)
 
 
-def _conversation(sample: ScoredTrajectory, decode: Decode) -> tuple[int, str]:
-    """Number of turns, and one line for everything that either side said."""
+def _conversation(sample: ScoredTrajectory, decode: Decode) -> dict[str, int | str]:
+    """Number of turns, and a line for every text of either side."""
     tokens, turns = sample.response_tokens.tolist(), _turns(sample)
     lines = []
     for number, (start, end) in enumerate(turns, start=1):
         lines.append(f"{number} model: {decode(tokens[start:end])}")
         if number < len(turns):
             lines.append(f"{number} environment: {decode(tokens[end : turns[number][0]])}")
-    return len(turns), "\n".join(lines)
+    return {"Turns": len(turns), "Conversation": "\n".join(lines)}
 
 
-def _turn_numbers(sample: ScoredTrajectory) -> Iterator[int]:
-    turns = _turns(sample)
-    ends = [start for start, _ in turns[1:]] + [sample.response_len]
-    for number, ((start, _), end) in enumerate(zip(turns, ends, strict=True), start=1):
-        yield from [number] * (end - start)
-
-
-def _sample_columns(func_names: Sequence[str]) -> list[str]:
-    rewards = [column for name in func_names for column in (f"Reward_{name}", f"Success_{name}")]
-    return [
-        "Sequence ID", "Prompt", "Response", "Advantages", "Response Length", "Step", *rewards, *_STATS,
-        "Mean Abs Diff Pi-Ref", "Mean Abs Diff Pi-Generated", "Answer", "Group ID", "Weight Version", "Finish Reason",
-    ]  # fmt: skip
-
-
-def _rows(step: int, sample: ScoredTrajectory, tokens: _Tokens, decode: Decode) -> Iterator[list[Any]]:
-    length = sample.response_len
-    token_ids = sample.response_tokens.tolist()
-    columns = (
-        [sample.sequence_id] * length,
-        range(length),
-        token_ids,
-        [decode([token]) for token in token_ids],
-        _sampled_cells(sample, tokens.generated),
-        _cells(tokens.reference, length),
-        _cells(tokens.pi, length),
-        _cells(tokens.reference_gap, length),
-        _sampled_cells(sample, tokens.generated_gap),
-        [step] * length,
-        sample.loss_mask.tolist(),
-        _cells(sample.weight_versions, length),
-    )
-    return (list(row) for row in zip(*columns, strict=True))
+def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
+    starts = [start for start, _ in _turns(sample)]
+    return [bisect_right(starts, token) for token in range(sample.response_len)]
 
 
 def _samples(
-    trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], limit: int
-) -> Iterator[tuple[ScoredTrajectory, _Tokens]]:
+    trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray]
+) -> Iterator[tuple[ScoredTrajectory, _Logprobs]]:
     if len(trajectories) != len(pi_logprobs):
         raise ValueError(
             f"{len(pi_logprobs)} arrays of policy logprobs for {len(trajectories)} trajectories; give one for each"
         )
-    if limit < 0:
-        raise ValueError(f"limit={limit} is negative; give the number of samples, 0 for none")
-    for sample, pi in list(zip(trajectories, pi_logprobs, strict=True))[:limit]:
+    for sample, pi in zip(trajectories, pi_logprobs, strict=True):
         yield sample, _tokens(sample, pi)
 
 
-def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
+def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Logprobs:
     per_token: dict[str, np.ndarray | Tensor | None] = {"pi_logprobs": pi, **sample.response_tensors()}
     for name, values in per_token.items():
         if values is not None and tuple(values.shape) != (sample.response_len,):
@@ -206,14 +168,12 @@ def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Tokens:
                 f"sample {sample.sequence_id}: {name} has shape {tuple(values.shape)}; "
                 f"({sample.response_len},) is needed, one entry per response token"
             )
-    return _Tokens(
-        np.asarray(pi, np.float64),
-        None if sample.logprobs is None else sample.logprobs.double().numpy(),
-        None if sample.ref_logprobs is None else sample.ref_logprobs.double().numpy(),
-    )
+    policy = np.asarray(pi, np.float64)
+    others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
+    return _Logprobs(policy, *others, *(None if each is None else np.abs(policy - each) for each in others))
 
 
-def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> list[float]:
+def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> dict[str, float]:
     logged = list(sample.reward_metadata["func_names"])
     shapes = (tuple(sample.rewards.shape), tuple(sample.successes.shape))
     if logged != list(names) or shapes != ((len(names),), (len(names),)):
@@ -221,8 +181,10 @@ def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> list[float]:
             f"sample {sample.sequence_id}: reward functions {logged}, rewards of shape {shapes[0]}, successes of shape "
             f"{shapes[1]}; all samples of a step need one of each for {list(names)}"
         )
-    pairs = zip(sample.rewards.tolist(), sample.successes.tolist(), strict=True)
-    return [value for pair in pairs for value in pair]
+    cells: dict[str, float] = {}
+    for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
+        cells |= {f"Reward_{name}": reward, f"Success_{name}": success}
+    return cells
 
 
 def _cells(values: np.ndarray | Tensor | None, length: int) -> list[Any]:

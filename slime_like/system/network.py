@@ -41,7 +41,7 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def resolve(host: str) -> str:
-    """The first address of ``host``; an address is its own.
+    """The first address of ``host``, which may be an address.
 
     Raises:
         OSError: the name does not resolve.

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from slime_like.errors import DataError
 from slime_like.interfaces import ScoredLogprobs
@@ -38,9 +38,8 @@ def _sequence(
     loss_mask[-1] = True
     if index == _FULLY_MASKED:
         loss_mask = torch.zeros_like(loss_mask)
-    bare = ScoredTrajectory.unrewarded(
-        f"synthetic-{index}", tokens[:prompt], tokens[prompt:], group_id=index // _GROUP_SIZE
-    )
+    name, group = f"synthetic-{index}", index // _GROUP_SIZE
+    bare = ScoredTrajectory.unrewarded(name, tokens[:prompt], tokens[prompt:], group_id=group)
     advantage = torch.randn((), generator=generator)
     return replace(bare, loss_mask=loss_mask, advantages=advantage, temperature=(1.0, 0.7, 1.3)[index % 3])
 
@@ -52,39 +51,34 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
         DataError: there is none, or one has ids or a length that the model does not know.
     """
     if not sequences:
-        raise DataError(f"{source}: holds no sequence; keep another step's rollouts")
+        remedy = "keep another step's rollouts"
+        raise DataError("holds no sequence", code="empty-dump", who=source, remedy=remedy)
     for sequence in sequences:
         highest = max(int(sequence.prompt_tokens.max()), int(sequence.response_tokens.max()))
         if highest >= dimensions.vocab_size:
-            raise DataError(
-                f"{source}: sequence {sequence.sequence_id} has the id {highest}, but the model has ids 0 to "
-                f"{dimensions.vocab_size - 1}; give the model that these rollouts are of"
-            )
-        if sequence.total_len > dimensions.max_position_embeddings:
-            raise DataError(
-                f"{source}: sequence {sequence.sequence_id} has {sequence.total_len} tokens, more than the model's "
-                f"max_position_embeddings={dimensions.max_position_embeddings}; give the model of these rollouts"
-            )
+            problem = f"has the id {highest}, but the model has ids 0 to {dimensions.vocab_size - 1}"
+        elif sequence.total_len > (longest := dimensions.max_position_embeddings):
+            problem = f"has {sequence.total_len} tokens, more than the model's max_position_embeddings={longest}"
+        else:
+            continue
+        problem, remedy = f"sequence {sequence.sequence_id} {problem}", "give the model of these rollouts"
+        raise DataError(problem, code="rollouts-of-another-model", who=source, remedy=remedy)
 
 
 def with_frozen_logprobs(
     sequences: Sequence[ScoredTrajectory], scores: Sequence[ScoredLogprobs], seed: int = 0
 ) -> list[ScoredTrajectory]:
-    """The batch as the loss needs it. Logprobs that are missing are made: the policy's own, with noise of that seed.
+    """The batch as the loss needs it. Logprobs that are missing are made: the policy's, with noise of that seed.
 
     All layouts must be given the very same ones, so that a layout's scoring cannot hide in its training.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [_frozen(sequence, score.logprobs, generator) for sequence, score in zip(sequences, scores, strict=True)]
-
-
-def _frozen(sequence: ScoredTrajectory, logprobs: Tensor, generator: torch.Generator) -> ScoredTrajectory:
-    old, behaviour, reference = (
-        logprobs + scale * torch.randn(len(logprobs), generator=generator) for scale in (0.05, 0.06, 0.2)
-    )
-    return replace(
-        sequence,
-        old_logprobs=old if sequence.old_logprobs is None else sequence.old_logprobs,
-        logprobs=behaviour if sequence.logprobs is None else sequence.logprobs,
-        ref_logprobs=reference if sequence.ref_logprobs is None else sequence.ref_logprobs,
-    )
+    frozen = []
+    for sequence, score in zip(sequences, scores, strict=True):
+        noisy = {
+            name: score.logprobs + scale * torch.randn(len(score.logprobs), generator=generator)
+            for name, scale in (("old_logprobs", 0.05), ("logprobs", 0.06), ("ref_logprobs", 0.2))
+        }
+        missing: dict[str, Any] = {name: values for name, values in noisy.items() if getattr(sequence, name) is None}
+        frozen.append(replace(sequence, **missing))
+    return frozen

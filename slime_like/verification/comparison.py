@@ -59,9 +59,9 @@ def compare_measurements(
     gaps = [(a - b).abs() for a, b in zip(found.logprobs, expected.logprobs, strict=True)]
     every = torch.cat(gaps)
     parity.logprob_max, parity.logprob_mean = float(every.max()), float(every.mean())
-    first = _first_token(gaps, found, expected, batch, tolerances.logprob_max)
-    if first:
-        parity.differences.append(first)
+    wrong = [~(gap <= tolerances.logprob_max) for gap in gaps]  # NaN is out of bounds
+    if any(tokens.any() for tokens in wrong):
+        parity.differences.append(_first_token(wrong, found, expected, batch))
     elif not parity.logprob_mean <= tolerances.logprob_mean:
         parity.differences.append(
             f"logprobs differ by {parity.logprob_mean:.2e} nats on average, {tolerances.logprob_mean:.0e} is allowed"
@@ -72,25 +72,17 @@ def compare_measurements(
 
 
 def _first_token(
-    gaps: Sequence[Tensor],
-    found: Measurement,
-    expected: Measurement,
-    batch: Sequence[ScoredTrajectory],
-    bound: float,
-) -> str | None:
-    """The first token of the first sequence whose logprob is out of bounds; NaN is."""
-    count = sum(int((~(gap <= bound)).sum()) for gap in gaps)
-    for index, gap in enumerate(gaps):
-        wrong = (~(gap <= bound)).nonzero()
-        if len(wrong):
-            token, sequence = int(wrong[0]), batch[index]
-            return (
-                f"logprob of sequence {sequence.sequence_id}, response token {token} (position "
-                f"{sequence.prompt_len + token} of {sequence.total_len}) is {float(found.logprobs[index][token]):.6f} "
-                f"instead of {float(expected.logprobs[index][token]):.6f}; {count} of {sum(map(len, gaps))} tokens "
-                "differ"
-            )
-    return None
+    wrong: Sequence[Tensor], found: Measurement, expected: Measurement, batch: Sequence[ScoredTrajectory]
+) -> str:
+    """Sentence about the first token of the first sequence whose logprob is out of bounds."""
+    index = next(index for index, tokens in enumerate(wrong) if tokens.any())
+    token, sequence = int(wrong[index].nonzero()[0]), batch[index]
+    return (
+        f"logprob of sequence {sequence.sequence_id}, response token {token} (position {sequence.prompt_len + token} "
+        f"of {sequence.total_len}) is {float(found.logprobs[index][token]):.6f} instead of "
+        f"{float(expected.logprobs[index][token]):.6f}; {int(torch.cat(list(wrong)).sum())} of "
+        f"{sum(map(len, wrong))} tokens differ"
+    )
 
 
 def _compare_figures(
@@ -108,7 +100,7 @@ def _compare_figures(
 
 @dataclass(frozen=True, slots=True)
 class TensorGap:
-    """One tensor's deviation, relative to its size or change; ``difference`` says what is wrong, if anything."""
+    """One tensor's deviation, relative to its size or change; ``difference`` is a sentence, if out of bounds."""
 
     name: str
     relative: float
@@ -117,22 +109,9 @@ class TensorGap:
 
 def compare_tensor(name: str, found: Tensor, expected: Tensor, initial: Tensor, tolerances: Tolerances) -> TensorGap:
     """Compare a trained tensor, given what it was before training."""
-    if found.shape != expected.shape:
-        shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-        return TensorGap(name, float("inf"), f"{_titled(name)} has the shape {shapes}")
-    deviation = found.double() - expected.double()
-    change = float((expected.double() - initial.double()).norm())
-    size = float(deviation.norm())
-    relative = 0.0 if size == 0 else size / max(change, 1e-30)
-    if size <= tolerances.weight_change * change + tolerances.rounding * float(expected.double().norm()):
-        return TensorGap(name, relative, None)
-    place, text = _worst(deviation, found, expected)
-    return TensorGap(
-        name,
-        relative,
-        f"{_titled(name)} deviates by {relative:.2e} of its change in training; {text} "
-        f"(before: {float(initial.flatten()[place]):.8g})",
-    )
+    change = _norm(expected.double() - initial.double())
+    bound = tolerances.weight_change * change + tolerances.rounding * _norm(expected)
+    return _compare(name, _titled(name), found, expected, (change, "change in training"), bound, initial)
 
 
 def compare_gradient(name: str, found: Tensor, expected: Tensor, grad_norm: float, tolerances: Tolerances) -> TensorGap:
@@ -141,25 +120,40 @@ def compare_gradient(name: str, found: Tensor, expected: Tensor, grad_norm: floa
     Args:
         grad_norm: of the whole model's gradient: what is nothing beside it is rounding.
     """
+    norm, floor = _norm(expected), tolerances.gradient_floor * grad_norm
+    bound = tolerances.gradient * norm + floor
+    return _compare(name, f"the gradient of {_titled(name)}", found, expected, (max(norm, floor), "norm"), bound)
+
+
+def _compare(
+    name: str,
+    what: str,
+    found: Tensor,
+    expected: Tensor,
+    scale: tuple[float, str],
+    bound: float,
+    initial: Tensor | None = None,
+) -> TensorGap:
+    """Compare a deviation's norm with ``bound``; it is given relative to ``scale``, which has a name."""
     if found.shape != expected.shape:
         shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-        return TensorGap(name, float("inf"), f"the gradient of {_titled(name)} has the shape {shapes}")
+        return TensorGap(name, float("inf"), f"{what} has the shape {shapes}")
     deviation = found.double() - expected.double()
-    norm, size = float(expected.double().norm()), float(deviation.norm())
-    bound = tolerances.gradient * norm + tolerances.gradient_floor * grad_norm
-    relative = 0.0 if size == 0 else size / max(norm, tolerances.gradient_floor * grad_norm, 1e-30)
+    size = _norm(deviation)
+    relative = 0.0 if size == 0 else size / max(scale[0], 1e-30)
     if size <= bound:
         return TensorGap(name, relative, None)
-    _, text = _worst(deviation, found, expected)
-    return TensorGap(name, relative, f"the gradient of {_titled(name)} deviates by {relative:.2e} of its norm; {text}")
+    worst = int(deviation.abs().nan_to_num(nan=torch.inf).argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(worst), deviation.shape)]
+    values = f"{float(found.flatten()[worst]):.8g} instead of {float(expected.flatten()[worst]):.8g}"
+    before = "" if initial is None else f" (before: {float(initial.flatten()[worst]):.8g})"
+    return TensorGap(
+        name, relative, f"{what} deviates by {relative:.2e} of its {scale[1]}; most at {place}: {values}{before}"
+    )
 
 
-def _worst(deviation: Tensor, found: Tensor, expected: Tensor) -> tuple[int, str]:
-    """Find the largest difference of two tensors, as a flat index and in words."""
-    flat = int(deviation.abs().nan_to_num(nan=torch.inf).argmax())
-    place = [int(index) for index in torch.unravel_index(torch.tensor(flat), deviation.shape)]
-    values = f"{float(found.flatten()[flat]):.8g} instead of {float(expected.flatten()[flat]):.8g}"
-    return flat, f"most at {place}: {values}"
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
 
 
 def missing_tensor(name: str) -> TensorGap:
@@ -176,13 +170,16 @@ def add_gradients(parity: Parity, gaps: Sequence[TensorGap]) -> None:
     The last one is named, too: a fault on the way back shows in everything before it, and so lies where the last is.
     """
     parity.gradients = _largest(gaps)
-    _add_first(parity, gaps, "gradients", name_last=True)
+    if wrong := _wrong(gaps):
+        last = f", the last in the model is {_titled(wrong[-1].name)}" if len(wrong) > 1 else ""
+        parity.differences.append(_first(wrong, f"{len(gaps)} gradients") + last)
 
 
 def add_weights(parity: Parity, gaps: Sequence[TensorGap]) -> None:
     """Put the comparison of all tensors into ``parity``; of those that differ the first in the model is named."""
     parity.weights = _largest(gaps)
-    _add_first(parity, gaps, "tensors")
+    if wrong := _wrong(gaps):
+        parity.differences.append(_first(wrong, f"{len(gaps)} tensors"))
 
 
 def _largest(gaps: Sequence[TensorGap]) -> float:
@@ -190,12 +187,12 @@ def _largest(gaps: Sequence[TensorGap]) -> float:
     return max((float("inf") if gap.relative != gap.relative else gap.relative for gap in gaps), default=0.0)
 
 
-def _add_first(parity: Parity, gaps: Sequence[TensorGap], what: str, name_last: bool = False) -> None:
-    wrong = sorted((gap for gap in gaps if gap.difference), key=lambda gap: model_order(gap.name))
-    if wrong:
-        others = f"; {len(wrong)} of {len(gaps)} {what} differ" if len(wrong) > 1 else ""
-        last = f", the last in the model is {_titled(wrong[-1].name)}" if others and name_last else ""
-        parity.differences.append(f"{wrong[0].difference}{others}{last}")
+def _wrong(gaps: Sequence[TensorGap]) -> list[TensorGap]:
+    return sorted((gap for gap in gaps if gap.difference), key=lambda gap: model_order(gap.name))
+
+
+def _first(wrong: Sequence[TensorGap], every: str) -> str:
+    return f"{wrong[0].difference}; {len(wrong)} of {every} differ" if len(wrong) > 1 else str(wrong[0].difference)
 
 
 def model_order(name: str) -> tuple[int, int, int, str]:

@@ -26,15 +26,18 @@ _SIZES = {
 }
 _SIZE = re.compile(rf"({'|'.join(_SIZES)})([1-9]\d*)")
 _ATTENTION = tuple(get_args(TrainerConfig.model_fields["attention"].annotation))
+_SWITCHES: dict[str, tuple[str, Any]] = {
+    "sp": ("sequence", True),
+    **{name: (name, True) for name in ("distributed", "overlap")},
+    **{name: ("attention", name) for name in _ATTENTION},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to lay a model out.
+    """One way to lay a model out; ``name`` is as the user wrote it.
 
     Attributes:
-        name: as the user wrote it.
-        parallel: the axes.
         distributed: optimizer state sharded over data-parallel ranks.
         overlap: gradients reduced, and sharded weights gathered, while others are computed.
         attention: value of ``trainer.attention``; ``None`` leaves it as configured.
@@ -42,13 +45,13 @@ class Layout:
 
     name: str
     parallel: ParallelConfig
-    distributed: bool
-    overlap: bool
-    attention: str | None
+    distributed: bool = False
+    overlap: bool = False
+    attention: str | None = None
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """``config`` under this layout."""
-        sharded = self.distributed or config.trainer.backend == FSDP  # which knows nothing else
+        sharded = self.distributed or config.trainer.backend == FSDP  # which always shards it
         sharding = {"distributed": sharded, "overlap": self.overlap}
         optimizer = config.trainer.optimizer.model_copy(update=sharding)
         changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}
@@ -64,24 +67,18 @@ def parse_layout(name: str) -> Layout:
         ConfigError: a part is unknown or given twice; the message lists what there is.
     """
     settings: dict[str, Any] = {}
-    key: str
-    value: int | bool | str
     for part in [] if name == ONE_RANK else name.split("-"):
-        size = _SIZE.fullmatch(part)
-        if size:
+        if size := _SIZE.fullmatch(part):
             key, value = _SIZES[size[1]], int(size[2])
-        elif part in ("sp", "distributed", "overlap"):
-            key, value = {"sp": "sequence"}.get(part, part), True
-        elif part in _ATTENTION:
-            key, value = "attention", part
+        elif part in _SWITCHES:
+            key, value = _SWITCHES[part]
         else:
             raise ConfigError([f"--layouts {name}: {part!r} is unknown; {_GRAMMAR}"])
         if key in settings:
             raise ConfigError([f"--layouts {name}: {part!r} sets {key} a second time; keep one of the two"])
         settings[key] = value
-    distributed, overlap = settings.pop("distributed", False), settings.pop("overlap", False)
-    attention = settings.pop("attention", None)
-    return Layout(name, ParallelConfig(**settings), distributed, overlap, attention)
+    others = {key: settings.pop(key) for key in ("distributed", "overlap", "attention") if key in settings}
+    return Layout(name, ParallelConfig(**settings), **others)
 
 
 _GRAMMAR = (

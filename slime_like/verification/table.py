@@ -23,13 +23,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layout's line: what it was compared to give, or in one sentence why there is nothing to compare.
-
-    Attributes:
-        parity: ``None`` where the layout was skipped or failed.
-        skipped: why it does not fit the model or the machine.
-        failed: what stopped it.
-    """
+    """One layout's line: its deviation, why it does not fit the model or the machine, or what stopped it."""
 
     layout: str
     ranks: int
@@ -39,16 +33,13 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.skipped is not None:
-            return "skipped"
-        if self.failed is not None or self.parity is None:
-            return "FAILED"
+        if self.parity is None:
+            return "FAILED" if self.skipped is None else "skipped"
         return "DIFFERS" if self.parity.differences else "same"
 
     @property
     def sentences(self) -> list[str]:
-        given = [sentence for sentence in (self.skipped, self.failed) if sentence is not None]
-        return given + (self.parity.differences if self.parity is not None else [])
+        return [*filter(None, (self.skipped, self.failed)), *(self.parity.differences if self.parity else ())]
 
 
 def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
@@ -62,13 +53,10 @@ def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
-        table.add_row(row.layout, str(row.ranks), *_figures(row.parity), row.verdict)
+        figures = ["" if row.parity is None else f"{getattr(row.parity, name):.1e}" for _, name in _FIGURES]
+        table.add_row(row.layout, str(row.ranks), *figures, row.verdict)
     console.print(table)
     for row in rows:
         for sentence in row.sentences:
             stream.write(f"{row.layout}: {sentence}\n")
     stream.flush()
-
-
-def _figures(parity: Parity | None) -> list[str]:
-    return ["" if parity is None else f"{getattr(parity, name):.1e}" for _, name in _FIGURES]

@@ -1,14 +1,14 @@
 """Comparison of every parallel layout that fits the machine with one rank, on one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import ray
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checks.attention import attention_problems
@@ -17,6 +17,7 @@ from slime_like.checks.layout import layout_problems
 from slime_like.checks.offload import megatron_offload_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
@@ -40,7 +41,6 @@ from slime_like.verification.comparison import (
 )
 from slime_like.verification.layouts import Layout
 from slime_like.verification.table import Row
-from slime_like.verification.tensor_store import TensorStore
 from slime_like.verification.tolerances import tolerances_of
 
 CPU_RANKS = 8
@@ -49,13 +49,10 @@ CPU_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayoutsRequest:
-    """Request to compare layouts.
+    """Request to compare layouts with a baseline.
 
     Attributes:
-        baseline: the layout that the others are compared with.
-        layouts: the others.
         required: a layout that does not fit is an error, not a skipped row.
-        batch: what all are given.
         temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
     """
 
@@ -92,25 +89,13 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         progress.note(f"{request.baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        comparison = baseline.compare(baseline.own, Gaps())
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, comparison)]
+        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.parity)]
         progress.update(1, {})
         for done, layout in enumerate(request.layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
             rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
             progress.update(done, {})
         return rows
-
-
-def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
-    ranks = layout.parallel.world_size
-    if misfit is not None:
-        return Row(layout.name, ranks, skipped=misfit)
-    try:
-        found, gaps = baseline.measure(config)
-    except TrainerError as error:
-        return Row(layout.name, ranks, failed=str(error))
-    return Row(layout.name, ranks, baseline.compare(found, gaps))
 
 
 def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
@@ -146,12 +131,29 @@ def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
         raise ConfigError(problems)
 
 
-@dataclass(slots=True)
-class Gaps:
-    """Deviation of every tensor from the baseline's: the first step's gradients, and the weights after training."""
+class TensorStore:
+    """Tensors by name on disk, written bucket by bucket, read tensor by tensor."""
 
-    gradients: list[TensorGap] = field(default_factory=list)
-    weights: list[TensorGap] = field(default_factory=list)
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._files: dict[str, Path] = {}
+        self._count = 0
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        file = self._directory / f"{self._count:06d}.safetensors"
+        self._count += 1
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        self._files |= dict.fromkeys(tensors, file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
 
 class Baseline:
@@ -159,7 +161,7 @@ class Baseline:
 
     Attributes:
         batch: what every layout is given: the frozen logprobs are in it.
-        own: the baseline's measurement.
+        parity: deviation from itself; not zero where a result is not a number.
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
@@ -172,50 +174,48 @@ class Baseline:
             _drain(trainers.export.exported_tensors(), self._initial.add)
             scores = score_sequences(trainers.training, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            logprobs = [score.logprobs for score in scores]
-            self.own = _train(trainers, config, self.batch, logprobs, self._gradients.add)
+            self._measured = _train(trainers, config, self.batch, scores, self._gradients.add)
             _drain(trainers.export.exported_tensors(), self._final.add)
+        self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
-    def measure(self, config: RunConfig) -> tuple[Measurement, Gaps]:
+    def compare(self, config: RunConfig) -> Parity:
         """Run another layout; its tensors are compared bucket by bucket and not kept."""
-        gaps = Gaps()
+        gradients: list[TensorGap] = []
+        weights: list[TensorGap] = []
+
+        def compare_gradients(tensors: Mapping[str, Tensor]) -> None:
+            gradients.extend(map(self._gradient_gap, tensors, tensors.values()))
+
         with trainers_alone(config) as trainers:
             trainers.setup()
             scores = score_sequences(trainers.training, self.batch, config.trainer)
-            found = _train(
-                trainers,
-                config,
-                self.batch,
-                [score.logprobs for score in scores],
-                lambda tensors: gaps.gradients.extend(self._gradient_gaps(tensors)),
-            )
-            _drain(trainers.export.exported_tensors(), lambda tensors: gaps.weights.extend(self._weight_gaps(tensors)))
-        gaps.gradients += _missing(self._gradients, gaps.gradients)
-        gaps.weights += _missing(self._final, gaps.weights)
-        return found, gaps
-
-    def compare(self, found: Measurement, gaps: Gaps) -> Parity:
-        parity = compare_measurements(found, self.own, self.batch, self._tolerances)
-        add_gradients(parity, gaps.gradients)
-        add_weights(parity, gaps.weights)
+            found = _train(trainers, config, self.batch, scores, compare_gradients)
+            for tensors in trainers.export.exported_tensors():
+                weights.extend(map(self._weight_gap, tensors, tensors.values()))
+        parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
+        add_gradients(parity, [*gradients, *_missing(self._gradients, gradients)])
+        add_weights(parity, [*weights, *_missing(self._final, weights)])
         return parity
 
-    def _gradient_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
-        whole = self.own.grad_norms[0]
-        return [
-            compare_gradient(name, tensor, self._gradients[name], whole, self._tolerances)
-            if name in self._gradients.names
-            else unexpected_tensor(name)
-            for name, tensor in tensors.items()
-        ]
+    def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
+        if name not in self._gradients.names:
+            return unexpected_tensor(name)
+        return compare_gradient(name, found, self._gradients[name], self._measured.grad_norms[0], self._tolerances)
 
-    def _weight_gaps(self, tensors: Mapping[str, Tensor]) -> list[TensorGap]:
-        return [
-            compare_tensor(name, tensor, self._final[name], self._initial[name], self._tolerances)
-            if name in self._final.names
-            else unexpected_tensor(name)
-            for name, tensor in tensors.items()
-        ]
+    def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
+        if name not in self._final.names:
+            return unexpected_tensor(name)
+        return compare_tensor(name, found, self._final[name], self._initial[name], self._tolerances)
+
+
+def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
+    ranks = layout.parallel.world_size
+    if misfit is not None:
+        return Row(layout.name, ranks, skipped=misfit)
+    try:
+        return Row(layout.name, ranks, baseline.compare(config))
+    except TrainerError as error:
+        return Row(layout.name, ranks, failed=str(error))
 
 
 def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
@@ -226,7 +226,7 @@ def _train(
     trainers: TrainerGroup,
     config: RunConfig,
     batch: Sequence[ScoredTrajectory],
-    logprobs: list[Tensor],
+    scores: Sequence[ScoredLogprobs],
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
     """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
@@ -238,6 +238,7 @@ def _train(
         for _ in range(config.steps)
         for index, denominator in enumerate(packed.denominators)
     ]
+    logprobs = [score.logprobs for score in scores]
     return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 

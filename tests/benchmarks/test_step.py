@@ -1,6 +1,5 @@
 """The comparison of steps, on figures that are known."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,25 +9,10 @@ from benchmarks.step.measurement import PARTS, Measurement, from_records, from_r
 from benchmarks.step.ours import flags
 from benchmarks.step.table import Comparison, Round, render
 from benchmarks.step.workload import Workload
-from slime_like.config import LoggingConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import DataError
-from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.names import step_metrics
-from slime_like.observability.phases import PhaseTimes
-from tests.unit.observability.records import rl_record
-
-
-def write_run(run_dir: Path, train_s: list[float]) -> Path:
-    """One step per entry, which trains for so long and is orchestrated for half a second."""
-    logger = MetricLogger(LoggingConfig(tensorboard=False), run_dir)
-    for step, seconds in enumerate(train_s, start=1):
-        phases = dict.fromkeys(rl_record().times.seconds, 0.0) | {"train": seconds}
-        times = PhaseTimes(step_s=seconds + 0.5, seconds=phases, orchestration_s=0.5)
-        record = dataclasses.replace(rl_record(), times=times, response_lengths=[step, step + 2])
-        logger.log(step, step_metrics(record))
-    logger.close()
-    return run_dir
+from tests.benchmarks.runs import write_run
+from tests.support.rejections import Rejects
 
 
 def write_records(path: Path, records: list[dict[str, float]]) -> Path:
@@ -50,7 +34,7 @@ def comparison(limit: int, *seconds: tuple[float, float]) -> Comparison:
 
 
 def test_ours_is_the_median_of_the_steps_after_the_warm_up(tmp_path: Path) -> None:
-    measured = from_run(write_run(tmp_path, [50.0, 1.0, 9.0, 2.0]), warmup_steps=1)
+    measured = from_run(write_run(tmp_path, [(seconds, 0.5) for seconds in (50.0, 1.0, 9.0, 2.0)]), warmup_steps=1)
     assert (measured.num_steps, measured.step_s) == (3, 2.5)  # a mean would be 4.5
     assert measured.response_length == pytest.approx((3 + 4 + 5) / 3)
     assert measured.parts == {part: {"train": 2.0, "orchestration": 0.5}.get(part, 0.0) for part in PARTS}
@@ -62,17 +46,17 @@ def test_theirs_is_the_median_of_the_steps_after_the_warm_up(tmp_path: Path) -> 
     assert measured == Measurement(num_steps=3, step_s=2.0, response_length=40.0)
 
 
-def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="2 steps and 2 for warming up leave none to time"):
-        from_run(write_run(tmp_path, [1.0, 1.0]), warmup_steps=2)
+def test_too_short_a_run_is_refused(tmp_path: Path, rejects: Rejects) -> None:
+    with rejects(DataError, "too-few-steps"):
+        from_run(write_run(tmp_path, [(1.0, 0.5)] * 2), warmup_steps=2)
     records = write_records(tmp_path / "trl.jsonl", [{"step_s": 1.0, "response_length": 2.0}])
-    with pytest.raises(DataError, match="1 steps and 1 for warming up leave none to time"):
+    with rejects(DataError, "too-few-steps"):
         from_records(records, warmup_steps=1)
 
 
-def test_a_step_without_its_length_is_refused(tmp_path: Path) -> None:
+def test_a_step_without_its_length_is_refused(tmp_path: Path, rejects: Rejects) -> None:
     records = write_records(tmp_path / "trl.jsonl", [{"step_s": 1.0}])
-    with pytest.raises(DataError, match="timed step 1 has no response_length"):
+    with rejects(DataError, "figure-missing"):
         from_records(records, warmup_steps=0)
 
 

@@ -147,8 +147,9 @@ def test_memory_that_ran_out_is_known_behind_a_trainers_sentence() -> None:
     _deliver(queue, _run_out_of_memory)
     _deliver(queue, lambda: 3)
     assert results == [None, 3]
-    with pytest.raises(TrainerError, match="the loss is not finite"):
+    with pytest.raises(TrainerError) as caught:
         _deliver(queue, _fail)
+    assert caught.value.code == "loss-not-finite"
 
 
 def _run_out_of_memory() -> None:
@@ -159,4 +160,4 @@ def _run_out_of_memory() -> None:
 
 
 def _fail() -> None:
-    raise TrainerError("rank 0, forward of micro-batch 0: the loss is not finite")
+    raise TrainerError("the loss is not finite", code="loss-not-finite")

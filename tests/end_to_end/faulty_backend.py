@@ -10,7 +10,7 @@ _finalization = importlib.import_module("megatron.core.distributed.finalize_mode
 
 
 class FaultyTrainer(MegatronTrainer):
-    """Every tensor rank keeps its own part of the gradient of layer 1's query norm."""
+    """Every tensor rank keeps its part of the gradient of layer 1's query norm."""
 
     def finalize_gradients(self, denominator: float) -> None:
         correct = _finalization._allreduce_non_tensor_model_parallel_grads

@@ -9,7 +9,7 @@ from tests.unit.planning.test_references import REFUSED, ROOT, planned
 
 
 def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPUs hold its own weights, however small the policy is."""
+    """Its GPUs hold its weights, however small the policy is."""
     flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
     plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
     assert plan.problems == []

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: each with its own network, host name, processes, /tmp and /dev/shm.
+"""Several hosts on one machine: each with a network, host name, processes, /tmp and /dev/shm.
 
 Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
 directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
@@ -210,7 +210,7 @@ def two_hosts(shared: Path) -> Iterator[Network]:
         )
         _wire(first, "eth0", "10.77.0.1", second, "eth0", "10.77.0.2")
         _wire(first, "eth1", "192.168.77.1", outsider, "eth0", "192.168.77.9")
-        # The other way into the cluster: its own addresses, by way of the node between.
+        # The other way into the cluster: its addresses, by way of the node between.
         outsider.run(["ip", "route", "add", "10.77.0.0/24", "via", "192.168.77.1"])
         for node in (first, second):
             _furnish(node, shared)

@@ -1,6 +1,6 @@
 """What keeps nodes from coming together is one sentence on each of them, soon, with nothing left behind.
 
-All cases are started at once, each with its own port and run directory: most of their time is spent waiting.
+All cases are started at once, each with a separate port and run directory: most of their time is spent waiting.
 """
 
 import shutil
@@ -52,7 +52,7 @@ class Cases:
             self.begin(name, rank, run_dir, **environment)
 
     def launcher(self, name: str, rank: int) -> psutil.Process:
-        """Python's process behind the script; not a child of it, which has its command line until it runs its own."""
+        """Python's process behind the script; not a child of it, which has its command line until it runs another."""
         port = str(self.port(name))
         found = {
             process.pid: process

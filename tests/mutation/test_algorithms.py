@@ -76,7 +76,7 @@ MUTATIONS = [
         "test_context.py::test_split_and_merge_are_inverse",
     ),
     Mutation(
-        "every micro-batch takes its own mean",
+        "every micro-batch takes a separate mean",
         "losses/loss.py",
         "* inputs.token_weights).sum()",
         "* inputs.token_weights).sum() / inputs.token_weights.sum().clamp_min(1e-6)",

@@ -84,7 +84,7 @@ def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> Non
 
 
 def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[Tensor]:
-    """Of one step of two equal micro-batches, as they lie on this rank, from its own trainer."""
+    """Of one step of two equal micro-batches, as they lie on this rank, from its trainer."""
     trainer = MegatronTrainer(config, placement)
     trainer.setup()
     trainer.begin_step()

@@ -1,6 +1,6 @@
 """Modules with Transformer Engine's names of parameters, and its arguments, made of torch operations.
 
-Transformer Engine exists for CUDA only. With these in its place Megatron builds its own layer spec for it on a CPU, so
+Transformer Engine exists for CUDA only. With these in its place Megatron builds a layer spec for it on a CPU, so
 that what we make of that spec can be tested: names, checkpoints, conversion, and what attention is handed. Their names
 and arguments are those that ``megatron.core.extensions.transformer_engine`` relies on. Transformer Engine itself is
 not tested by them.

@@ -1,4 +1,4 @@
-"""A checkpoint continues training exactly under its own layout, and to rounding under another one.
+"""A checkpoint continues training exactly under its layout, and to rounding under another one.
 
 Compared: with a run that was never interrupted (its weights bit for bit after two further AdamW steps, which show the
 moments and step counts too), with the weights in Hugging Face form as they were when the checkpoint was written, and

@@ -33,11 +33,11 @@ def test_the_first_call_compiles_with_the_options_given(monkeypatch: pytest.Monk
 
         @torch.compile(dynamic=True)
         def fused(x: int, scale: int = 2) -> int:
-            """Its own words."""
+            """Words."""
             return x * scale
 
     assert torch.compile is record
     assert compiled == []
     assert [fused(2, scale=5), fused(3), plain(1)] == [10, 6, 2]
     assert compiled == [("fused", {"dynamic": True}), ("plain", {})]
-    assert fused.__doc__ == "Its own words."
+    assert fused.__doc__ == "Words."

@@ -62,7 +62,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _train_all(placement: RankPlacement, runs: list[tuple[int, tuple[Any, ...]]]) -> list[RankResult]:
-    """One run after the other in the same process, each with its own process groups and rendezvous."""
+    """One run after the other in the same process, each with separate process groups and rendezvous."""
     return [train_fsdp_rank(replace(placement, master_port=port), *run) for port, run in runs]
 
 

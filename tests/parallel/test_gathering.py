@@ -18,7 +18,7 @@ TURNS = 5
 
 
 def batch(rank: int, turn: int) -> list[Tensor]:
-    """Odd sizes and several types; every rank and turn has its own values."""
+    """Odd sizes and several types; every rank and turn has other values."""
     first = 1000.0 * turn + 100.0 * rank
     return [
         first + torch.arange(7.0),

@@ -153,7 +153,7 @@ def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    """A published checkpoint stores them behind its own; what is written has none, and says so."""
+    """A published checkpoint stores them behind its layers; what is written has none, and says so."""
     make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES, num_nextn_predict_layers=1)
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)

@@ -50,7 +50,7 @@ class Problem:
 
 
 def _attend(placement: RankPlacement, problem: Problem, lengths: list[int], stride: int) -> list[Tensor]:
-    """This rank's part of the output and of all gradients; every second rank is in its own group."""
+    """This rank's part of the output and of all gradients; every second rank is in a separate group."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{placement.master_address}:{placement.master_port}",

@@ -87,7 +87,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 0]}),
-    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, a rotary part of heads, its own names
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, a rotary part of heads, other names
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),  # LayerNorm, one norm per layer, tied
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),  # a bias in the head
     "gpt2": (

@@ -51,7 +51,7 @@ def test_a_group_is_seen_whole_and_columns_keep_the_order_of_the_configuration()
     shuffled = [3, 0, 4, 1, 2]
     with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
         outcomes = pool.score([found[i] for i in shuffled], [groups[i] for i in shuffled])
-        single = pool.score(found[:2])  # every item is its own group
+        single = pool.score(found[:2])  # every item is a group
     in_order = [outcomes[shuffled.index(i)] for i in range(5)]
     assert [outcome.rewards for outcome in in_order] == [(1, 20), (1, 0), (0, 10), (1, 0), (1, 10)]
     assert [outcome.successes for outcome in in_order] == [(1, 1), (1, 0), (0, 0), (1, 0), (1, 1)]

@@ -144,7 +144,7 @@ def test_pointing_at_a_curve_reads_its_values(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_drawn_light_and_dark(report: Path, tmp_path: Path, dark: bool) -> None:
-    """By its own pixels: the paper, and each of the curve's and the phases' colours."""
+    """By its pixels: the paper, and each of the curve's and the phases' colours."""
     import matplotlib.image
     import numpy as np
 

@@ -31,7 +31,7 @@ class Finished:
 
 
 class Command:
-    """``slime-like ARGUMENTS`` in its own process group.
+    """``slime-like ARGUMENTS`` in a new process group.
 
     A context manager: a test that fails half-way leaves nothing that would disturb the next one.
 
@@ -136,7 +136,7 @@ class Command:
         return bool(self.descendants() or self._memory_left() or self._sessions())
 
     def _sessions(self) -> list[Path]:
-        """Ray's files, and the temporary ones of engines, where the command started its own cluster."""
+        """Ray's files, and the temporary ones of engines, where the command started a cluster."""
         mine = [path for path in _ray_sessions() if path.name.endswith(f"_{self.process.pid}")]
         return [path for path in mine if path not in self._sessions_before]  # an earlier process had the same id
 

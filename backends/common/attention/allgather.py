@@ -2,8 +2,8 @@
 
 Every rank holds one contiguous part of the pack, and keys and values are gathered whole. A sequence that lies inside
 one part needs nothing but that part; only the sequence that reaches in from earlier ranks sees gathered keys: those
-between its own start and the part's start, without a mask. Both pieces are merged by their log-sum-exp. Keys and values
-travel while a rank computes with its own, and so do their gradients.
+between its start and the part's start, without a mask. Both pieces are merged by their log-sum-exp. Keys and values
+travel while a rank computes with its part, and so do their gradients.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The package is called as it is. Everything that it would otherwise keep in a module-level global, or take a default for,
 is given explicitly: boundaries come with the micro-batch, and the mask, the scale and the process group with every call
-(its own defaults are no mask, and the whole world). It gathers ``heads_k_stride`` heads of keys and values at a time,
+(its defaults are no mask, and the whole world). It gathers ``heads_k_stride`` heads of keys and values at a time,
 and the next ones while these are computed with.
 """
 

@@ -158,7 +158,7 @@ class _Arena:
     def empty(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if self._used + nbytes > self._memory.numel():
-            # What was handed out keeps its own memory; the new one serves as large a batch in full.
+            # What was handed out keeps its memory; the new one serves as large a batch in full.
             self._memory = torch.empty(2 * self._used + nbytes, dtype=torch.uint8, device=self._memory.device)
             self._used = 0
         start = self._used

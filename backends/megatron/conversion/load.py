@@ -18,7 +18,7 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions) -> None:
     """Fill every parameter of ``model_chunks`` from ``hf_dir``, cast to the parameter's own type.
 
-    Collective over the world. A rank reads only its own slices, one at a time. Every parameter element is written once
+    Collective over the world. A rank reads only its slices, one at a time. Every parameter element is written once
     (vocabulary padding with zero), and every tensor of the checkpoint is used by some rank.
 
     Raises:
@@ -43,7 +43,7 @@ def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
 
 
 def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensions, device: torch.device) -> None:
-    """Every Hugging Face tensor of the model must have a place on some rank: each rank marks its own. Collective."""
+    """Every Hugging Face tensor of the model must have a place on some rank: each rank marks those. Collective."""
     names = sorted(family_of(dimensions).hf_shapes(dimensions))
     sources = {name for placement in placements for name in placement.source_names()}
     used = torch.tensor([name in sources for name in names], dtype=torch.uint8, device=device)

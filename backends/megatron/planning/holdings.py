@@ -1,4 +1,4 @@
-"""Memory that one rank holds throughout a run, counted from its own tensors: on shapes, or in a real trainer."""
+"""Memory that one rank holds throughout a run, counted from its tensors: on shapes, or in a real trainer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ class PassMemory:
 
     Attributes:
         saved: kept from forward to backward.
-        forward, backward: highest during each; during backward, with its own saved activations.
+        forward, backward: highest during each; during backward, with its saved activations.
         head_forward, head_backward: of these, what the head has at that moment.
     """
 

@@ -53,7 +53,7 @@ def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callab
     def decorate(function: Callable[..., None]) -> Any:
         dispatcher: Any = njit(fastmath=set(fastmath), error_model="numpy", nogil=True)(function)
         if _directory() is not None:
-            dispatcher._cache = _KernelCache(function)  # as its own enable_caching does
+            dispatcher._cache = _KernelCache(function)  # as enable_caching does
         dispatcher.compile(void(*arguments))
         dispatcher.disable_compile()
         return dispatcher

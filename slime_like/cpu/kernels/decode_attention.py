@@ -135,7 +135,7 @@ def forward(
         query, out: (rows, heads * head_dim).
         keys, values: (at least rows, kv_heads, more than ``column``, head_dim), the new tokens' own in ``column``.
         positions: (rows,), of how many tokens each row's keys lie, without gaps, before that column.
-        window: how many columns a token sees at most, its own included.
+        window: how many columns a token sees at most, its column included.
     """
     kv_heads, dim, end = np.uint64(keys.shape[1]), np.uint64(keys.shape[3]), np.uint64(column + 1)
     group = np.uint64(query.shape[1]) // (kv_heads * dim)

@@ -1,13 +1,16 @@
 """Curves and stacked bars as inline SVG; the page's style sheet colours the classes ``series-N`` and ``part-NAME``."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from statistics import fmean
+from typing import Any
 
 WIDTH, HEIGHT = 560, 220
 BARS_WIDTH = 1180
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
+FLOOR = HEIGHT - BOTTOM
 # More points than this on a line cannot be distinguished at this width, and make the page slow.
 MAX_POINTS = 1_000
 MAX_BARS = 250
@@ -42,7 +45,7 @@ class Scale:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 2)
 
 
-def step_scale(steps: Sequence[int], width: int = WIDTH) -> Scale:
+def _step_scale(steps: Sequence[int], width: int = WIDTH) -> Scale:
     """Scale of the horizontal axis, half a step of room on either side."""
     return Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, width - RIGHT)
 
@@ -68,24 +71,28 @@ def thinned(line: Line, limit: int = MAX_POINTS) -> Line:
         indices = range(start, min(start + size, count))
         ends = {min(indices, key=line.values.__getitem__), max(indices, key=line.values.__getitem__)}
         kept += sorted(ends)
-    steps, values = [line.steps[index] for index in kept], [line.values[index] for index in kept]
-    return Line(line.label, steps, values, line.colour, line.dots, line.faint)
+    return replace(line, steps=[line.steps[index] for index in kept], values=[line.values[index] for index in kept])
+
+
+def chart_data(lines: Sequence[Line], non_finite_steps: Sequence[int]) -> dict[str, Any]:
+    """Values of the curves for the page's script, with the horizontal scale of ``line_chart``."""
+    x = _line_scale(lines, non_finite_steps)
+    rounded = [
+        {"label": line.label, "steps": list(line.steps), "values": [float(f"{value:.6g}") for value in line.values]}
+        for line in map(thinned, lines)
+    ]
+    return {"left": LEFT, "right": WIDTH - RIGHT, "low": x.low, "high": x.high, "lines": rounded}
 
 
 def line_chart(lines: Sequence[Line], non_finite_steps: Sequence[int] = (), label: str = "") -> str:
     """SVG of curves over training steps; steps whose value was NaN or infinite get a mark on the axis.
 
-    Args:
-        lines: at least one, together with at least one value, or one non-finite step.
-        non_finite_steps: where to put marks.
-        label: text for screen readers.
+    There must be a value or a non-finite step; ``label`` is for screen readers.
     """
-    steps = [step for line in lines for step in line.steps] + list(non_finite_steps)
-    x = step_scale(steps)
+    x = _line_scale(lines, non_finite_steps)
     y = _value_scale([value for line in lines for value in line.values] or [0.0])
-    floor = HEIGHT - BOTTOM
     marks = [
-        f'<path class="non-finite" d="M{x(step)} {floor}l-4 -9h8z"><title>step {step}: not finite</title></path>'
+        f'<path class="non-finite" d="M{x(step)} {FLOOR}l-4 -9h8z"><title>step {step}: not finite</title></path>'
         for step in non_finite_steps
     ]
     return _svg(label, [*_axes(x, y), *(_curve(line, x, y) for line in lines), *marks])
@@ -93,30 +100,26 @@ def line_chart(lines: Sequence[Line], non_finite_steps: Sequence[int] = (), labe
 
 def stacked_bars(steps: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]], unit: str, label: str) -> str:
     """SVG of one bar a step, cut into ``parts`` (name, value per step); long runs show means over runs of steps."""
-    x = step_scale(steps, BARS_WIDTH)
+    x = _step_scale(steps, BARS_WIDTH)
     size = math.ceil(len(steps) / MAX_BARS)
     starts = range(0, len(steps), size)
-    means = [[_mean(values[start : start + size]) for _, values in parts] for start in starts]
+    means = [[fmean(values[start : start + size]) for _, values in parts] for start in starts]
     totals = sorted(sum(values) for values in means)
     ceiling = min(totals[-1], CUT_AT_MEDIANS * totals[len(totals) // 2]) or 1.0
-    y = Scale(0.0, ceiling * 1.04, HEIGHT - BOTTOM, TOP)
-    bars = []
-    for start, values in zip(starts, means, strict=True):
-        last = steps[min(start + size, len(steps)) - 1]
-        bars.append(_bar((steps[start], last), [name for name, _ in parts], values, (x, y), unit))
+    y = Scale(0.0, ceiling * 1.04, FLOOR, TOP)
+    names = [name for name, _ in parts]
+    spans = [steps[start : start + size] for start in starts]
+    bars = [_bar(span, zip(names, values, strict=True), x, y, unit) for span, values in zip(spans, means, strict=True)]
     return _svg(label, [*_axes(x, y), *bars], BARS_WIDTH)
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
-def _bar(
-    span: tuple[int, int], names: Sequence[str], values: Sequence[float], scales: tuple[Scale, Scale], unit: str
-) -> str:
-    x, y = scales
-    left, right = x(span[0] - 0.5), x(span[1] + 0.5)
+def _bar(span: Sequence[int], parts: Iterable[tuple[str, float]], x: Scale, y: Scale, unit: str) -> str:
+    left, right = x(span[0] - 0.5), x(span[-1] + 0.5)
     gap = min(1.0, (right - left) * 0.15)
-    when = f"step {span[0]}" if span[0] == span[1] else f"steps {span[0]} to {span[1]}, mean"
+    when = f"step {span[0]}" if len(span) == 1 else f"steps {span[0]} to {span[-1]}, mean"
     base, pieces = 0.0, []
-    for name, value in zip(names, values, strict=True):
+    for name, value in parts:
         bottom, top = y(min(base, y.high)), y(min(base + value, y.high))
         base += value
         if bottom - top > 0.02:
@@ -144,35 +147,34 @@ def _curve(line: Line, x: Scale, y: Scale) -> str:
     return "".join(shapes)
 
 
+def _line_scale(lines: Sequence[Line], non_finite_steps: Sequence[int]) -> Scale:
+    return _step_scale([step for line in lines for step in line.steps] + list(non_finite_steps))
+
+
 def _value_scale(values: Sequence[float]) -> Scale:
     low, high = min(values), max(values)
     size = max(abs(low), abs(high))
     flat = high - low <= _FLAT * size
     room = (0.1 * size or 1.0) if flat else 0.06 * (high - low)
     bottom = max(0.0, low - room) if low >= 0 else low - room  # what is never negative has no room below 0
-    return Scale(bottom, high + room, HEIGHT - BOTTOM, TOP)
+    return Scale(bottom, high + room, FLOOR, TOP)
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:
-    right, floor = x.end, HEIGHT - BOTTOM
     rows = [
-        f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(tick)}" y2="{y(tick)}"/>'
+        f'<line class="grid" x1="{LEFT}" x2="{x.end}" y1="{y(tick)}" y2="{y(tick)}"/>'
         f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 3.5:g}" text-anchor="end">{tick:.6g}</text>'
         for tick in nice_ticks(y.low, y.high)
     ]
     whole = [tick for tick in nice_ticks(x.low, x.high, wanted=6) if tick == int(tick)]
     columns = [
-        f'<text class="tick" x="{x(tick)}" y="{floor + 15}" text-anchor="middle">{int(tick)}</text>' for tick in whole
+        f'<text class="tick" x="{x(tick)}" y="{FLOOR + 15}" text-anchor="middle">{int(tick)}</text>' for tick in whole
     ]
-    return [*rows, f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>', *columns]
+    return [*rows, f'<line class="axis" x1="{LEFT}" x2="{x.end}" y1="{FLOOR}" y2="{FLOOR}"/>', *columns]
 
 
 def _svg(label: str, shapes: Sequence[str], width: int = WIDTH) -> str:
     return (
         f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(label)}">'
-        f'{"".join(shapes)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>'
+        f'{"".join(shapes)}<line class="cursor" y1="{TOP}" y2="{FLOOR}" x1="-9" x2="-9"/></svg>'
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

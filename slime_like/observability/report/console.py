@@ -1,5 +1,6 @@
 """A run's essentials as tables on a terminal."""
 
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -7,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_like.observability.report.data import RunData, StoredTable, summary
-from slime_like.observability.report.panels import key_metrics, phase_picture
+from slime_like.observability.report.panels import PhasePicture, key_metrics, phase_picture
 from slime_like.observability.report.text import spelled_out
 from slime_like.observability.tables import SAMPLE_TABLE
 
@@ -21,15 +22,14 @@ def show(run: RunData, console: Console) -> None:
     """Print the whole report."""
     console.print(_summary(run))
     console.print(_figures(run, console.width))
-    phases = _phases(run)
-    if phases is not None:
-        console.print(phases)
+    if picture := phase_picture(run):
+        console.print(_phases(picture))
     samples = run.tables.get(SAMPLE_TABLE)
     if samples is not None and samples.rows:
         console.print(_samples(samples))
 
 
-def printable(value: Any) -> Text:
+def _printable(value: Any) -> Text:
     """``value`` as plain text without markup; unprintable characters are spelled out, long text is cut."""
     text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     text = spelled_out(text, one_line=True)
@@ -38,8 +38,8 @@ def printable(value: Any) -> Text:
 
 def _summary(run: RunData) -> Table:
     table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
-    for label, text in summary(run):
-        table.add_row(printable(label), printable(text))
+    for entry in summary(run):
+        table.add_row(*map(_printable, entry))
     return table
 
 
@@ -47,32 +47,22 @@ def _figures(run: RunData, width: int) -> Table:
     columns = ("first", "last", "lowest", "highest")
     table = _new_table("Figures by training step", "metric", *columns)
     rows = [
-        (printable(name), [printable(value) for value in (values[0], values[-1], min(values), max(values))])
-        for name, _, values in key_metrics(run)
+        (_printable(name), [_printable(value) for value in (values[0], values[-1], min(values), max(values))])
+        for name, values in key_metrics(run)
     ]
     figures = [
         max([len(column), *(cells[index].cell_len for _, cells in rows)]) for index, column in enumerate(columns)
     ]
     left = width - sum(figures) - _BORDERS * (len(columns) + 1) - 1
-    for name, cells in rows:
-        table.add_row(_broken_at_slash(name, left), *cells)
+    for name, cells in rows:  # a name that does not fit takes two lines, section and metric: no word is broken
+        table.add_row(name if name.cell_len <= left else Text(name.plain.replace("/", "/\n", 1)), *cells)
     return table
 
 
-def _broken_at_slash(name: Text, width: int) -> Text:
-    """A metric's name in one line if it fits, else as section and name in two: never broken inside of a word."""
-    return name if name.cell_len <= width else Text(name.plain.replace("/", "/\n", 1))
-
-
-def _phases(run: RunData) -> Table | None:
-    picture = phase_picture(run)
-    if picture is None:
-        return None
+def _phases(picture: PhasePicture) -> Table:
     table = _new_table("Where the time went", "phase", "share", "mean seconds a step", "longest")
-    shares = dict(picture.shares)
-    for phase, seconds in picture.parts:
-        mean = sum(seconds) / len(seconds)
-        table.add_row(*map(printable, (phase, f"{shares[phase]:.1f}%", mean, max(seconds))))
+    for (phase, seconds), (_, share) in zip(picture.parts, picture.shares, strict=True):
+        table.add_row(*map(_printable, (phase, f"{share:.1f}%", fmean(seconds), max(seconds))))
     return table
 
 
@@ -81,12 +71,12 @@ def _samples(stored: StoredTable) -> Table:
     columns += [name for name in stored.columns if name.startswith("Reward_")]
     table = _new_table("Newest samples", *columns)
     for row in stored.rows[-_NEWEST_SAMPLES:]:
-        table.add_row(*(printable(row.get(column)) for column in columns))
+        table.add_row(*(_printable(row.get(column)) for column in columns))
     return table
 
 
 def _new_table(title: str, *columns: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
     for column in columns:
-        table.add_column(printable(column), overflow="fold")
+        table.add_column(_printable(column), overflow="fold")
     return table

@@ -1,18 +1,17 @@
 """A run's directory, read back for a report."""
 
-import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
-
 from slime_like.config.reading.yaml_text import read_document
-from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
+from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.tables import TOKEN_TABLE
 
@@ -21,6 +20,7 @@ CONFIG_FILE = "config.yaml"
 NEWEST_ROWS = 2_000
 NEWEST_TOKENS = 50_000
 
+_AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
 _TRAINED_SPEED = "train_actor_performance/tokens_per_second"
 
 Row = dict[str, Any]
@@ -28,13 +28,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table as it stands on disk.
-
-    Attributes:
-        columns: in order of first appearance.
-        rows: the newest ones, oldest first.
-        left_out: how many older rows were not kept.
-    """
+    """The newest rows of a table on disk, oldest first; ``left_out`` counts the older ones."""
 
     name: str
     columns: list[str]
@@ -49,8 +43,6 @@ class RunData:
     Attributes:
         config: the resolved configuration as plain values; empty where the run kept none.
         config_text: the same as it stands on disk; ``None`` where the run kept none.
-        records: lines of the metrics file.
-        tables: by name.
     """
 
     run_dir: Path
@@ -62,6 +54,9 @@ class RunData:
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and finite values of one metric."""
         return series(self.records, name)
+
+    def by_step(self, name: str) -> dict[int, float]:
+        return dict(zip(*self.series(name), strict=True))
 
     def non_finite_steps(self, name: str) -> list[int]:
         """Steps at which the metric was logged but was NaN or infinite."""
@@ -77,17 +72,19 @@ def read_run(run_dir: Path) -> RunData:
     """
     if not (run_dir / METRICS_FILE).is_file():
         raise SlimeLikeError(
-            f"{run_dir}: there is no {METRICS_FILE} in it; give the directory of a run (its `run_dir`)"
+            f"there is no {METRICS_FILE} in it",
+            code="no-metrics",
+            who=str(run_dir),
+            remedy="give the directory of a run (its `run_dir`)",
         )
     records = read_metrics(run_dir / METRICS_FILE)
     if not records:
         raise SlimeLikeError(
-            f"{run_dir}: {METRICS_FILE} holds no step yet; ask again once the run has logged one, or, if it has ended, "
-            "read its last words in worker_logs"
+            f"{METRICS_FILE} holds no step yet",
+            code="no-step-logged",
+            who=str(run_dir),
+            remedy="ask again once the run has logged one, or, if it has ended, read the end of its worker_logs",
         )
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("step"), int):
-            raise DataError(f"{run_dir / METRICS_FILE}:{number}: this line names no step; restore or remove the file")
     config_text, config = _read_config(run_dir / CONFIG_FILE)
     tables = [_read_table(path) for path in sorted((run_dir / "tables").glob("*.jsonl"))]
     return RunData(run_dir, config, config_text, records, {table.name: table for table in tables})
@@ -104,40 +101,32 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not config:
         return [("configuration", f"not recorded: the run directory has no {CONFIG_FILE}")]
     model, algorithm = config.get("model", {}), config.get("algorithm", {})
-    entries = [
-        ("model", _joined([model.get("path"), model.get("dtype")])),
-        ("trainer", _layout(config.get("trainer", {}))),
-        (
-            "objective",
-            _joined([algorithm.get("loss"), algorithm.get("advantage"), f"KL {algorithm.get('kl_coef', 0)}"]),
-        ),
-    ]
+    layout = _layout(config.get("trainer", {}))
+    entries = [("model", _joined(model.get("path"), model.get("dtype"))), ("trainer", layout)]
     if algorithm.get("loss") == "sft":
-        return [*entries[:2], ("objective", "sft (supervised: no engine, no reward)")]
-    return [*entries, ("engine", _engine(config.get("rollout", {})))]
+        return [*entries, ("objective", "sft (supervised: no engine, no reward)")]
+    objective = _joined(algorithm.get("loss"), algorithm.get("advantage"), f"KL {algorithm.get('kl_coef', 0)}")
+    return [*entries, ("objective", objective), ("engine", _engine(config.get("rollout", {})))]
 
 
 def _layout(trainer: Mapping[str, Any]) -> str:
     sizes = trainer.get("parallel", {})
-    axes = [("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"), ("data", "DP")]
-    ranks = int(np.prod([sizes.get(axis, 1) for axis, _ in axes]))
-    layout = " x ".join(f"{short}{sizes.get(axis, 1)}" for axis, short in axes)
+    axes = {short: sizes.get(axis, 1) for short, axis in _AXES.items()}
+    ranks = prod(axes.values())
+    layout = " x ".join(f"{short}{size}" for short, size in axes.items())
     expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
-    return _joined([trainer.get("backend"), f"{layout}{expert} ({_count(ranks, 'rank')})"])
+    return _joined(trainer.get("backend"), f"{layout}{expert} ({_count(ranks, 'rank')})")
 
 
 def _engine(rollout: Mapping[str, Any]) -> str:
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
     engines = f"{_count(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
-    return _joined([rollout.get("engine"), engines, sampling])
+    return _joined(rollout.get("engine"), engines, sampling)
 
 
 def _steps(run: RunData) -> str:
-    done = max(
-        (record["step"] for record in current_records(run.records) if STEP_TIME in record or LOSS in record),
-        default=0,
-    )
-    planned = run.config.get("steps")
+    steps = (record["step"] for record in current_records(run.records) if STEP_TIME in record or LOSS in record)
+    done, planned = max(steps, default=0), run.config.get("steps")
     return f"{done} of {planned}" if planned else str(done)
 
 
@@ -146,13 +135,13 @@ def _results(run: RunData) -> list[tuple[str, str]]:
     _, rewards = run.series(MEAN_REWARD)
     entries = []
     if accuracy:
-        entries.append(
-            ("held-out accuracy", f"{accuracy[0]:.3f} (step {steps[0]}) → {accuracy[-1]:.3f} (step {steps[-1]})")
-        )
+        text = f"{accuracy[0]:.3f} (step {steps[0]}) → {accuracy[-1]:.3f} (step {steps[-1]})"
+        entries.append(("held-out accuracy", text))
     if rewards:
         window = min(smoothing_window(len(rewards)), len(rewards))
-        first, last = running_mean(rewards, window)[window - 1], running_mean(rewards, window)[-1]
-        entries.append(("mean reward", f"{first:.3f} → {last:.3f} (first and last {_count(window, 'step')})"))
+        means = running_mean(rewards, window)
+        text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {_count(window, 'step')})"
+        entries.append(("mean reward", text))
     bad = run.non_finite_steps(LOSS)
     if bad:
         entries.append(("loss", f"NaN or infinite at {_count(len(bad), 'step')}, first at step {bad[0]}"))
@@ -160,8 +149,7 @@ def _results(run: RunData) -> list[tuple[str, str]]:
 
 
 def _speed(run: RunData) -> list[tuple[str, str]]:
-    seconds = dict(zip(*run.series(STEP_TIME), strict=True))
-    speeds = dict(zip(*run.series(_TRAINED_SPEED), strict=True))
+    seconds, speeds = run.by_step(STEP_TIME), run.by_step(_TRAINED_SPEED)
     rollout = run.series(ROLLOUT_SPEED)[1]
     timed = [step for step in speeds if seconds.get(step)]
     if not timed:
@@ -170,12 +158,12 @@ def _speed(run: RunData) -> list[tuple[str, str]]:
     trained = sum(speeds[step] * seconds[step] for step in timed) / total
     entries = [
         ("trained tokens/s", f"{trained:,.0f} response tokens/s over {total:,.1f} s of training steps"),
-        ("step time", f"median {np.median([seconds[step] for step in timed]):.2f} s"),
+        ("step time", f"median {median(seconds[step] for step in timed):.2f} s"),
     ]
-    return [*entries, ("rollout tokens/s", f"median {np.median(rollout):,.0f}")] if rollout else entries
+    return [*entries, ("rollout tokens/s", f"median {median(rollout):,.0f}")] if rollout else entries
 
 
-def _joined(parts: list[Any]) -> str:
+def _joined(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
 
 
@@ -192,48 +180,27 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if document.problems:
         raise ConfigError(document.problems)
     if not isinstance(document.data, dict):
-        raise ConfigError(
-            [f"{path}:1: holds no `key: value` lines; restore the run's configuration or remove the file"]
-        )
+        remedy = "restore the run's configuration or remove the file"
+        raise ConfigError([f"{path}:1: holds no `key: value` lines; {remedy}"])
     return text, document.data
 
 
 def _read_table(path: Path) -> StoredTable:
-    per_token = path.stem == TOKEN_TABLE
+    limit = NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS
     rows: deque[Row] = deque()
     columns: dict[str, None] = {}
     left_out = 0
-    for row in _lines(path):
+    for row in read_lines(path):
         if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
         columns.update(dict.fromkeys(row))
         rows.append(row)
-        if len(rows) > (NEWEST_TOKENS if per_token else NEWEST_ROWS):
+        if len(rows) > limit:
             rows.popleft()
             left_out += 1
-    kept = list(_without_repeats(rows).values())
     if "Step" in columns:
         columns.pop("step", None)
-    return StoredTable(path.stem, list(columns), kept, left_out)
-
-
-def _without_repeats(rows: deque[Row]) -> dict[tuple[Any, ...], Row]:
-    """Rows by what they describe, so that a step that was logged twice shows its second logging."""
-    return {
-        (row["step"], row.get("Sequence ID", index), row.get("Token Position")): row for index, row in enumerate(rows)
-    }
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    """Rows one by one: a table may be larger than what a page holds."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                row = None
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
-            elif line.endswith("\n"):
-                raise DataError(f"{path}:{number}: this line is no row of a table; restore or remove the file")
+    # By what they describe, so that a step that was logged twice shows its second logging.
+    kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
+    return StoredTable(path.stem, list(columns), list(kept.values()), left_out)

@@ -103,7 +103,7 @@
       if (value === null || value === undefined) return null;
       return shade.value === "Pi Logprob" ? Math.min(1, Math.max(0, -value / 8)) : gapLevel(value);
     };
-    // Control and direction-changing characters would hide or reorder what the model said: spell them out.
+    // Control and direction-changing characters would hide or reorder the model's output: spell them out.
     const special = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
     const spell = (found) =>
       found === "\n" ? "\u23ce" : "\\u" + found.charCodeAt(0).toString(16).padStart(4, "0");

@@ -1,12 +1,13 @@
 """Panels of a report: curves, and the time by phase."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME, phase_seconds
 from slime_like.observability.phases import PHASES
-from slime_like.observability.report.charts import Line
+from slime_like.observability.report.charts import Line, chart_data, line_chart, stacked_bars
 from slime_like.observability.report.data import RunData
 
 _TRAINING = "train_actor_training/"
@@ -27,10 +28,15 @@ class PanelSpec:
 class Panel:
     """A picture with its data."""
 
-    title: str
-    caption: str
+    spec: PanelSpec
     lines: list[Line]
     non_finite_steps: list[int]
+
+    def svg(self) -> str:
+        return line_chart(self.lines, self.non_finite_steps, self.spec.title)
+
+    def data(self) -> dict[str, Any]:
+        return chart_data(self.lines, self.non_finite_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,6 @@ class PhasePicture:
     """Seconds of every phase at every step, phases that took no time left out.
 
     Attributes:
-        steps: training steps.
         parts: (phase, seconds per step).
         shares: (phase, percent of the run's step time).
     """
@@ -46,6 +51,9 @@ class PhasePicture:
     steps: list[int]
     parts: list[tuple[str, list[float]]]
     shares: list[tuple[str, float]]
+
+    def svg(self) -> str:
+        return stacked_bars(self.steps, self.parts, "s", "Seconds of each phase by training step")
 
 
 SPECS = (
@@ -91,7 +99,7 @@ def panels(run: RunData) -> tuple[list[Panel], list[str]]:
         lines = list(_lines(run, spec))
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         if lines or bad:
-            drawn.append(Panel(spec.title, spec.caption, lines, bad))
+            drawn.append(Panel(spec, lines, bad))
         else:
             missing.append(spec.title)
     return drawn, missing
@@ -99,21 +107,20 @@ def panels(run: RunData) -> tuple[list[Panel], list[str]]:
 
 def phase_picture(run: RunData) -> PhasePicture | None:
     """Draw the time of every step by phase; ``None`` without recorded phases."""
-    seconds = {phase: _by_step(run, phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
-    steps = sorted({step for values in seconds.values() for step in values})
-    taken = {phase: values for phase, values in seconds.items() if any(value > 0 for value in values.values())}
-    if not taken:
-        return None
-    parts = [(phase, [max(0.0, values.get(step, 0.0)) for step in steps]) for phase, values in taken.items()]
+    seconds = {phase: run.by_step(phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
+    steps = sorted(set().union(*seconds.values()))
+    every = {phase: [max(0.0, values.get(step, 0.0)) for step in steps] for phase, values in seconds.items()}
+    parts = [(phase, values) for phase, values in every.items() if any(values)]
     total = sum(sum(values) for _, values in parts)
-    return PhasePicture(steps, parts, [(phase, 100 * sum(values) / total) for phase, values in parts])
+    return (
+        PhasePicture(steps, parts, [(phase, 100 * sum(values) / total) for phase, values in parts]) if parts else None
+    )
 
 
-def key_metrics(run: RunData) -> list[tuple[str, Sequence[int], Sequence[float]]]:
-    """(name, steps, values) of every metric a picture is drawn from, and of the step time."""
+def key_metrics(run: RunData) -> list[tuple[str, list[float]]]:
+    """(name, values) of every metric a picture is drawn from, and of the step time."""
     names = [STEP_TIME, *(name for spec in SPECS for name, _ in spec.metrics)]
-    found = [(name, *run.series(name)) for name in names]
-    return [entry for entry in found if entry[1]]
+    return [(name, values) for name in names if (values := run.series(name)[1])]
 
 
 def _lines(run: RunData, spec: PanelSpec) -> Iterator[Line]:
@@ -125,7 +132,3 @@ def _lines(run: RunData, spec: PanelSpec) -> Iterator[Line]:
         if spec.smooth:
             window = smoothing_window(len(values))
             yield Line(f"running mean over {window} steps", steps, running_mean(values, window), colour)
-
-
-def _by_step(run: RunData, name: str) -> dict[int, float]:
-    return dict(zip(*run.series(name), strict=True))

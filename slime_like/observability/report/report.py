@@ -19,12 +19,7 @@ REPORT_FILE = "report.html"
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write a run's summary, curves and debug tables as one HTML file that opens anywhere, also without a network.
 
-    Args:
-        run_dir: the run's directory; a run that is still going may be looked into.
-        output: where to write, replaced if there; ``run_dir/report.html`` by default.
-
-    Returns:
-        Where the page is.
+    The run may still be going. The file, ``run_dir/report.html`` by default, is replaced if there; returns its path.
 
     Raises:
         SlimeLikeError: the directory holds no metrics, a file in it is damaged, or ``output`` cannot be written.
@@ -32,7 +27,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     page = render_page(read_run(run_dir))
     path = run_dir / REPORT_FILE if output is None else output
     if path.is_dir():
-        raise SlimeLikeError(f"{path}: is a directory; give the file to write, e.g. {path / REPORT_FILE}")
+        remedy = f"give the file to write, e.g. {path / REPORT_FILE}"
+        raise SlimeLikeError("is a directory", code="output-is-directory", who=str(path), remedy=remedy)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,16 +36,13 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
     except OSError as error:
-        raise SlimeLikeError(f"{path}: cannot be written ({error.strerror}); choose another output file") from error
+        problem, remedy = f"cannot be written ({error.strerror})", "choose another output file"
+        raise SlimeLikeError(problem, code="output-not-writable", who=str(path), remedy=remedy) from error
     return path
 
 
 def print_report(run_dir: Path, console: Console | None = None) -> None:
-    """Print a run's summary, key figures, phases and newest samples.
-
-    Args:
-        run_dir: the run's directory.
-        console: where to print; standard output by default.
+    """Print a run's summary, key figures, phases and newest samples, on standard output by default.
 
     Raises:
         SlimeLikeError: the directory holds no metrics, or a file in it is damaged.

@@ -107,7 +107,7 @@ class Cluster:
             "include_dashboard": False,
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
-            # Every actor here has its own environment or starts at once: what idles in advance serves none.
+            # Every actor here has a separate environment or starts at once: what idles in advance serves none.
             # Without the GCS nothing can go on, and Ray would wait a minute for it to come back.
             "_system_config": {"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 15},
         }

@@ -72,7 +72,7 @@ def put_away(session: Path, logs: Path) -> None:
         moving = logs.with_name(f".{logs.name}-moving")
         try:
             shutil.move(session / _LOGS, moving)
-        except OSError:  # the run has ended already, and its own error is what counts
+        except OSError:  # the run has ended already, and its error is what counts
             shutil.rmtree(moving, ignore_errors=True)
             return
         logs.unlink()

@@ -79,7 +79,7 @@ class EngineGroup:
         self._start(indexes, "starting again")
 
     def _start(self, indexes: Iterable[int], phase: str) -> None:
-        # The engine bounds its own start; the slack here is for the actor's imports.
+        # The engine bounds its start; the slack here is for the actor's imports.
         self.call("start", phase=phase, timeout_s=self._config.rollout.start_timeout_s + 120, indexes=indexes)
 
     @staticmethod

@@ -24,7 +24,7 @@ def debug_tables(
     ]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
     tables = [
-        per_sample_table(step, samples, pi, stats, decode, limit),
-        per_token_table(step, samples, pi, decode, limit),
+        per_sample_table(step, samples, pi, stats, decode),
+        per_token_table(step, samples, pi, decode),
     ]
     return [table for table in tables if table.rows]

@@ -63,7 +63,7 @@ def start_engines(
 ) -> StartedEngines:
     """Set up trainers, engines, reward and reference workers.
 
-    All import at the same time; the wait for each has its own bound. Colocated engines load while the
+    All import at the same time; the wait for each has a separate bound. Colocated engines load while the
     trainers are off the devices, and sleep when this returns.
     """
     colocated = config.cluster.placement == "colocated"

@@ -13,7 +13,8 @@ from slime_like.config import RunConfig
 from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import PromptSource, load_tokenizer
+from slime_like.data.prompts import PromptSource
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress

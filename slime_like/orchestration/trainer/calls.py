@@ -111,7 +111,7 @@ class RankCalls:
         return self._start(phase, method, [arguments] * self.size, options)
 
     def start_each(self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Answers[T]:
-        """Call each rank with its own arguments, without waiting."""
+        """Call each rank with separate arguments, without waiting."""
         return self._start(phase, method, arguments, {})
 
     def defer(self, answers: Answers[None]) -> None:
@@ -124,7 +124,7 @@ class RankCalls:
         self._deferred = [answers for answers in deferred if not answers.is_answered()]
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for every deferred call, each with its own bound: it starts when the one before has ended."""
+        """Wait for every deferred call, each with a separate bound: it starts when the one before has ended."""
         deferred, self._deferred = self._deferred, []
         for answers in deferred:
             answers.gather(timeout_s)

@@ -75,7 +75,7 @@ class TrainerGroup:
         host, port = gather([first], self.ranks.names[:1], phase="starting", timeout_s=timeout, error=TrainerError)[0]
         if self._placement.num_nodes > 1:
             self._require_shared_run_dir(timeout)
-        # Ray shows every actor its own device only, so that each is device 0 of its process.
+        # Ray shows every actor its device only, so that each is device 0 of its process.
         placements = [RankPlacement(rank, size, 0, host, port) for rank in range(size)]
         started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
         self.ranks.place(started.result(timeout))

@@ -178,16 +178,5 @@ class RankTraining:
 
 
 def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:
-    response = torch.tensor(tokens[1:], dtype=torch.int64)
-    return UnscoredTrajectory(
-        prompt_tokens=torch.tensor(tokens[:1], dtype=torch.int64),
-        response_tokens=response,
-        prompt_len=1,
-        response_len=len(response),
-        logprobs=None,
-        answer="",
-        sequence_id=f"probe-{index}",
-        policy_version=0,
-        group_id=index,
-        loss_mask=torch.ones(len(response), dtype=torch.bool),
-    )
+    prompt, response = (torch.tensor(ids, dtype=torch.int64) for ids in (tokens[:1], tokens[1:]))
+    return UnscoredTrajectory.unsampled(f"probe-{index}", prompt, response, group_id=index)

@@ -30,7 +30,7 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
     shards = [split_for_context_parallel(packed, cp, rank, layout, multiple) for rank in range(cp)]
     lengths = {shard.tokens.numel() for shard in shards}
     assert len(lengths) == 1 and lengths.pop() % multiple == 0
-    # Every token of the pack is held exactly once, with its own position.
+    # Every token of the pack is held exactly once, with its position.
     sources = torch.cat([shard.source for shard in shards])
     assert sources[sources >= 0].sort().values.tolist() == list(range(packed.packed_seq_len))
     for shard in shards:

@@ -28,7 +28,7 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
     assert len(partition) == ranks and all(bins and all(bins) for bins in partition)
     assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= budget for bins in partition for batch in bins)
-    # Counts differ only where there is nothing left to split: every sequence has its own micro-batch.
+    # Counts differ only where there is nothing left to split: every sequence has a micro-batch.
     assert len({len(bins) for bins in partition}) == 1 or all(len(batch) == 1 for bins in partition for batch in bins)
 
 

@@ -85,12 +85,12 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
 
 
 def write_weights(file: Path, layers: Iterable[int]) -> None:
-    """A whole safetensors file, written by its own library, with one number for every layer."""
+    """A whole safetensors file, written by safetensors, with one number for every layer."""
     save_file({f"model.layers.{layer}.input_layernorm.weight": np.ones(1, np.float32) for layer in layers}, file)
 
 
 def sound_flags(root: Path) -> list[str]:
-    """A configuration without fault, as flags, its files below ``root``; a test appends its own."""
+    """A configuration without fault, as flags, its files below ``root``; a test appends others."""
     write_checkpoint(root / "model")
     (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     return [

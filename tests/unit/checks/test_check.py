@@ -748,18 +748,18 @@ def test_a_family_without_what_every_decoder_has_is_refused_by_name(flags: list[
 
 
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": "3"}, "num_hidden_layers='3' is no whole number of at least 1"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number of at least 1"),
     ({**EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than its 8 experts"),
     ({"num_attention_heads": 15}, "num_key_value_heads=8 does not divide num_attention_heads=15"),
-    ({"num_attention_heads": [4]}, "num_attention_heads=[4] is no whole number of at least 1"),
-    ({"hidden_size": 64.0}, "hidden_size=64.0 is no whole number of at least 1"),
-    ({"head_dim": True}, "head_dim=True is no whole number of at least 1"),
-    ({"vocab_size": 0}, "vocab_size=0 is no whole number of at least 1"),
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is no number above 0"),
-    ({"rope_theta": -1}, "rope_theta=-1 is no number above 0"),
-    ({"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
+    ({"num_attention_heads": [4]}, "num_attention_heads=[4] must be a whole number of at least 1"),
+    ({"hidden_size": 64.0}, "hidden_size=64.0 must be a whole number of at least 1"),
+    ({"head_dim": True}, "head_dim=True must be a whole number of at least 1"),
+    ({"vocab_size": 0}, "vocab_size=0 must be a whole number of at least 1"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be a number above 0"),
+    ({"rope_theta": -1}, "rope_theta=-1 must be a number above 0"),
+    ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "key 'original_max_position_embeddings' is missing"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2' is no number above 0"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2' must be a number above 0"),
     (
         {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -767,7 +767,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         },
         "rope_parameters and rope_scaling say different things; keep one, with its rope_theta",
     ),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
     ({"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list of them"),
     ({"eos_token_id": [2, None]}, "eos_token_id=[2, None] is neither a token id nor a list of them"),
     ({"eos_token_id": 300}, "eos_token_id=300: 300 is no token of the model, whose ids are 0 to 299; re-export"),
@@ -775,7 +775,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["NoneForCausalLM"], "eos_token_id": 300}, "eos_token_id=300: 300 is no token of the model"),
     ({"head_dim": None, "num_attention_heads": 7}, "num_attention_heads=7 does not divide hidden_size=64, and there"),
     ({"layer_types": ["full_attention"] * 3}, "num_hidden_layers=12, but layer_types has 3 entries"),
-    ({**EXPERTS, "num_experts_per_tok": "2"}, "num_experts_per_tok='2' is no whole number of at least 1"),
+    ({**EXPERTS, "num_experts_per_tok": "2"}, "num_experts_per_tok='2' must be a whole number of at least 1"),
 ]
 
 

@@ -106,7 +106,7 @@ def test_a_bad_row_is_rejected_before_anything_starts(root: Path, capsys: pytest
         file.write('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}\n')
     assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1
     assert capsys.readouterr().err == (
-        "slime-like: in.jsonl:2: 'response_tokens' has the id 300, but the model has ids 0 to 299 [data]\n"
+        "slime-like: in.jsonl:2: 'response_tokens' has the id 300, but the model has ids 0 to 299 [unknown-token-id]\n"
     )
     (root / "in.jsonl").write_text("\n")
     assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1

@@ -74,5 +74,5 @@ def test_a_damaged_side_ends_the_comparison() -> None:
         def read(self, names: list[str]) -> dict[str, Tensor]:
             raise CheckpointError("it is damaged")
 
-    with pytest.raises(CheckpointError, match="it is damaged"):
+    with pytest.raises(CheckpointError):
         compare_sources(InMemory(tensors()), Damaged(tensors()), 2, lambda done, total: None)

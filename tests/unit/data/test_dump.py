@@ -17,32 +17,28 @@ from tests.unit.checks.checkpoint import write_checkpoint
 
 RANDOM = random.Random(0).randbytes(4096)
 BROKEN: dict[str, tuple[object, str]] = {
-    "random bytes": (RANDOM, "damaged rollout dump (UnpicklingError: "),
-    "the beginning of a pickle": (b"\x80\x02" + RANDOM, "damaged rollout dump ("),
-    "empty": (b"", "damaged rollout dump (EOFError: "),
-    "text": (b"hello", "damaged rollout dump ("),
-    "a list": ([1, 2], "damaged rollout dump (TypeError: "),
-    "no version": ({}, "damaged rollout dump (KeyError: 'version')"),
-    "another version": ({"version": 9}, "rollout dump of version 9, this program reads 1"),
-    "other fields": ({"version": 1, "trajectories": [{"x": 1}]}, "damaged rollout dump (TypeError: "),
-    "nothing in it": (
-        {"version": 1, "trajectories": []},
-        "holds no trajectory; save it again with debug.save_rollouts",
-    ),
+    "random bytes": (RANDOM, "damaged-dump"),
+    "the beginning of a pickle": (b"\x80\x02" + RANDOM, "damaged-dump"),
+    "empty": (b"", "damaged-dump"),
+    "text": (b"hello", "damaged-dump"),
+    "a list": ([1, 2], "damaged-dump"),
+    "no version": ({}, "damaged-dump"),
+    "another version": ({"version": 9}, "dump-version"),
+    "other fields": ({"version": 1, "trajectories": [{"x": 1}]}, "damaged-dump"),
+    "nothing in it": ({"version": 1, "trajectories": []}, "empty-dump"),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, case: str) -> None:
-    content, reason = BROKEN[case]
+@pytest.mark.parametrize(("content", "code"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, content: object, code: str) -> None:
     path = dump_path(tmp_path, 1)
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as caught:  # with a sentence of torch's
         load_trajectories(path)
-    assert str(caught.value).startswith(f"{path}: {reason}")
+    assert (caught.value.code, caught.value.who) == (code, str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -56,8 +52,9 @@ def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> No
             same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
             assert same, field.name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(DataError, match=r"step-000012\.pt: damaged rollout dump"):
+    with pytest.raises(DataError) as caught:
         load_trajectories(path)
+    assert caught.value.code == "damaged-dump"
 
 
 def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def rl_record() -> StepRecord:
             waiting_s=0.25,
             response_tokens=80,
             total_tokens=150,
-            memory={"peak_rss (GiB)": 0.5},
         ),
         replay_buffer_size=64,
         weight_gather_s=0.2,

@@ -1,4 +1,4 @@
-"""A run directory as a training run leaves it: written by the logger itself, with text that wants to be markup."""
+"""A run directory as a training run leaves it: written by the logger, with text that looks like markup."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,8 +60,8 @@ def log_tables(logger: MetricLogger, step: int) -> None:
     trajectories = [sample(step, index) for index in range(SAMPLES)]
     pi = [np.linspace(-0.1, -3.0, TOKENS) for _ in trajectories]
     for table in (
-        per_sample_table(step, trajectories, pi, grpo_stats(loss=1 / step), decode, SAMPLES),
-        per_token_table(step, trajectories, pi, decode, SAMPLES),
+        per_sample_table(step, trajectories, pi, grpo_stats(loss=1 / step), decode),
+        per_token_table(step, trajectories, pi, decode),
     ):
         logger.log_table(step, table.name, table.columns, table.rows)
 

@@ -1,4 +1,4 @@
-"""Files read back with plain json, and with TensorBoard's own reader."""
+"""Files read back with plain json, and with TensorBoard's reader."""
 
 import json
 import math
@@ -13,6 +13,7 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, series
+from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
 
@@ -28,6 +29,7 @@ def strict_lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     logger = MetricLogger(FILE_ONLY, tmp_path / "run")
+    assert not (tmp_path / "run" / "tensorboard").exists()
     path = tmp_path / "run" / "metrics.jsonl"
     logger.log(0, {"evaluation/accuracy": 0.5})
     assert [(row["step"], row["evaluation/accuracy"]) for row in strict_lines(path)] == [(0, 0.5)]
@@ -54,24 +56,18 @@ def test_non_finite_values_stand_as_null(tmp_path: Path) -> None:
     assert {name: row[name] for name in values} == {"nan": None, "inf": None, "tensor": None, "fine": 0.5}
 
 
-def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path, rejects: Rejects) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     logger = MetricLogger(FILE_ONLY, tmp_path)
-    with pytest.raises(SlimeLikeError, match=r"metrics.jsonl could not be written \(No space left .*\); free space"):
+    with rejects(SlimeLikeError, "disk-refused"):
         logger.log(1, {"loss": 1.0})
     logger.close()
 
 
-def test_a_later_logger_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        logger = MetricLogger(FILE_ONLY, tmp_path)
-        logger.log(step, {"a": step})
-        logger.close()
-    assert [row["step"] for row in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.parametrize(("tail", "kept"), [('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])])
-def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path, tail: str, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("tail", "kept"), [("", [1, 3]), ('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])]
+)
+def test_a_run_is_continued_behind_its_last_whole_line(tmp_path: Path, tail: str, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0.0}\n' + tail)
     assert [row["step"] for row in read_metrics(path)] == kept[:-1]
@@ -82,28 +78,31 @@ def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path, tail: str, ke
 
 
 @pytest.mark.parametrize("damage", ['{"step": 1, "a"\n{"step": 2}\n', '{"step": 1}\n[2]\n', '{"step": 1}\n{"st\n'])
-def test_damage_elsewhere_is_refused(tmp_path: Path, damage: str) -> None:
+def test_damage_elsewhere_is_refused(tmp_path: Path, rejects: Rejects, damage: str) -> None:
     """Only what follows the last newline may be half a record; a broken line that was ended is damage."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(damage)
-    with pytest.raises(DataError, match=r"metrics\.jsonl:[12]: .*no JSON object"):
+    with rejects(DataError, "damaged-line"):
         read_metrics(path)
 
 
-def test_reading_a_missing_file_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such metrics file"):
+def test_reading_a_missing_file_says_so(tmp_path: Path, rejects: Rejects) -> None:
+    with rejects(DataError, "no-metrics"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_series_takes_the_last_run_of_a_step_and_skips_gaps() -> None:
-    records: list[dict[str, Any]] = [
-        {"step": 2, "a": 1.0},
-        {"step": 3, "a": None},
-        {"step": 1, "a": 5.0},
-        {"step": 2, "a": 4.0},
-        {"step": 9},
-    ]
-    assert series(records, "a") == ([1, 2], [5.0, 4.0])
+@pytest.mark.parametrize(
+    ("logged", "expected"),
+    [
+        ([(2, 1.0), (3, None), (1, 5.0), (2, 4.0)], ([1, 2], [5.0, 4.0])),
+        # Resumed from step 2 of 4: the closing accuracy is not that of the former step 4.
+        ([(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)], ([1, 2, 3], [0.1, 0.2, 0.3])),
+    ],
+)
+def test_series_takes_the_last_run_of_a_step_and_skips_gaps(
+    logged: list[tuple[int, float | None]], expected: tuple[list[int], list[float]]
+) -> None:
+    assert series([*({"step": step, "a": value} for step, value in logged), {"step": 9}], "a") == expected
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
@@ -122,24 +121,14 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     assert len(losses) == 2
 
 
-def test_tensorboard_off_writes_no_directory(tmp_path: Path) -> None:
-    MetricLogger(FILE_ONLY, tmp_path).close()
-    assert not (tmp_path / "tensorboard").exists()
-
-
-def test_wandb_without_its_package_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
-    with pytest.raises(ConfigError, match=r"logging\.wandb=true.*pip install wandb.*logging\.wandb=false"):
-        MetricLogger(LoggingConfig(tensorboard=False, wandb=True), tmp_path)
-
-
-def test_tensorboard_without_its_package_is_a_configuration_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_a_tracker_without_its_package_is_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, tracker: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard=true.*pip install tensorboard"):
-        MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+    monkeypatch.setitem(sys.modules, tracker, None)  # how Python itself marks a module that cannot be imported
+    with rejects(ConfigError):
+        MetricLogger(LoggingConfig(**{"tensorboard": False, tracker: True}), tmp_path)
 
 
 def test_tables_append_rows(tmp_path: Path) -> None:
@@ -155,28 +144,28 @@ def test_tables_append_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "row", "message"),
+    ("name", "columns", "row"),
     [
-        ("../out", ["a"], [1], "table name"),
-        ("a/b", ["a"], [1], "table name"),
-        ("t", ["step"], [1], "step: this field name is reserved"),
-        ("t", ["a", "a"], [1, 2], "named twice"),
-        ("t", ["a", "b"], [1], "row 0: 1 cells for 2 columns"),
+        ("../out", ["a"], [1]),
+        ("a/b", ["a"], [1]),
+        ("t", ["step"], [1]),
+        ("t", ["a", "a"], [1, 2]),
+        ("t", ["a", "b"], [1]),
     ],
 )
 def test_tables_that_cannot_be_written_are_refused(
-    tmp_path: Path, name: str, columns: list[str], row: list[int], message: str
+    tmp_path: Path, rejects: Rejects, name: str, columns: list[str], row: list[int]
 ) -> None:
     logger = MetricLogger(FILE_ONLY, tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with rejects(ValueError):
         logger.log_table(1, name, columns, [row])
     logger.close()
     assert not (tmp_path / "tables").exists()
 
 
-def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path) -> None:
+def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path, rejects: Rejects) -> None:
     logger = MetricLogger(FILE_ONLY, tmp_path)
-    with pytest.raises(ValueError, match="time: this field name is reserved"):
+    with rejects(ValueError):
         logger.log(1, {"time": 3.0})
     logger.close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -193,12 +182,3 @@ def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.Monk
     logger.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train_actor_training/loss" in record.read_bytes()
-
-
-def test_steps_that_a_resumed_run_left_behind_do_not_count() -> None:
-    """Gone on from step 2 of 4: the closing accuracy is not that of the former step 4."""
-    logged = [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)]
-    assert series([{"step": step, "accuracy": value} for step, value in logged], "accuracy") == (
-        [1, 2, 3],
-        [0.1, 0.2, 0.3],
-    )

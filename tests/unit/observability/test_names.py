@@ -4,12 +4,14 @@ import dataclasses
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import EvaluationRecord, RewardRecord, SyncRecord
+from slime_like.observability.records import EvaluationRecord, SyncRecord
+from tests.support.rejections import Rejects
 from tests.unit.observability.records import reward_record, rl_record, sft_record
 
 RL_FIGURES = {
@@ -45,7 +47,6 @@ RL_FIGURES = {
     "train_actor_performance/time_weight_gather (s)": 0.2,
     "train_actor_performance/pct_time_weight_gather (%)": 2.5,
     "train_actor_performance/memory/peak_rss (GiB)": 1.5,
-    "ref_actor_performance/memory/peak_rss (GiB)": 0.5,
     "ref_actor_performance/time_total_ref_step (s)": 2.0,
     "ref_actor_performance/total_rollout_time (s)": 2.0,
     "ref_actor_performance/time_model_running (s)": 0.5,
@@ -105,7 +106,6 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
     )
     sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
     logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
-    logged.discard("ref_actor_performance/memory/peak_rss (GiB)")  # a field of the record that no run fills
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 
@@ -141,25 +141,23 @@ def test_generation_time_can_be_given_where_it_overlaps_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"rewards": [[1.0, 0.0]]}, "rewards has shape"),
-        ({"successes": [[1], [0], [1], [0], [1]]}, "successes has shape"),
-        ({"weights": [1.0]}, "1 weights for 2 reward functions"),
-        ({"rewards": [], "successes": [], "func_names": [], "weights": [], "group_ids": []}, "has shape"),
+        {"rewards": [[1.0, 0.0]]},
+        {"successes": [[1], [0], [1], [0], [1]]},
+        {"weights": [1.0]},
+        {"rewards": [], "successes": [], "func_names": [], "weights": [], "group_ids": []},
     ],
 )
-def test_reward_records_that_do_not_fit_are_refused(change: dict[str, list[float]], message: str) -> None:
-    fields = {field.name: getattr(reward_record(), field.name) for field in dataclasses.fields(RewardRecord)}
-    with pytest.raises(ValueError, match=message):
-        RewardRecord(**fields | change)
+def test_reward_records_that_do_not_fit_are_refused(rejects: Rejects, change: dict[str, Any]) -> None:
+    with rejects(ValueError):
+        dataclasses.replace(reward_record(), **change)
 
 
-def test_step_records_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one optimizer step"):
-        dataclasses.replace(sft_record(), updates=[])
-    with pytest.raises(ValueError, match="21 actual tokens"):
-        dataclasses.replace(sft_record(), actual_tokens=21)
+@pytest.mark.parametrize("change", [{"updates": []}, {"actual_tokens": 21}])
+def test_step_records_that_cannot_be_are_refused(rejects: Rejects, change: dict[str, Any]) -> None:
+    with rejects(ValueError):
+        dataclasses.replace(sft_record(), **change)
 
 
 def test_evaluation_names() -> None:

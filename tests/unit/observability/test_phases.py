@@ -3,6 +3,7 @@
 import pytest
 
 from slime_like.observability.phases import PHASES, PhaseClock
+from tests.support.rejections import Rejects
 
 SECOND = 1_000_000_000
 
@@ -38,8 +39,6 @@ def test_times_go_to_their_phase_and_the_rest_to_orchestration(time: Time) -> No
     times = clock.finish()
     assert times.seconds == {"wait": 0, "generate": 2.25, "reward": 0, "score": 0, "train": 1.0, "sync": 0}
     assert (times.step_s, times.orchestration_s) == (4.0, 0.75)
-    assert times.share("generate") == 0.5625
-    assert times.share("orchestration") == 0.1875
 
 
 def test_finish_starts_the_next_step(time: Time) -> None:
@@ -51,7 +50,6 @@ def test_finish_starts_the_next_step(time: Time) -> None:
         time.move(1.0)
     times = clock.finish()
     assert (times.step_s, times.seconds["wait"], times.seconds["sync"]) == (1.0, 1.0, 0.0)
-    assert clock.finish().share("wait") == 0.0  # an empty step divides nothing by zero
 
 
 def test_the_parts_add_up_to_the_step_on_a_real_clock() -> None:
@@ -75,14 +73,14 @@ def test_a_phase_that_raises_is_counted_and_closed(time: Time) -> None:
     assert clock.finish().seconds["score"] == 1.0
 
 
-def test_misuse_is_refused_and_leaves_the_clock_usable(time: Time) -> None:
+def test_misuse_is_refused_and_leaves_the_clock_usable(time: Time, rejects: Rejects) -> None:
     clock = PhaseClock(time)
-    with pytest.raises(ValueError, match="unknown phase 'sleep'"), clock.phase("sleep"):
+    with rejects(ValueError), clock.phase("sleep"):
         pass
     with clock.phase("train"):
-        with pytest.raises(RuntimeError, match="'score' begins inside phase 'train'"), clock.phase("score"):
+        with rejects(RuntimeError), clock.phase("score"):
             pass
-        with pytest.raises(RuntimeError, match="finished inside phase 'train'"):
+        with rejects(RuntimeError):
             clock.finish()
         time.move(1.0)
     assert clock.finish().seconds["train"] == 1.0

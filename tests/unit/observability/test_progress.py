@@ -9,8 +9,7 @@ import unicodedata
 
 import pytest
 
-from slime_like.observability.figures import phase_shares
-from slime_like.observability.names import step_metrics
+from slime_like.observability.names import phase_shares, step_metrics
 from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
@@ -29,66 +28,58 @@ def control_characters(text: str) -> set[str]:
     return {character for character in text if unicodedata.category(character) == "Cc" and character != "\n"}
 
 
-def test_a_plain_line_says_what_matters() -> None:
-    stream = io.StringIO()
-    with Progress("plain", 100, stream) as progress:
-        progress.update(3, step_metrics(rl_record()) | {"evaluation/accuracy": 0.81})
-    assert stream.getvalue() == (
-        "step 3/100 | step time 8.00 s | loss 2 | reward 0.900 | accuracy 0.810 | rollout tokens/s 20"
-        " | wait 6% generate 50% reward 6% score 6% train 25% sync 5% orchestration 1%\n"
-    )
+RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
+ACCURACY = {"evaluation/accuracy": 0.25}
+SHARES = " | wait 6% generate 50% reward 6% score 6% train 25% sync 5% orchestration 1%"
+RL_LINE = "step time 8.00 s | loss 2 | reward 0.900 | accuracy {} | rollout tokens/s 20" + SHARES
+# steps of the run; second, step and figures of every update; lines by then, and after the end
+PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {
+    "a line has the figures and the phases": (
+        100, [(0, 3, RL | {"evaluation/accuracy": 0.81})], [f"step 3/100 | {RL_LINE.format('0.810')}"], [],
+    ),
+    "a supervised run has no reward": (5, [(0, 1, SFT)], ["step 1/5 | step time 8.00 s | loss 2" + SHARES], []),
+    "once a second, and the last always": (
+        1000,
+        [(max(0, step - 1) / 10, step, {}) for step in range(1, 26)],
+        ["step 1/1000", "step 11/1000", "step 21/1000"],
+        ["step 25/1000"],
+    ),
+    "the end is written at once; an evaluation changes no figure": (
+        2, [(0, 1, {}), (0, 2, {}), (0, 2, {})], ["step 1/2", "step 2/2"], [],
+    ),
+    "an evaluation after the last step adds its figure alone": (
+        2,
+        [(0, 0, ACCURACY), (0, 2, RL), (0, 2, {"evaluation/accuracy": 0.75})],
+        ["step 0/2 | accuracy 0.250", f"step 2/2 | {RL_LINE.format('0.250')}", "step 2/2 | accuracy 0.750"],
+        [],
+    ),
+    "an evaluation that comes at once is part of its step's line": (
+        9,
+        [(0, 1, ACCURACY), (0, 2, ACCURACY), (0, 2, {"evaluation/accuracy": 0.75})],
+        ["step 1/9 | accuracy 0.250"],
+        ["step 2/9 | accuracy 0.750"],
+    ),
+    "a figure keeps its last value": (
+        9,
+        [(0, 0, ACCURACY), (5, 1, {"train_actor_training/loss": 0.5})],
+        ["step 0/9 | accuracy 0.250", "step 1/9 | loss 0.5 | accuracy 0.250"],
+        [],
+    ),
+}  # fmt: skip
 
 
-def test_a_supervised_run_shows_no_reward() -> None:
-    stream = io.StringIO()
-    with Progress("plain", 5, stream) as progress:
-        progress.update(1, step_metrics(sft_record()))
-    assert "loss 2" in stream.getvalue()
-    assert "tokens/s" not in stream.getvalue() and "accuracy" not in stream.getvalue()
-    assert stream.getvalue().count("reward") == 1  # the phase
-
-
-def test_plain_lines_come_once_a_second_and_the_last_always() -> None:
+@pytest.mark.parametrize(("total", "updates", "lines", "at_end"), PLAIN.values(), ids=PLAIN)
+def test_plain_lines(
+    total: int, updates: list[tuple[float, int, dict[str, float]]], lines: list[str], at_end: list[str]
+) -> None:
     stream, time = io.StringIO(), Time()
-    progress = Progress("plain", 1000, stream, time)
-    for step in range(1, 26):  # one step every 0.1 s, from second 0 to 2.4
-        progress.update(step, {})
-        time.seconds = step / 10
-    assert stream.getvalue().split("\n") == ["step 1/1000", "step 11/1000", "step 21/1000", ""]
-    progress.close()
-    progress.close()
-    assert stream.getvalue().endswith("step 21/1000\nstep 25/1000\n")
-
-
-def test_the_end_of_the_run_is_written_at_once() -> None:
-    stream, time = io.StringIO(), Time()
-    progress = Progress("plain", 2, stream, time)
-    progress.update(1, {})
-    progress.update(2, {})
-    progress.update(2, {})  # an evaluation that changes no figure
-    assert stream.getvalue() == "step 1/2\nstep 2/2\n"
-    progress.close()
-    assert stream.getvalue() == "step 1/2\nstep 2/2\n"
-
-
-def test_an_evaluation_after_the_last_step_adds_its_figure_alone() -> None:
-    stream = io.StringIO()
-    with Progress("plain", 2, stream, Time()) as progress:
-        progress.update(0, {"evaluation/accuracy": 0.25})
-        progress.update(2, step_metrics(rl_record()))
-        progress.update(2, {"evaluation/accuracy": 0.75})
-    before, last, evaluation = stream.getvalue().splitlines()
-    assert before == "step 0/2 | accuracy 0.250"
-    assert last.startswith("step 2/2 | step time 8.00 s | loss 2 | reward 0.900 | accuracy 0.250 | ")
-    assert evaluation == "step 2/2 | accuracy 0.750"
-
-
-def test_an_evaluation_that_comes_at_once_is_part_of_its_steps_line() -> None:
-    stream = io.StringIO()
-    with Progress("plain", 9, stream, Time()) as progress:
-        for step, accuracy in ((1, 0.25), (2, 0.25), (2, 0.75)):
-            progress.update(step, {"evaluation/accuracy": accuracy})
-    assert stream.getvalue() == "step 1/9 | accuracy 0.250\nstep 2/9 | accuracy 0.750\n"
+    progress = Progress("plain", total, stream, time)
+    for time.seconds, step, values in updates:
+        progress.update(step, values)
+    assert stream.getvalue().splitlines() == lines
+    for _ in range(2):  # may be closed twice
+        progress.close()
+        assert stream.getvalue() == "".join(f"{line}\n" for line in [*lines, *at_end])
 
 
 def test_an_exception_leaves_the_last_line() -> None:
@@ -100,20 +91,11 @@ def test_an_exception_leaves_the_last_line() -> None:
     assert stream.getvalue() == "step 1/9\nstep 2/9\n"
 
 
-def test_a_figure_keeps_its_last_value() -> None:
-    stream, time = io.StringIO(), Time()
-    with Progress("plain", 9, stream, time) as progress:
-        progress.update(0, {"evaluation/accuracy": 0.25})
-        time.seconds = 5.0
-        progress.update(1, {"train_actor_training/loss": 0.5})
-    assert stream.getvalue().splitlines()[1] == "step 1/9 | loss 0.5 | accuracy 0.250"
-
-
 def test_plain_output_has_no_control_characters() -> None:
     stream = io.StringIO()
     with Progress("plain", 9, stream) as progress:
         progress.note("\x1b[31mred\x1b[0m\r\nbell\x07 [bold]kept[/bold] ümlaut")
-        progress.update(1, step_metrics(rl_record()))
+        progress.update(1, RL)
     assert control_characters(stream.getvalue()) == set()
     assert stream.getvalue().splitlines()[0] == "red  bell  [bold]kept[/bold] ümlaut"
 
@@ -147,7 +129,7 @@ def on_a_terminal(error: Exception | None) -> str:
             os.fdopen(follower, "w", encoding="utf-8") as stream,
             Progress("auto", 9, stream) as progress,
         ):
-            progress.update(4, step_metrics(rl_record()) | {"evaluation/accuracy": 0.81})
+            progress.update(4, RL | {"evaluation/accuracy": 0.81})
             progress.note("saved [x]")
             if error is not None:
                 raise error

@@ -1,9 +1,10 @@
 """Debug tables against rows computed by hand."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.orchestration.run.debug_tables import debug_tables
 from slime_like.trajectory import ScoredTrajectory
+from tests.support.rejections import Rejects
 from tests.unit.observability.records import grpo_stats
 
 WORDS = {1: "2", 2: "+", 3: "=", 4: "5", 5: "<eos>"}
@@ -44,7 +47,7 @@ def samples() -> list[ScoredTrajectory]:
 
 
 def test_per_sample_rows() -> None:
-    table = per_sample_table(12, samples(), PI, STATS, decode, limit=4)
+    table = per_sample_table(12, samples(), PI, STATS, decode)
     assert table.name == "per_sample_debug_table"
     assert table.columns == [
         "Sequence ID", "Prompt", "Response", "Advantages", "Response Length", "Step",
@@ -60,7 +63,7 @@ def test_per_sample_rows() -> None:
 
 
 def test_per_token_rows() -> None:
-    table = per_token_table(12, samples(), PI, decode, limit=4)
+    table = per_token_table(12, samples(), PI, decode)
     assert table.name == "per_token_debug_table"
     assert table.columns == [
         "Sequence ID", "Token Position", "Token ID", "Decoded Token", "Generated Logprob", "Ref Logprob", "Pi Logprob",
@@ -84,14 +87,14 @@ def test_turns_are_readable() -> None:
         reward_metadata={**first.reward_metadata, "conversation": {"turns": [[0, 2], [3, 4]], "steps": [{}]}},
     )  # fmt: skip
     pi = [np.array([-0.5, -1.0, -9.0, -2.5]), PI[1]]
-    table = per_sample_table(12, [talk, second], pi, STATS, decode, limit=4)
+    table = per_sample_table(12, [talk, second], pi, STATS, decode)
     assert table.columns[-2:] == ["Turns", "Conversation"]
     assert [row[-2:] for row in table.rows] == [
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
         [1, "1 model: <eos>"],
     ]  # fmt: skip
     assert table.rows[0][-7] == pytest.approx(0.25)  # mean gap to what was generated: the observation is no part of it
-    tokens = per_token_table(12, [talk, second], pi, decode, limit=4)
+    tokens = per_token_table(12, [talk, second], pi, decode)
     assert tokens.columns[-1] == "Turn"
     assert [row[-1] for row in tokens.rows] == [1, 1, 1, 2, 1]
     assert [(row[4], row[8], row[10]) for row in tokens.rows[:4]] == [
@@ -99,15 +102,19 @@ def test_turns_are_readable() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("limit", "rows", "tokens"), [(0, 0, 0), (1, 1, 3), (2, 2, 4), (9, 2, 4)])
-def test_the_limit_counts_samples(limit: int, rows: int, tokens: int) -> None:
-    assert len(per_sample_table(1, samples(), PI, STATS, decode, limit).rows) == rows
-    assert len(per_token_table(1, samples(), PI, decode, limit).rows) == tokens
+@pytest.mark.parametrize(("limit", "rows"), [(0, []), (1, [1, 3]), (2, [2, 4]), (9, [2, 4])])
+def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
+    frozen = {
+        sample.sequence_id: SimpleNamespace(policy=torch.from_numpy(pi), reference=sample.ref_logprobs)
+        for sample, pi in zip(samples(), PI, strict=True)
+    }
+    trainers: Any = SimpleNamespace(response_logprobs=lambda names: {name: frozen[name] for name in names})
+    assert [len(table.rows) for table in debug_tables(1, samples(), trainers, STATS, decode, limit)] == rows
 
 
 def test_a_sample_without_loss_has_no_mean_gap() -> None:
     masked = replace(samples()[0], loss_mask=torch.zeros(3, dtype=torch.bool))
-    row = per_sample_table(1, [masked], PI[:1], STATS, decode, 1).rows[0]
+    row = per_sample_table(1, [masked], PI[:1], STATS, decode).rows[0]
     assert row[-6:-4] == [None, None]
 
 
@@ -117,51 +124,55 @@ def test_a_demonstration_has_no_rewards() -> None:
         "successes": torch.zeros(0),
         "reward_metadata": {"func_names": []},
     }
-    table = per_sample_table(1, [replace(samples()[1], **changes)], PI[1:], STATS, decode, 1)
+    table = per_sample_table(1, [replace(samples()[1], **changes)], PI[1:], STATS, decode)
     assert table.columns[5:7] == ["Step", "loss"] and len(table.rows[0]) == len(table.columns)
 
 
 def test_no_samples_make_an_empty_table() -> None:
-    assert per_sample_table(1, [], [], STATS, decode, 4).rows == []
-    assert per_token_table(1, [], [], decode, 4).rows == []
-
-
-def broken(**changes: Any) -> Callable[[], object]:
-    return lambda: per_token_table(1, [replace(samples()[0], **changes)], PI[:1], decode, 4)
+    assert per_sample_table(1, [], [], STATS, decode).rows == []
+    assert per_token_table(1, [], [], decode).rows == []
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "changes",
     [
-        (broken(logprobs=torch.zeros(2)), r"sample 7-0: logprobs has shape \(2,\); \(3,\) is needed"),
-        (broken(ref_logprobs=torch.zeros(3, 1)), r"sample 7-0: ref_logprobs has shape \(3, 1\)"),
-        (broken(loss_mask=torch.ones(4, dtype=torch.bool)), r"loss_mask has shape \(4,\)"),
-        (broken(weight_versions=torch.ones(1)), r"weight_versions has shape \(1,\)"),
-        (broken(response_len=4), r"pi_logprobs has shape \(3,\); \(4,\) is needed"),
-        (lambda: per_token_table(1, samples(), PI[:1], decode, 4), "1 arrays of policy logprobs for 2 trajectories"),
-        (lambda: per_token_table(1, samples(), PI, decode, -1), "limit=-1 is negative"),
-        (lambda: per_sample_table(1, samples(), PI[::-1], STATS, decode, 4), "sample 7-0: pi_logprobs"),
+        {"logprobs": torch.zeros(2)},
+        {"ref_logprobs": torch.zeros(3, 1)},
+        {"loss_mask": torch.ones(4, dtype=torch.bool)},
+        {"weight_versions": torch.ones(1)},
+        {"response_len": 4},
     ],
+    ids=lambda changes: next(iter(changes)),
 )
-def test_what_does_not_fit_is_refused(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_a_field_of_another_length_is_rejected(rejects: Rejects, changes: dict[str, Any]) -> None:
+    with rejects(ValueError):
+        per_token_table(1, [replace(samples()[0], **changes)], PI[:1], decode)
 
 
-def test_reward_functions_must_be_the_same_for_all() -> None:
+@pytest.mark.parametrize("pi", [PI[:1], PI[::-1]], ids=["too few", "exchanged"])
+def test_logprobs_of_other_samples_are_rejected(rejects: Rejects, pi: list[np.ndarray]) -> None:
+    with rejects(ValueError):
+        per_sample_table(1, samples(), pi, STATS, decode)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward_metadata": {"func_names": ["format", "math"]}},
+        {"rewards": torch.zeros(1)},
+        {"successes": torch.zeros(3)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_reward_functions_must_be_the_same_for_all(rejects: Rejects, changes: dict[str, Any]) -> None:
     first, second = samples()
-    for changed in (
-        replace(second, reward_metadata={"func_names": ["format", "math"]}),
-        replace(second, rewards=torch.zeros(1)),
-        replace(second, successes=torch.zeros(3)),
-    ):
-        with pytest.raises(ValueError, match="sample 8-0: reward functions"):
-            per_sample_table(1, [first, changed], PI, STATS, decode, 4)
+    with rejects(ValueError):
+        per_sample_table(1, [first, replace(second, **changes)], PI, STATS, decode)
 
 
 def test_the_logger_stores_them(tmp_path: Path) -> None:
     logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
-    tables = (per_sample_table(12, samples(), PI, STATS, decode, 4), per_token_table(12, samples(), PI, decode, 4))
+    tables = (per_sample_table(12, samples(), PI, STATS, decode), per_token_table(12, samples(), PI, decode))
     for table in tables:
         logger.log_table(12, table.name, table.columns, table.rows)
     logger.close()
