@@ -5,9 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
-from slime_like.algorithms.masks import require_temperatures
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.softmax import compute_dtype, logit_gradient
+from slime_like.algorithms.tensor_checks import require_temperatures, require_tensors
 from slime_like.algorithms.vocabulary_shard import (
     Reduce,
     VocabularyShard,
@@ -221,7 +220,9 @@ def _accumulate_gradients(
         sliced = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
         if rows is None:
             x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
-            dx = _chunk_gradient(x, temperatures[part], column, softmax, sliced, softcap).to(hidden.dtype)
+            slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)
+            dx = logit_gradient(x, temperatures[part], column, softmax, sliced, overwrite=True)
+            dx = (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
             del x  # its memory is the gradient's now
         else:
             dx = hidden[part] @ columns.t()
@@ -231,23 +232,6 @@ def _accumulate_gradients(
         if d_weight is not None:
             _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
         del dx  # before the next chunk is made
-
-
-def _chunk_gradient(
-    x: Tensor,
-    temperatures: Tensor,
-    column: Tensor,
-    softmax: tuple[Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor, Tensor | None],
-    softcap: float | None,
-) -> Tensor:
-    """Gradient of the products that (n, V) temperature-scaled logits were made of, in their memory."""
-    slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
-    grad, grad_target, grad_entropy = grads
-    dx = softmax_gradient(x, *softmax, grad, grad_entropy, overwrite=True)
-    dx.scatter_add_(1, column[:, None], grad_target[:, None])
-    dx.div_(temperatures.to(dx.dtype)[:, None])
-    return dx if slope is None else dx.mul_(slope)
 
 
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.logprobs import row_sums
+from slime_like.algorithms.softmax import row_sums
 from slime_like.algorithms.tensor_checks import require_targets
 
 Reduce = Callable[[Tensor], object]
@@ -86,10 +86,10 @@ def local_sums(
     return maximum, sums
 
 
-def chunk_sums(x: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) maxima and (3, n) sums of temperature-scaled logits (n, V), which are overwritten."""
+def chunk_sums(x: Tensor, column: Tensor, overwrite: bool = True) -> tuple[Tensor, Tensor]:
+    """(n,) maxima and (3, n) sums of temperature-scaled logits (n, V), which may be overwritten."""
     target = x.gather(1, column[:, None]).squeeze(1)
-    maximum, total, product = row_sums(x, overwrite=True)
+    maximum, total, product = row_sums(x, overwrite)
     return maximum, torch.stack((total, product, target))
 
 

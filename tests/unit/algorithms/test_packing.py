@@ -20,7 +20,7 @@ from slime_like.algorithms import (
     zero_weight_pack,
 )
 from slime_like.algorithms.packing.faults import first_fault
-from slime_like.algorithms.packing.transfer import move_together
+from slime_like.algorithms.packing.pack import move_together
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
