@@ -14,14 +14,7 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_maximum_and_sum
 from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_temperatures, require_tensors
-from slime_like.algorithms.vocabulary_shard import (
-    Reduce,
-    VocabularyShard,
-    chunk_sums,
-    combine_shards,
-    local_sums,
-    no_reduction,
-)
+from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, chunk_sums, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
@@ -146,9 +139,9 @@ def vocab_parallel_logprobs(
             f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
             f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
         )
-    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens)
-    shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
-    return _Scored.apply(logits, targets, temperatures, None, shard, True, all_reduce_max, all_reduce_sum)
+    reductions = all_reduce_max, all_reduce_sum
+    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
+    return _Scored.apply(logits, targets, temperatures, None, shard, True)
 
 
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
@@ -220,8 +213,6 @@ class _Scored(torch.autograd.Function):
         rows: Tensor | None,
         shard: VocabularyShard,
         with_entropy: bool,
-        all_reduce_max: Reduce = no_reduction,
-        all_reduce_sum: Reduce = no_reduction,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(logits.dtype)
 
@@ -233,10 +224,7 @@ class _Scored(torch.autograd.Function):
             maximum, total = row_maximum_and_sum(x)
             return maximum, torch.stack((total, torch.zeros_like(total), target))
 
-        maximum, sums = local_sums(shard, targets, dtype, sums_of)
-        maximum, log_total, entropy, logprobs = (
-            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if targets.numel() else (sums[0],) * 4
-        )
+        maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(logits, targets, temperatures, rows, maximum, log_total, entropy)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
@@ -252,7 +240,7 @@ class _Scored(torch.autograd.Function):
         all_written = rows is None and shard.columns == logits.shape[1]
         grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
         if grad_logprobs is None and grad_entropy is None:
-            return grad_logits.zero_(), *(None,) * 7
+            return grad_logits.zero_(), *(None,) * 5
         log_total = softmax[1]
         grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
         for part in shard.parts(targets.numel()) if shard.columns else []:
@@ -267,7 +255,7 @@ class _Scored(torch.autograd.Function):
                 overwrite=temperatures is not None,
             )
             grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)
-        return grad_logits, *(None,) * 7
+        return grad_logits, *(None,) * 5
 
 
 def _scaled_rows(
