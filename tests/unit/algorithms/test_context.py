@@ -16,6 +16,7 @@ from slime_like.algorithms import (
 )
 from slime_like.trajectory import PackedTrajectory
 from tests.support.properties import examples
+from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 
@@ -110,14 +111,14 @@ def test_a_shard_without_response_merges() -> None:
     assert merge_from_context_parallel(shards, [torch.ones(n) for n in counts]).tolist() == [1.0]
 
 
-def test_errors() -> None:
+def test_errors(rejects: Rejects) -> None:
     packed = pack(SHAPES)
     shard = split_for_context_parallel(packed, 2, 0)
-    with pytest.raises(ValueError, match="unknown context-parallel layout 'ring'"):
+    with rejects(ValueError):
         split_for_context_parallel(packed, 2, 0, "ring")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cp_rank=2"):
+    with rejects(ValueError):
         split_for_context_parallel(packed, 2, 2)
-    with pytest.raises(ValueError, match=r"ranks \[0\] are no whole pack"):
+    with rejects(ValueError):
         merge_from_context_parallel([shard], [torch.zeros(shard.response_slot.numel())])
-    with pytest.raises(ValueError, match="1 values for"):
+    with rejects(ValueError):
         shard.scatter(torch.zeros(1))

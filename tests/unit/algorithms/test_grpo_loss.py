@@ -6,6 +6,7 @@ from torch import Tensor
 
 from slime_like.algorithms import GRPOLoss
 from slime_like.config.algorithm import LOSSES, AlgorithmConfig
+from tests.support.rejections import Rejects
 
 
 def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -64,15 +65,15 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
     assert torch.allclose(*gradients, atol=1e-15)
 
 
-def test_grpo_loss_errors() -> None:
+def test_grpo_loss_errors(rejects: Rejects) -> None:
     logits, targets, reference, advantages, mask = logits_case()
-    with pytest.raises(ValueError, match=r"chunks of \[5\] tokens do not cover"):
+    with rejects(ValueError):
         GRPOLoss(AlgorithmConfig()).forward(logits[:, :5], targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="give response_lens"):
+    with rejects(ValueError):
         GRPOLoss(AlgorithmConfig(reduction="samples")).forward(
             logits[0], targets[0], reference[0], advantages[0].expand(6)
         )
-    with pytest.raises(ValueError, match="needs group_ids"):
+    with rejects(ValueError):
         GRPOLoss(AlgorithmConfig(reduction="groups")).forward(logits, targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="needs old_logprobs"):
+    with rejects(ValueError):
         GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(reference.flatten(), advantages=torch.zeros(24))

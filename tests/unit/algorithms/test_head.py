@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
+from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7
@@ -249,22 +250,22 @@ def test_memory_stays_far_below_the_logits() -> None:
     assert largest <= count * vocabulary * 4 / 4
 
 
-def test_errors() -> None:
+def test_errors(rejects: Rejects) -> None:
     case = make_case(4, 6, 6, torch.float64)
     hidden, weight, targets, temperatures = (case[n] for n in ("hidden", "weight", "targets", "temperatures"))
-    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight, torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="do not fit"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight[:, :3], targets, temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match=r"must be \(4,\)"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight, targets[:3], temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
+    with rejects(ValueError):
         vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match=r"targets \(3,\)"):
+    with rejects(ValueError):
         vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="softcap=0"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, softcap=0)
-    with pytest.raises(ValueError, match="chunk_tokens=0"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)
 
 

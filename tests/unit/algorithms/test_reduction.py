@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
+from tests.support.rejections import Rejects
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -60,18 +61,18 @@ def test_groups_in_a_tensor_are_the_same_groups() -> None:
         assert step_denominator("groups", *arguments) == 2.0
 
 
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"token count of sample 1 is 1\.5; give a whole number"):
+def test_errors(rejects: Rejects) -> None:
+    with rejects(ValueError):
         step_denominator("tokens", [1, 1.5], [0, 0])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"group id of sample 0 is 0\.0; give a whole number"):
+    with rejects(ValueError):
         token_weights("groups", [1, 1], torch.zeros(2))
-    with pytest.raises(ValueError, match="needs a positive length, not nan"):
+    with rejects(ValueError):
         token_weights("constant", [1], [1], math.nan)
-    with pytest.raises(ValueError, match="unknown reduction 'mean'; known: constant, groups, samples, tokens"):
+    with rejects(ValueError):
         token_weights("mean", [1], [1])
-    with pytest.raises(ValueError, match="needs a positive length"):
+    with rejects(ValueError):
         token_weights("constant", [1], [1])
-    with pytest.raises(ValueError, match="2 token counts but 1 group ids"):
+    with rejects(ValueError):
         step_denominator("tokens", [1, 2], [1])
 
 
@@ -92,8 +93,8 @@ def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     assert torch.allclose(*gradients, rtol=1e-12, atol=1e-14)
 
 
-def test_sum_of_sample_mean_refuses_other_lengths() -> None:
-    with pytest.raises(ValueError, match="add up to 3"):
+def test_sum_of_sample_mean_refuses_other_lengths(rejects: Rejects) -> None:
+    with rejects(ValueError):
         sum_of_sample_mean(torch.zeros(4), [1, 2], [torch.ones(1), torch.ones(2)])
-    with pytest.raises(ValueError, match="every mask"):
+    with rejects(ValueError):
         sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)])
