@@ -16,7 +16,6 @@ from slime_like.algorithms import (
 )
 from slime_like.trajectory import PackedTrajectory
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 
@@ -109,16 +108,3 @@ def test_a_shard_without_response_merges() -> None:
     counts = [shard.response_index.numel() for shard in shards]
     assert sorted(counts) == [0, 0, 0, 1]
     assert merge_from_context_parallel(shards, [torch.ones(n) for n in counts]).tolist() == [1.0]
-
-
-def test_errors(rejects: Rejects) -> None:
-    packed = pack(SHAPES)
-    shard = split_for_context_parallel(packed, 2, 0)
-    with rejects(ValueError):
-        split_for_context_parallel(packed, 2, 0, "ring")  # type: ignore[arg-type]
-    with rejects(ValueError):
-        split_for_context_parallel(packed, 2, 2)
-    with rejects(ValueError):
-        merge_from_context_parallel([shard], [torch.zeros(shard.response_slot.numel())])
-    with rejects(ValueError):
-        shard.scatter(torch.zeros(1))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHARDED
 
 HIDDEN = 7
@@ -248,25 +247,6 @@ def test_memory_stays_far_below_the_logits() -> None:
         )
         logprobs.sum().backward()
     assert largest <= count * vocabulary * 4 / 4
-
-
-def test_errors(rejects: Rejects) -> None:
-    case = make_case(4, 6, 6, torch.float64)
-    hidden, weight, targets, temperatures = (case[n] for n in ("hidden", "weight", "targets", "temperatures"))
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight, torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight[:, :3], targets, temperatures, vocab_size=6)
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight, targets[:3], temperatures, vocab_size=6)
-    with rejects(ValueError):
-        vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with rejects(ValueError):
-        vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, softcap=0)
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)
 
 
 # -------------------------------------------------------------------------------------------------------- large logits

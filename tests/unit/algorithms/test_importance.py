@@ -154,14 +154,6 @@ def _only(part: slice) -> torch.Tensor:
     return mask
 
 
-def test_importance_errors(rejects: Rejects) -> None:
-    x, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
-    with rejects(ValueError):
-        importance_weights(x, x, mask, None, "clip")
-    with rejects(ValueError):
-        importance_weights(x, x, mask, None, "mask", "sequence")
-
-
 def test_overlong_penalty(rejects: Rejects) -> None:
     """The three branches of the published formula: limit 20, buffer 4."""
     lengths = torch.tensor([1, 16, 17, 18, 20, 25])

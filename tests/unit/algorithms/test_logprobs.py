@@ -156,26 +156,6 @@ def test_matches_hugging_face() -> None:
     assert close(sums, torch.stack(expected), 1e-6)
 
 
-def test_errors(rejects: Rejects) -> None:
-    packed = pack_sequences(batch(SHAPES))
-    with rejects(ValueError):
-        compute_response_logprobs(torch.zeros(29, 5), packed)
-    with rejects(ValueError):
-        compute_response_logprobs(torch.zeros(30, 5), packed, 0.0)
-    with rejects(ValueError):
-        selective_log_softmax(torch.zeros(4, 5), torch.zeros(3, dtype=torch.int64))
-    with rejects(ValueError):
-        selective_log_softmax(torch.zeros(3, 5), torch.zeros(3))
-    with rejects(ValueError):
-        selective_log_softmax(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
-    with rejects(ValueError):
-        logprobs_and_entropy(torch.zeros(3, 5), torch.tensor([0, 5, 1]))
-    with rejects(ValueError):
-        compute_response_logprobs(
-            torch.zeros(30, 5), pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
-        )
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_scales_nothing_is_refused(rejects: Rejects, value: float) -> None:
     logits, targets = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)

@@ -162,26 +162,6 @@ def test_full_batches_and_spare(lengths: list[int], ranks: int) -> None:
     assert result.spare == sorted(result.spare)
 
 
-def test_errors_name_the_index(rejects: Rejects) -> None:
-    with rejects(ValueError):
-        partition_by_tokens([3, 4, 11], 10, 1)
-    with rejects(ValueError):
-        partition_by_tokens([3, 0], 10, 1)
-    with rejects(ValueError):
-        partition_by_tokens([3, 3], 10, 1, costs=[1.0])
-    with rejects(ValueError):
-        partition_full_batches([11], 10, 1)
-    with rejects(ValueError):
-        partition_by_tokens([3, 2.5], 10, 1)  # type: ignore[list-item]
-    with rejects(ValueError):
-        partition_by_tokens([3, 3], 10, 1, costs=[1.0, float("nan")])
-    with rejects(ValueError):
-        training_flops([3], -1, 2, 2)
-    for refused in (lambda: partition_full_batches([3], 10, 0), lambda: partition_by_tokens([3], 10, 0)):
-        with rejects(ValueError):
-            refused()
-
-
 def test_micro_batches_are_as_few_and_even() -> None:
     """First-fit-decreasing alone fills the first one to the brim and leaves the second one all but empty."""
     lengths = [70, 62] * 64 + [58, 13] * 3 + [19]

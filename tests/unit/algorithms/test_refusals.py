@@ -10,6 +10,8 @@ from torch import Tensor
 from slime_like.algorithms import (
     ESTIMATORS,
     compute_advantages,
+    compute_response_logprobs,
+    find_estimator,
     fused_logprobs,
     importance_weights,
     logprobs_and_entropy,
@@ -18,9 +20,14 @@ from slime_like.algorithms import (
     overlong_penalty,
     pack_sequences,
     padded_length,
+    partition_by_tokens,
+    partition_full_batches,
+    selective_log_softmax,
     split_for_context_parallel,
     step_denominator,
     sum_of_sample_mean,
+    token_weights,
+    training_flops,
     vocab_parallel_logprobs,
 )
 from slime_like.algorithms.advantages import AdvantageEstimator, Groups
@@ -28,7 +35,7 @@ from slime_like.algorithms.gae import gae
 from slime_like.algorithms.losses import GRPOLoss, LossInputs, PolicyTerms, build_loss, kl_estimate
 from slime_like.algorithms.losses.policy import SFT
 from slime_like.algorithms.losses.value import value_loss
-from slime_like.algorithms.pass_at_k import mean_pass_at_k
+from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
@@ -181,10 +188,10 @@ def test_shards_of_one_pack_alone_are_merged(rejects: Rejects) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- a call that is wrong
-def padded(**changes: object) -> object:
+def padded(config: AlgorithmConfig = AlgorithmConfig(), **changes: object) -> object:  # noqa: B008
     """The direct loss of padded logits (2, 3, 5)."""
     given = {"pi_logits": PADDED, "targets": TARGETS, "ref_logprobs": None, "advantages": torch.ones(2)}
-    return GRPOLoss(AlgorithmConfig()).forward(**given | changes)  # type: ignore[arg-type]
+    return GRPOLoss(config).forward(**given | changes)  # type: ignore[arg-type]
 
 
 def scored(form: Callable[..., object], temperatures: Tensor = torch.ones(3), **options: object) -> object:  # noqa: B008
@@ -192,10 +199,17 @@ def scored(form: Callable[..., object], temperatures: Tensor = torch.ones(3), **
     return form(*first, torch.zeros(3, dtype=torch.int64), temperatures, **{"vocab_size": 5} | options)
 
 
+def headed(weight: Tensor = torch.ones(6, 3), targets: Tensor | None = None, **options: object) -> object:  # noqa: B008
+    targets = IDS if targets is None else targets
+    return fused_logprobs(torch.ones(4, 3), weight, targets, torch.ones(4), **{"vocab_size": 6} | options)  # type: ignore[arg-type]
+
+
 def gspo(response_lens: Tensor | None) -> object:
     return build_loss(AlgorithmConfig(loss="gspo"))(replace(inputs(), response_lens=response_lens))
 
 
+PACK, IDS = pack_sequences(batch(SHAPES)), torch.zeros(4, dtype=torch.int64)
+SHARD = split_for_context_parallel(PACK, 2, 0)
 PADDED, TARGETS = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64)
 ONES, MASK, LENGTH = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([3])
 TWO, MASK_2, LENGTH_2 = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
@@ -240,6 +254,10 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: compute_advantages(REWARDS, [0, 0], epsilon=1e-3),
         lambda: compute_advantages(REWARDS, [0, 0], ddof=2),
         *(lambda eps=eps: compute_advantages(REWARDS, [0, 0], eps=eps) for eps in (-1.0, NAN)),
+        lambda: find_estimator("gppo"),
+        lambda: find_estimator("no.such.module:name"),
+        lambda: compute_advantages(torch.zeros(2), [1]),
+        lambda: compute_advantages(torch.tensor([0.0, NAN]), [1, 1]),
         lambda: compute_advantages([0.0, 1.0], [0, 0]),  # type: ignore[arg-type]
         # one that gives too few advantages, and one that gives one that is not finite
         *(
@@ -282,6 +300,8 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: kl_penalty(TWO, TWO, MASK_2, LENGTH, 0.1),
     ],
     "importance": [
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "clip"),
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "mask", "sequence"),
         *(
             lambda bounds=bounds, name=name: importance_weights(TWO, TWO, MASK_2, None, name, "token", *bounds)
             for bounds in ((2.0, 0.5), (-1.0, 2.0), (NAN, 2.0), (0.5, NAN))
@@ -300,6 +320,60 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: overlong_penalty(torch.tensor([3]), 20, 4, factor=-1.0),
         lambda: sum_of_sample_mean(torch.zeros(1, 2), [2], [torch.ones(2)]),
         lambda: mean_pass_at_k([], 1),
+    ],
+    "reductions": [
+        lambda: step_denominator("tokens", [1, 1.5], [0, 0]),  # type: ignore[list-item]
+        lambda: token_weights("groups", [1, 1], torch.zeros(2)),
+        lambda: token_weights("constant", [1], [1], NAN),
+        lambda: token_weights("mean", [1], [1]),
+        lambda: token_weights("constant", [1], [1]),
+        lambda: step_denominator("tokens", [1, 2], [1]),
+        lambda: sum_of_sample_mean(torch.zeros(4), [1, 2], [torch.ones(1), torch.ones(2)]),
+        lambda: sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)]),
+        *(lambda given=given: pass_at_k(*given) for given in ((4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1))),
+    ],
+    "shards of a pack": [
+        lambda: split_for_context_parallel(PACK, 2, 0, "ring"),  # type: ignore[arg-type]
+        lambda: split_for_context_parallel(PACK, 2, 2),
+        lambda: merge_from_context_parallel([SHARD], [torch.zeros(SHARD.response_slot.numel())]),
+        lambda: SHARD.scatter(torch.zeros(1)),
+    ],
+    "heads and targets": [
+        lambda: headed(targets=torch.tensor([0, 6, 1, 2])),
+        lambda: headed(weight=torch.ones(6, 2)),
+        lambda: headed(targets=IDS[:3]),
+        lambda: headed(softcap=0),
+        lambda: headed(chunk_tokens=0),
+        lambda: vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), torch.ones(4), vocab_size=6),
+        lambda: vocab_parallel_logprobs(torch.zeros(4, 6), IDS[:3], torch.ones(4), vocab_size=6),
+    ],
+    "logits": [
+        lambda: compute_response_logprobs(torch.zeros(29, 5), PACK),
+        lambda: compute_response_logprobs(torch.zeros(30, 5), PACK, 0.0),
+        lambda: compute_response_logprobs(torch.zeros(30, 5), PACK, None),
+        lambda: selective_log_softmax(torch.zeros(4, 5), IDS[:3]),
+        lambda: selective_log_softmax(torch.zeros(3, 5), torch.zeros(3)),
+        lambda: selective_log_softmax(torch.zeros(3, 5, dtype=torch.int64), IDS[:3]),
+        lambda: logprobs_and_entropy(torch.zeros(3, 5), torch.tensor([0, 5, 1])),
+    ],
+    "partitions": [
+        lambda: partition_by_tokens([3, 4, 11], 10, 1),
+        lambda: partition_by_tokens([3, 0], 10, 1),
+        lambda: partition_by_tokens([3, 3], 10, 1, costs=[1.0]),
+        lambda: partition_full_batches([11], 10, 1),
+        lambda: partition_by_tokens([3, 2.5], 10, 1),  # type: ignore[list-item]
+        lambda: partition_by_tokens([3, 3], 10, 1, costs=[1.0, NAN]),
+        lambda: training_flops([3], -1, 2, 2),
+        lambda: partition_full_batches([3], 10, 0),
+        lambda: partition_by_tokens([3], 10, 0),
+    ],
+    "what the direct loss lacks": [
+        lambda: padded(pi_logits=PADDED[:, :2]),
+        lambda: padded(
+            config=AlgorithmConfig(reduction="samples"), pi_logits=PADDED[0], targets=IDS[:3], advantages=ONES
+        ),
+        lambda: padded(AlgorithmConfig(reduction="groups")),
+        lambda: GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(ONES, advantages=ONES),
     ],
     "masks of numbers": [
         lambda: build_loss(AlgorithmConfig())(replace(inputs(), loss_mask=torch.tensor([1, 1, 0, 1]))),
