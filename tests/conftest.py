@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.support import rejections
 from tests.support.processes import run
+from tests.support.weight_buckets import session as session
 
 # Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
 settings.register_profile(

@@ -116,9 +116,9 @@ def _run_at(rate: float, trained: Trained, batches: Iterator[Tensor]) -> Iterato
                     assert name == sent_name
                     assert np.array_equal(tensor.view(torch.int16).numpy(), sent.view(torch.int16).numpy())
                 sender.release(metadata)
-                wire += metadata.figures.wire_nbytes
-                changed += metadata.figures.changed
-                elements += metadata.figures.elements
+                wire += metadata.nbytes - metadata.saved_nbytes
+                changed += metadata.changed
+                elements += metadata.compared
             if step:  # the first goes out whole
                 nbytes = sum(2 * tensor.numel() for tensor in exported.values())
                 yield Changes(rate, step, changed / elements, wire, nbytes)

@@ -25,7 +25,6 @@ from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.weights.transport import Sender
 from slime_like.weights.transports.registry import open_sender
-from slime_like.weights.verification_cost import Round, exposed_seconds
 
 _REPEATS = 7
 _PROBE_TOKENS = 32
@@ -40,7 +39,6 @@ class Row:
     Attributes:
         seconds: the update, without the probe.
         send_hash_s, receive_hash_s: spent hashing by sender and engine, at the same time and partly behind other work.
-        exposed_s: of that, what lengthened the update, at most.
         probe_s: the engine's part of the probe.
     """
 
@@ -49,13 +47,12 @@ class Row:
     seconds: float
     send_hash_s: float
     receive_hash_s: float
-    exposed_s: float
     probe_s: float
 
     @property
     def verify_share(self) -> float:
         """Percent of update and probe together, at most."""
-        return 100 * (self.exposed_s + self.probe_s) / (self.seconds + self.probe_s)
+        return 100 * (self.send_hash_s + self.receive_hash_s + self.probe_s) / (self.seconds + self.probe_s)
 
 
 def measure(scratch: Path) -> list[Row]:
@@ -101,34 +98,30 @@ async def _measure_engine(name: str, engine: RolloutEngine, weights: dict[str, T
         sender.close()
         await engine.stop()
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    return Row(name, nbytes, *(median(update[index] for update in updates) for index in range(5)))
+    return Row(name, nbytes, *(median(update[index] for update in updates) for index in range(4)))
 
 
 async def _update(
     engine: RolloutEngine, sender: Sender, weights: dict[str, Tensor], version: int
-) -> tuple[float, float, float, float, float]:
-    """Seconds of the update, of hashing by sender and engine, of what of that was exposed, and of the probe."""
+) -> tuple[float, float, float, float]:
+    """Seconds of the update, of hashing by sender and engine, and of the probe."""
     started = time.perf_counter()
     await engine.begin_update(version)
-    rounds: list[Round] = []
+    send_hash_s = 0.0
     loading: asyncio.Task[None] | None = None
     previous: BucketMetadata | None = None
     for bucket in [*buckets_of(weights, BUCKET_BYTES), None]:
         metadata = None if bucket is None else await asyncio.to_thread(sender.send, bucket)
-        sent = time.perf_counter()
         if loading is not None and previous is not None:
             await loading
             sender.release(previous)
-        hash_s, loaded = metadata.figures.hash_s if metadata else 0.0, previous.nbytes if previous else 0
-        rounds.append(Round(hash_s, time.perf_counter() - sent, loaded))
         if metadata is not None:
+            send_hash_s += metadata.hash_s
             loading, previous = asyncio.create_task(engine.update(metadata)), metadata
     receipt = await engine.finish_update(version)
     updated = time.perf_counter()
     await _probe(engine, version)
-    probe_s = time.perf_counter() - updated
-    send_hash_s = sum(each.send_hash_s for each in rounds)
-    return updated - started, send_hash_s, receipt.hash_s, exposed_seconds(rounds, receipt.hash_s), probe_s
+    return updated - started, send_hash_s, receipt.hash_s, time.perf_counter() - updated
 
 
 async def _probe(engine: RolloutEngine, version: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import BucketMetadata
+from slime_like.weights.hashed_copy import timed_checksum
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transports.registry import open_receiver
 
@@ -82,8 +83,8 @@ def _serve(connection: Connection, transport: str, rendezvous: dict[str, Any]) -
         while (metadata := connection.recv()) is not None:
             try:
                 tensors = list(receiver.receive(metadata))
-                if verify:
-                    arrivals.check(metadata.entries, tensors)
+                for entry, (name, tensor) in zip(metadata.entries, tensors, strict=True) if verify else ():
+                    arrivals.compare(entry, name, *timed_checksum(tensor))
             except SlimeLikeError as error:
                 connection.send(error)
                 continue
@@ -96,4 +97,4 @@ def _serve(connection: Connection, transport: str, rendezvous: dict[str, Any]) -
             load_s += time.perf_counter() - started
             connection.send("taken")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        connection.send(Received(time.process_time() - cpu_started, arrivals.hashing.seconds, load_s, peak))
+        connection.send(Received(time.process_time() - cpu_started, arrivals.hash_s, load_s, peak))

@@ -19,9 +19,7 @@ from torch import Tensor
 from benchmarks.weights.model import buckets_of, half_billion
 from benchmarks.weights.receiving import Received, Receiving
 from slime_like.weights import buckets as bucket_module
-from slime_like.weights.checksums import tensor_checksum
-from slime_like.weights.hashed_copy import copy_hashed
-from slime_like.weights.stopwatch import Stopwatch
+from slime_like.weights.hashed_copy import copy_hashed, timed_checksum
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_sender
 
@@ -138,7 +136,7 @@ def _sync(sender: Sender, receiving: Receiving, model: dict[str, Tensor], verify
     started, cpu_started = time.perf_counter(), time.process_time()
     for bucket in buckets_of(model, BUCKET_BYTES):
         metadata = sender.send(bucket)
-        wire, hash_s = wire + metadata.figures.wire_nbytes, hash_s + metadata.figures.hash_s
+        wire, hash_s = wire + metadata.nbytes - metadata.saved_nbytes, hash_s + metadata.hash_s
         if previous is not None:
             receiving.taken()
             sender.release(previous)
@@ -165,14 +163,14 @@ def _cpu(syncs: list[_Sync]) -> tuple[float, float]:
 def _without_hashing() -> Iterator[None]:
     """A copy of the whole tensor, as fast as torch makes it, and a hash of nothing."""
 
-    def copy(source: Tensor, target: Tensor, hashing: Stopwatch) -> int:
+    def copy(source: Tensor, target: Tensor) -> tuple[int, float]:
         target.copy_(source)
-        return 0
+        return 0, 0.0
 
-    assert bucket_module.tensor_checksum is tensor_checksum
+    assert bucket_module.timed_checksum is timed_checksum
     assert bucket_module.copy_hashed is copy_hashed
     with (
-        patch.object(bucket_module, "tensor_checksum", lambda tensor: 0),
+        patch.object(bucket_module, "timed_checksum", lambda tensor: (0, 0.0)),
         patch.object(bucket_module, "copy_hashed", copy),
     ):
         yield

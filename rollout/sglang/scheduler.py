@@ -122,7 +122,7 @@ class EngineScheduler(Scheduler):
         self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
 
     def received(self) -> None:
-        self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
+        self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hash_s))
 
     def _answer(self, action: Callable[[], None]) -> None:
         """Run the call and report; SGLang itself would pass on the first rank's failure only."""

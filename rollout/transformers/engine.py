@@ -123,7 +123,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        return self._arrivals.checksums, self._arrivals.hashing.seconds
+        return self._arrivals.checksums, self._arrivals.hash_s
 
     async def _finish_update(self, version: int) -> None:
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""

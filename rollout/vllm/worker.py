@@ -151,7 +151,7 @@ class WorkerExtension(_Worker):
     def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
         arrivals = self.weight_transfer_engine.arrivals
-        return arrivals.checksums, arrivals.hashing.seconds
+        return arrivals.checksums, arrivals.hash_s
 
 
 def _pack_tied_heads(model: Module) -> None:

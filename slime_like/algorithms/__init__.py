@@ -11,7 +11,12 @@ from slime_like.algorithms.context import (
 from slime_like.algorithms.gae import AdvantagesAndReturns, gae
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.algorithms.importance import importance_weights, off_policy_sequence_mask
-from slime_like.algorithms.logprobs import compute_response_logprobs, logprobs_and_entropy, selective_log_softmax
+from slime_like.algorithms.logprobs import (
+    compute_response_logprobs,
+    logprobs_and_entropy,
+    selective_log_softmax,
+    vocab_parallel_logprobs,
+)
 from slime_like.algorithms.losses import GRPOLoss, Loss, LossInputs, LossOutput, LossSums, build_loss, value_loss
 from slime_like.algorithms.packing.pack import (
     pack_sequences,
@@ -30,7 +35,6 @@ from slime_like.algorithms.packing.partition import (
 )
 from slime_like.algorithms.reduction import step_denominator, sum_of_sample_mean, token_weights
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
-from slime_like.algorithms.vocab_parallel import vocab_parallel_logprobs
 
 __all__ = [
     "CATALOGUE",

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
 
 
 @dataclass(slots=True)

@@ -5,17 +5,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.logprobs import compute_dtype, softmax_gradient
-from slime_like.algorithms.masks import require_temperatures
-from slime_like.algorithms.tensor_checks import require_tensors
-from slime_like.algorithms.vocabulary_shard import (
-    Reduce,
-    VocabularyShard,
-    chunk_sums,
-    combine_shards,
-    local_sums,
-    no_reduction,
-)
+from slime_like.algorithms.softmax import compute_dtype, logit_gradient
+from slime_like.algorithms.tensor_checks import require_temperatures, require_tensors
+from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, chunk_sums, no_reduction
 
 _WEIGHT_BLOCK = 8192
 _CACHED_ELEMENTS = 2**18
@@ -98,10 +90,9 @@ def fused_logprobs(
     _check_options(hidden, softcap, rows)
     if chunk_tokens is None:
         chunk_tokens = min(max(64, _CACHED_ELEMENTS // max(1, weight.shape[0]), -(-hidden.shape[0] // 20)), 1024)
-    shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens)
-    shard.require_reductions(vocab_size, all_reduce_max, all_reduce_sum)
-    reductions = (all_reduce_max, all_reduce_sum)
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, *reductions, softcap, rows)
+    reductions = all_reduce_max, all_reduce_sum
+    shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows)
 
 
 def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> None:
@@ -160,13 +151,10 @@ class _FusedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor,
         shard: VocabularyShard,
-        all_reduce_max: Reduce,
-        all_reduce_sum: Reduce,
         softcap: float | None,
         rows: LogitRows | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
-        count = hidden.shape[0]
         columns = weight[: shard.columns]
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,14 +162,11 @@ class _FusedLogprobs(torch.autograd.Function):
                 return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
             return chunk_sums(_scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap), column)
 
-        maximum, sums = local_sums(shard, targets, dtype, sums_of)
-        maximum, log_total, entropy, logprobs = (
-            combine_shards(maximum, sums, all_reduce_max, all_reduce_sum) if count else (sums[0],) * 4
-        )
+        maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
-        ctx.shard, ctx.all_reduce_sum, ctx.softcap, ctx.rows = shard, all_reduce_sum, softcap, rows
+        ctx.shard, ctx.softcap, ctx.rows = shard, softcap, rows
         ctx.set_materialize_grads(False)
-        return logprobs.clone(), entropy.clone()
+        return logprobs, entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -191,11 +176,11 @@ class _FusedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=log_total.dtype) if need_weight else None
         _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight, ctx.softcap, ctx.rows)
         if d_hidden is not None and hidden.shape[0]:
-            ctx.all_reduce_sum(d_hidden)
+            ctx.shard.all_reduce_sum(d_hidden)
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
-            *(None,) * 7,
+            *(None,) * 5,
         )
 
 
@@ -221,7 +206,9 @@ def _accumulate_gradients(
         sliced = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
         if rows is None:
             x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
-            dx = _chunk_gradient(x, temperatures[part], column, softmax, sliced, softcap).to(hidden.dtype)
+            slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)
+            dx = logit_gradient(x, temperatures[part], column, softmax, sliced, overwrite=True)
+            dx = (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
             del x  # its memory is the gradient's now
         else:
             dx = hidden[part] @ columns.t()
@@ -231,23 +218,6 @@ def _accumulate_gradients(
         if d_weight is not None:
             _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
         del dx  # before the next chunk is made
-
-
-def _chunk_gradient(
-    x: Tensor,
-    temperatures: Tensor,
-    column: Tensor,
-    softmax: tuple[Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor, Tensor | None],
-    softcap: float | None,
-) -> Tensor:
-    """Gradient of the products that (n, V) temperature-scaled logits were made of, in their memory."""
-    slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
-    grad, grad_target, grad_entropy = grads
-    dx = softmax_gradient(x, *softmax, grad, grad_entropy, overwrite=True)
-    dx.scatter_add_(1, column[:, None], grad_target[:, None])
-    dx.div_(temperatures.to(dx.dtype)[:, None])
-    return dx if slope is None else dx.mul_(slope)
 
 
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:

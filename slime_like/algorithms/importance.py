@@ -12,9 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
 from slime_like.plugins.resolve import resolve
 
 

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.masks import require_temperatures
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
-from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_tensors
+from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_maximum_and_sum
+from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_temperatures, require_tensors
+from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, chunk_sums, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _DEVICE_CHUNK_ELEMENTS = 1 << 25
-
-# exp of it, and of anything below, is 0 in float64 too.
-_LEAST_SHIFT = -1000.0
 
 
 def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
@@ -95,7 +93,55 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
         )
     scale, targets = _scale(packed, temperature), response_tokens(packed)
     _check_scoring(logits, targets)
-    return _SelectiveLogSoftmax.apply(logits, targets, scale, response_logit_index(packed), False)[0]
+    return _Scored.apply(logits, targets, scale, response_logit_index(packed), _whole(logits), False)[0]
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int,
+    all_reduce_max: Reduce = no_reduction,
+    all_reduce_sum: Reduce = no_reduction,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Logprob of ``targets`` and entropy (nats), from this rank's columns of the logits.
+
+    The split of Megatron-LM's vocabulary-parallel cross entropy (arXiv:1909.08053, section 3), in one pass: forward
+    calls ``all_reduce_max`` once and ``all_reduce_sum`` once, backward neither. No softmax is kept: it is computed
+    again, ``chunk_tokens`` tokens at a time. Where logits do not exist yet, ``fused_logprobs`` never makes them.
+
+    Args:
+        logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
+        targets: (N,) int64, global token ids; any valid id where the token is masked.
+        temperatures: (N,) positive, the logits are divided by them.
+        vocab_start: global id of the first column.
+        vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
+        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``logits``
+            do not have the whole vocabulary's columns.
+        chunk_tokens: tokens whose softmax exists at once.
+
+    Returns:
+        Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
+
+    Raises:
+        ValueError: what is no tensor, shapes that do not fit, a target outside the vocabulary, a temperature that is
+            not positive, a part of the vocabulary without reductions, a chunk below 1.
+    """
+    require_tensors(logits=logits, targets=targets)
+    require_temperatures(temperatures)
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
+    if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
+            f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
+        )
+    reductions = all_reduce_max, all_reduce_sum
+    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
+    return _Scored.apply(logits, targets, temperatures, None, shard, True)
 
 
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
@@ -136,7 +182,7 @@ def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_e
     _check_scoring(logits, targets)
     scale = None if temperatures is None else _expanded(temperatures, targets)
     flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _SelectiveLogSoftmax.apply(flat, targets.reshape(-1), scale, None, with_entropy)
+    logprobs, entropy = _Scored.apply(flat, targets.reshape(-1), scale, None, _whole(flat), with_entropy)
     return logprobs.view(targets.shape), entropy.view(targets.shape)
 
 
@@ -150,127 +196,71 @@ def _expanded(temperatures: Tensor, targets: Tensor) -> Tensor:
         ) from error
 
 
-def _chunk_rows(logits: Tensor) -> int:
+def _whole(logits: Tensor) -> VocabularyShard:
     elements = _CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
-    return max(1, elements // max(1, logits.shape[-1]))
+    return VocabularyShard(0, logits.shape[-1], max(1, elements // logits.shape[-1]))
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays, everything else is computed and accumulated in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _SelectiveLogSoftmax(torch.autograd.Function):
-    """Rows of (T, V) logits (all of them, or ``rows``) scored at (N,) targets."""
+class _Scored(torch.autograd.Function):
+    """Rows of (T, V) logits (all of them, or ``rows``) scored at (N,) targets. Backward calls no reduction."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor | None, rows: Tensor | None, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        rows: Tensor | None,
+        shard: VocabularyShard,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(logits.dtype)
-        count = targets.numel()
-        maximum, log_total, logprobs, entropy = (
-            torch.zeros(count, dtype=dtype, device=logits.device) for _ in range(4)
-        )
-        step = _chunk_rows(logits)
-        for start in range(0, count, step):
-            part = slice(start, min(start + step, count))
-            x = _scaled_rows(logits, rows, part, temperatures, dtype)
-            target = targets[part]
-            picked = x.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
+
+        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Tensor]:
+            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, dtype)
             if with_entropy:
-                maximum[part], total, product = row_sums(x)
-                log_total[part] = total.log()
-                entropy[part] = log_total[part] - product / total
-            else:
-                maximum[part], total = row_maximum_and_sum(x)
-                log_total[part] = total.log()
-            logprobs[part] = (picked - maximum[part] - log_total[part]).masked_fill_(target < 0, 0.0)
+                return chunk_sums(x, column, overwrite=temperatures is not None)
+            target = x.gather(1, column[:, None]).squeeze(1)
+            maximum, total = row_maximum_and_sum(x)
+            return maximum, torch.stack((total, torch.zeros_like(total), target))
+
+        maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(logits, targets, temperatures, rows, maximum, log_total, entropy)
+        ctx.shard = shard
         ctx.set_materialize_grads(False)
+        entropy = entropy.clone()
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs.masked_fill(targets < 0, 0.0), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        logits, targets, temperatures, rows, maximum, log_total, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad_logits = torch.empty_like(logits) if rows is None else torch.zeros_like(logits)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, temperatures, rows, *softmax = ctx.saved_tensors
+        shard, (grad_logprobs, grad_entropy) = ctx.shard, grads
+        all_written = rows is None and shard.columns == logits.shape[1]
+        grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
         if grad_logprobs is None and grad_entropy is None:
-            return grad_logits.zero_(), None, None, None, None
-        ignored = targets < 0
-        weight = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(ignored, 0.0)
-        step = _chunk_rows(logits)
-        for start in range(0, targets.numel(), step):
-            part = slice(start, min(start + step, targets.numel()))
-            x = _scaled_rows(logits, rows, part, temperatures, log_total.dtype)
-            dx = softmax_gradient(
+            return grad_logits.zero_(), *(None,) * 5
+        log_total = softmax[1]
+        grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
+        for part in shard.parts(targets.numel()) if shard.columns else []:
+            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, log_total.dtype)
+            column, held = shard.local(targets[part])
+            dx = logit_gradient(
                 x,
-                maximum[part],
-                log_total[part],
-                entropy[part],
-                weight[part],
-                None if grad_entropy is None else grad_entropy[part],
+                None if temperatures is None else temperatures[part],
+                column,
+                tuple(each[part] for each in softmax),
+                (grad[part], grad[part].masked_fill(~held, 0.0), None if grad_entropy is None else grad_entropy[part]),
+                overwrite=temperatures is not None,
             )
-            dx.scatter_add_(1, targets[part].clamp_min(0)[:, None], weight[part][:, None])
-            if temperatures is not None:
-                dx.div_(temperatures[part].to(dx.dtype)[:, None])
-            if rows is None:
-                grad_logits[part] = dx
-            else:
-                grad_logits[rows[part]] = dx.to(grad_logits.dtype)
-        return grad_logits, None, None, None, None
+            grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)
+        return grad_logits, *(None,) * 5
 
 
 def _scaled_rows(
-    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, dtype: torch.dtype
+    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """(n, V) temperature-scaled logits in the computing precision; may be a view of the input: not to be written to."""
-    x = (logits[part] if rows is None else logits[rows[part]]).to(dtype)
+    """(n, V) scaled logits in the computing precision; without temperatures perhaps a view, not to be written to."""
+    x = logits[part if rows is None else rows[part], :columns].to(dtype)
     return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]
-
-
-def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of every row of (n, V) its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m).
-
-    With ``overwrite`` the memory of ``x`` is used for scratch.
-    """
-    maximum = x.amax(1)
-    shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
-    weights = shifted.exp()
-    total = weights.sum(1)
-    # A forbidden token (-inf) has weight 0; the product must be 0 too, not nan.
-    return maximum, total, shifted.clamp_min_(torch.finfo(x.dtype).min).mul_(weights).sum(1)
-
-
-def row_maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of every row of (n, V) its maximum m, and sum of exp(x - m)."""
-    maximum = x.amax(1)
-    return maximum, torch.sub(x, maximum[:, None]).exp_().sum(1)
-
-
-def softmax_gradient(
-    x: Tensor,
-    maximum: Tensor,
-    log_total: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    overwrite: bool = False,
-) -> Tensor:
-    """Gradient of logprob and entropy with respect to (n, V) scaled logits, without the target's own +1 term.
-
-    ``d logprob = onehot - p`` and ``d H = -p (log p + H)``. The log-sum-exp comes as the maximum and what it is above
-    it: where logits are large, their sum is rounded to a multiple of 1e-5 and more, and every probability with it.
-    With ``overwrite`` the result takes the memory of ``x``.
-    """
-    shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
-    per_weight = (-log_total).exp()  # p = per_weight * exp(shifted), log p = shifted - log_total
-    if grad_entropy is None:
-        return shifted.exp_().mul_((-grad_logprobs * per_weight)[:, None])
-    weights = shifted.exp()
-    constant = grad_entropy * (log_total - entropy) - grad_logprobs
-    # A forbidden token (-inf) has weight 0; what it is multiplied by has to be finite, whatever the gradient.
-    shifted.clamp_min_(_LEAST_SHIFT).mul_((-grad_entropy * per_weight)[:, None])
-    return shifted.add_((constant * per_weight)[:, None]).mul_(weights)

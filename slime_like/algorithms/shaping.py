@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.kl import kl_estimate
-from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.segments import require_lengths, segment_sum
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:

@@ -33,3 +33,23 @@ def require_targets(targets: Tensor) -> None:
     """Raises ``ValueError`` for ids of a type that is no index: a uint8 holds neither a vocabulary nor a -100."""
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets are {targets.dtype}; give integer token ids, int64")
+
+
+def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
+    """Raises ``ValueError`` for a mask of numbers, which indexing would take for positions."""
+    require_tensors(**{name: mask})
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} is {mask.dtype}; give a bool, True where a token carries loss, e.g. {name}.bool()")
+
+
+def require_temperatures(temperatures: Tensor) -> None:
+    """Raises ``ValueError`` for one that is not positive, or not finite: logits are divided by them."""
+    if not isinstance(temperatures, Tensor):
+        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a tensor, e.g. torch.tensor(0.7)")
+    fits = (temperatures > 0) & torch.isfinite(temperatures)
+    if not bool(fits.all()):
+        where = int((~fits).flatten().nonzero()[0])
+        raise ValueError(
+            f"temperature {float(temperatures.flatten()[where])} (entry {where}) cannot scale logits; give positive "
+            "ones (1 for greedy samples)"
+        )

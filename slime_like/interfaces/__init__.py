@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from slime_like.interfaces.trainer import RankPlacement as RankPlacement
     from slime_like.interfaces.trainer import ScoredLogprobs as ScoredLogprobs
     from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
-    from slime_like.interfaces.weights import BucketFigures as BucketFigures
     from slime_like.interfaces.weights import BucketMetadata as BucketMetadata
     from slime_like.interfaces.weights import TensorEntry as TensorEntry
     from slime_like.interfaces.weights import UpdateReceipt as UpdateReceipt
@@ -52,13 +51,7 @@ _NAMES = {
     "slime_like.interfaces.installed": ("load_backend", "load_engine"),
     "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
     "slime_like.interfaces.trainer": ("RankCoordinates", "RankPlacement", "ScoredLogprobs", "TrainerBackend"),
-    "slime_like.interfaces.weights": (
-        "BucketFigures",
-        "BucketMetadata",
-        "TensorEntry",
-        "UpdateReceipt",
-        "WeightBucket",
-    ),
+    "slime_like.interfaces.weights": ("BucketMetadata", "TensorEntry", "UpdateReceipt", "WeightBucket"),
     "slime_like.plugins.entry_points": ("BACKEND_GROUP", "ENGINE_GROUP"),
     "slime_like.trajectory": ("Conversation",),
 }

@@ -27,22 +27,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketFigures:
-    """The cost of one bucket for its sender; not sent to receivers.
-
-    Attributes:
-        wire_nbytes: bytes that travel to every receiver; fewer than the tensors' where only changes do.
-        changed, elements: of the elements that were compared with the last sync, those that differ; 0 where none were.
-        hash_s: seconds spent hashing.
-    """
-
-    wire_nbytes: int = 0
-    changed: int = 0
-    elements: int = 0
-    hash_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class BucketMetadata:
     """What an engine needs to fetch one bucket: small, picklable, sent by RPC while the bytes go by the transport.
 
@@ -50,13 +34,20 @@ class BucketMetadata:
         transport: name of the transport that carries the bytes.
         location: the transport's own handle (a shared-memory name, a tag, ...).
         entries: the tensors inside, in order.
-        figures: what it cost; not sent to engines.
+        hash_s: seconds that the sender spent hashing.
+        saved_nbytes: bytes of the tensors that need not travel, because only changes do.
+        compared, changed: elements that were compared with the last sync, and those of them that differ.
+
+    What follows the entries is the sender's report, and not sent to engines.
     """
 
     transport: str
     location: dict[str, Any]
     entries: tuple[TensorEntry, ...]
-    figures: BucketFigures = field(default_factory=BucketFigures, compare=False)
+    hash_s: float = field(default=0.0, compare=False)
+    saved_nbytes: int = field(default=0, compare=False)
+    compared: int = field(default=0, compare=False)
+    changed: int = field(default=0, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +63,7 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReceipt:
-    """An engine's word on one finished update.
+    """An engine's report of one finished update.
 
     Attributes:
         version: what it serves now.

@@ -88,7 +88,7 @@ class SyncRecord:
     """One weight sync.
 
     Attributes:
-        verification_s: by how much verification lengthened it, at most.
+        verification_s: by how much verification lengthened it, at most: all hashing, and the probe.
         nbytes: bytes of the weights.
         wire_nbytes: bytes sent to each engine.
         changed_fraction: share of elements that differ from the last sync's; ``None`` where they were not compared.

@@ -21,7 +21,6 @@ from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
 from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
 from slime_like.weights.transports.registry import join_rendezvous
-from slime_like.weights.verification_cost import Round, exposed_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,8 @@ class SyncReport:
         changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
         seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
-            trainers' part and of the hashing on both sides was not hidden behind other work
-            (``slime_like.weights.verification_cost``).
+        verify_s: by how much verification lengthened it, at most: hashing on the slowest trainer and on the slowest
+            engine, which other work partly hides, and the engines' part of the probe.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
     """
 
@@ -88,16 +86,15 @@ class _Sent:
     changed: int = 0
     compared: int = 0
     gather_s: float = 0.0
-    rounds: list[Round] = field(default_factory=list)
+    hash_s: float = 0.0
     expected: Pending[np.ndarray] | None = None
 
     def add(self, bucket: BucketMetadata) -> None:
-        figures = bucket.figures
         self.checksums.update({entry.name: entry.checksum for entry in bucket.entries})
         self.nbytes += bucket.nbytes
-        self.wire_nbytes += figures.wire_nbytes
-        self.changed += figures.changed
-        self.compared += figures.elements
+        self.wire_nbytes += bucket.nbytes - bucket.saved_nbytes
+        self.changed += bucket.changed
+        self.compared += bucket.compared
 
 
 class WeightSync:
@@ -168,7 +165,7 @@ class WeightSync:
         verifying = time.perf_counter()
         gap = None if sent.expected is None else self._verify(version, sent, receipts, sent.expected)
         finished = time.perf_counter()
-        hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
+        hash_s = sent.hash_s + max(receipt.hash_s for receipt in receipts)
         return SyncReport(
             version=version,
             transport=self._transport,
@@ -178,7 +175,7 @@ class WeightSync:
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
             seconds=finished - started,
             gather_s=sent.gather_s,
-            verify_s=hashing_s + (0.0 if gap is None else finished - verifying),
+            verify_s=hash_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
         )
 
@@ -210,25 +207,21 @@ class WeightSync:
         """
         sent = _Sent()
         loading: EngineAnswers | None = None
-        loaded_nbytes = 0
         while True:
             started = time.perf_counter()
             buckets = [bucket for bucket in gathered_next() if bucket is not None]
-            gathered = time.perf_counter()
+            sent.gather_s += time.perf_counter() - started
             gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:
                 # Trainers are done, while engines still load the last buckets and make the version current.
                 sent.expected = self._trainers.start_probe(self._probe)
             if loading is not None:
                 loading.result()
-            sent.gather_s += gathered - started
-            hash_s = max((bucket.figures.hash_s for bucket in buckets), default=0.0)
-            sent.rounds.append(Round(hash_s, time.perf_counter() - gathered, loaded_nbytes))
             if not buckets:
                 return sent
+            sent.hash_s += max(bucket.hash_s for bucket in buckets)
             for bucket in buckets:
                 sent.add(bucket)
-            loaded_nbytes = sum(bucket.nbytes for bucket in buckets)
             loading = self._engines.update(buckets)
 
     def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]) -> float:

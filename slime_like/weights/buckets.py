@@ -7,27 +7,17 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketFigures, TensorEntry, WeightBucket
-from slime_like.weights.checksums import as_bytes, tensor_checksum
-from slime_like.weights.hashed_copy import copy_hashed
-from slime_like.weights.stopwatch import Stopwatch
+from slime_like.interfaces import TensorEntry, WeightBucket
+from slime_like.weights.checksums import as_bytes
+from slime_like.weights.hashed_copy import copy_hashed, timed_checksum
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this: a cache line, and a multiple of every element size."""
 
 
-def tensor_nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def bucket_nbytes(bucket: WeightBucket) -> int:
     """Bytes of the buffer that holds ``bucket``, alignment included."""
-    return sum(_aligned(tensor_nbytes(tensor)) for _, tensor in bucket.tensors)
-
-
-def figures_of(entries: Sequence[TensorEntry], hashing: Stopwatch) -> BucketFigures:
-    """Return the figures of a bucket that travels whole."""
-    return BucketFigures(sum(entry.nbytes for entry in entries), hash_s=hashing.seconds)
+    return sum(_aligned(tensor.nbytes) for _, tensor in bucket.tensors)
 
 
 def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
@@ -36,42 +26,48 @@ def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
     Raises:
         WeightSyncError: a name occurs twice.
     """
-    _refuse_duplicates([name for name, _ in bucket.tensors])
+    names = [name for name, _ in bucket.tensors]
+    if twice := sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []:
+        raise WeightSyncError(f"a bucket names {', '.join(twice)} more than once", code="repeated-tensor")
     offset = 0
     for name, tensor in bucket.tensors:
         yield name, tensor.detach().contiguous(), offset
-        offset += _aligned(tensor_nbytes(tensor))
+        offset += _aligned(tensor.nbytes)
 
 
-def entry_of(name: str, tensor: Tensor, offset: int, hashing: Stopwatch) -> TensorEntry:
-    """``tensor`` as it lies at ``offset``, with its checksum."""
-    with hashing.running():
-        checksum = tensor_checksum(tensor)
-    return _described(name, tensor, offset, checksum)
-
-
-def _described(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
+def describe(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
+    """``tensor`` as it lies at ``offset``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor_nbytes(tensor), checksum)
+    return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, checksum)
 
 
-def write_bucket(bucket: WeightBucket, buffer: Tensor, hashing: Stopwatch | None = None) -> tuple[TensorEntry, ...]:
-    """Copy every tensor of ``bucket`` into ``buffer`` (uint8, 1-D) and describe it.
+def describe_hashed(name: str, tensor: Tensor, offset: int) -> tuple[TensorEntry, float]:
+    """``tensor`` as it lies at ``offset``, and the seconds spent hashing it."""
+    checksum, hash_s = timed_checksum(tensor)
+    return describe(name, tensor, offset, checksum), hash_s
 
-    The checksum is taken of the source tensor, so that it also guards the copy; ``hashing`` measures it.
+
+def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[tuple[TensorEntry, ...], float]:
+    """Copy every tensor of ``bucket`` into ``buffer`` (uint8, 1-D); describe them, and give the seconds of hashing.
+
+    The checksum is taken of the source tensor, so that it also guards the copy.
 
     Raises:
         WeightSyncError: the buffer is too small, or a name occurs twice.
     """
-    needed, hashing = bucket_nbytes(bucket), hashing or Stopwatch()
+    needed = bucket_nbytes(bucket)
     if needed > buffer.numel():
-        raise WeightSyncError(f"a bucket of {needed} bytes does not fit its buffer of {buffer.numel()} bytes")
+        raise WeightSyncError(
+            f"a bucket of {needed} bytes does not fit its buffer of {buffer.numel()} bytes", code="buffer-too-small"
+        )
     entries: list[TensorEntry] = []
+    hash_s = 0.0
     for name, tensor, offset in place_tensors(bucket):
         data = as_bytes(tensor)
-        checksum = copy_hashed(data, buffer[offset : offset + data.numel()], hashing)
-        entries.append(_described(name, tensor, offset, checksum))
-    return tuple(entries)
+        checksum, seconds = copy_hashed(data, buffer[offset : offset + data.numel()])
+        hash_s += seconds
+        entries.append(describe(name, tensor, offset, checksum))
+    return tuple(entries), hash_s
 
 
 def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -81,28 +77,18 @@ def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tupl
         WeightSyncError: an entry contradicts itself or reaches beyond the buffer.
     """
     for entry in entries:
-        dtype = entry_dtype(entry)
+        dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.nbytes
+        if not isinstance(dtype, torch.dtype):
+            raise _bad_entry(entry, f"{entry.dtype!r} is not a torch dtype")
         if entry.nbytes != math.prod(entry.shape) * dtype.itemsize:
-            raise WeightSyncError(f"tensor {entry.name}: {entry.nbytes} bytes cannot be {entry.shape} of {entry.dtype}")
-        if entry.offset < 0 or entry.offset % dtype.itemsize or entry.offset + entry.nbytes > buffer.numel():
-            raise WeightSyncError(
-                f"tensor {entry.name}: bytes {entry.offset} to {entry.offset + entry.nbytes} do not lie in a bucket "
-                f"of {buffer.numel()} bytes"
-            )
-        yield entry.name, buffer[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
+            raise _bad_entry(entry, f"{entry.nbytes} bytes cannot be {entry.shape} of {entry.dtype}")
+        if entry.offset < 0 or entry.offset % dtype.itemsize or end > buffer.numel():
+            raise _bad_entry(entry, f"bytes {entry.offset} to {end} do not lie in a bucket of {buffer.numel()} bytes")
+        yield entry.name, buffer[entry.offset : end].view(dtype).view(entry.shape)
 
 
-def entry_dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"tensor {entry.name}: {entry.dtype!r} is not a torch dtype")
-    return dtype
-
-
-def _refuse_duplicates(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise WeightSyncError(f"a bucket names {', '.join(twice)} more than once")
+def _bad_entry(entry: TensorEntry, problem: str) -> WeightSyncError:
+    return WeightSyncError(problem, code="bad-entry", who=f"tensor {entry.name}")
 
 
 def _aligned(nbytes: int) -> int:

@@ -19,7 +19,7 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     try:
         shapes = header_shapes(Path(directory))
     except WeightFilesError as error:
-        raise CheckpointError(f"model.path={directory}: {error}") from error
+        raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
     dimensions = ModelDimensions.from_checkpoint(directory)
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
 
@@ -39,6 +39,8 @@ def require_complete(received: Collection[str], expected: Collection[str], engin
     ]
     if problems:
         raise WeightSyncError(
-            f"weight update of {engine} is not the whole model: {' and '.join(problems)}; "
-            "every sender must stream all of its buckets, under Hugging Face's names, before the update is finished"
+            f"weight update of {engine} is not the whole model: {' and '.join(problems)}",
+            code="incomplete-update",
+            remedy="every sender must stream all of its buckets, under Hugging Face's names, before the update is "
+            "finished",
         )

@@ -9,7 +9,8 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
 from slime_like.weights.hashed_copy import copy_hashed
-from slime_like.weights.stopwatch import Stopwatch
+
+Named = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(slots=True)
@@ -20,38 +21,36 @@ class Arrivals:
 
     Attributes:
         checksums: by name.
-        hashing: seconds spent on them.
+        hash_s: seconds spent on them.
     """
 
     checksums: dict[str, int] = field(default_factory=dict)
-    hashing: Stopwatch = field(default_factory=Stopwatch)
+    hash_s: float = 0.0
 
     def copies(
-        self, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]], device: torch.device | str
+        self, entries: Sequence[TensorEntry], tensors: Named, device: torch.device | str
     ) -> list[tuple[str, Tensor]]:
         """Copies of ``tensors`` on ``device``. What is hashed are the copies, all of them before any is handed out."""
         copies: list[tuple[str, Tensor]] = []
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
             copy = torch.empty_like(tensor, device=device)
-            self.compare(entry, name, copy_hashed(tensor, copy, self.hashing, of_target=True))
+            self.compare(entry, name, *copy_hashed(tensor, copy, of_target=True))
             copies.append((name, copy))
         return copies
 
-    def load(
-        self,
-        entries: Sequence[TensorEntry],
-        tensors: Iterable[tuple[str, Tensor]],
-        destination: Callable[[str], Tensor],
-    ) -> None:
+    def load(self, entries: Sequence[TensorEntry], tensors: Named, destination: Callable[[str], Tensor]) -> None:
         """Copy ``tensors`` to where they are served from.
 
         If it raises, damaged bytes may lie there: the update has failed, and nothing may be sampled until a whole one.
         """
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            self.compare(entry, name, copy_hashed(tensor, destination(name), self.hashing))
+            self.compare(entry, name, *copy_hashed(tensor, destination(name)))
 
-    def compare(self, entry: TensorEntry, name: str, found: int) -> None:
-        """Note the hash that was ``found``, if it is the sender's."""
+    def compare(self, entry: TensorEntry, name: str, found: int, hash_s: float) -> None:
+        """Note the hash that was ``found`` within ``hash_s`` seconds, if it is the sender's."""
+        self.hash_s += hash_s
         if name != entry.name or found != entry.checksum:
-            raise WeightSyncError(f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}")
+            raise WeightSyncError(
+                f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}", code="damaged-tensor"
+            )
         self.checksums[name] = found

@@ -21,4 +21,4 @@ def metadata_from_wire(wire: dict[str, Any]) -> BucketMetadata:
         entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
         return BucketMetadata(wire["transport"], wire["location"], entries)
     except (KeyError, TypeError) as error:
-        raise WeightSyncError(f"not the metadata of a weight bucket: {error}") from error
+        raise WeightSyncError(f"not the metadata of a weight bucket: {error}", code="bad-metadata") from error

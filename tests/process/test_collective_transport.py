@@ -24,15 +24,10 @@ from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from tests.parallel.ranks import clean_forks
+from tests.support.weight_buckets import bucket, refused
 
 SESSION = "collective-test"
 TIMEOUT_S = 20.0
-
-
-def bucket(seed: int, elements: int = 1000) -> WeightBucket:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(elements, generator=generator)
-    return WeightBucket([(f"{seed}.a", values), (f"{seed}.b", torch.empty(0)), (f"{seed}.c", values[:7].half())])
 
 
 def new_sender(timeout_s: float = TIMEOUT_S, address: str = "127.0.0.1") -> Sender:
@@ -133,7 +128,7 @@ def test_the_next_bucket_is_on_its_way_before_the_present_one_is_taken(engines: 
     ahead = sender.send(bucket(0))
     for seed in range(1, 6):
         following = sender.send(bucket(seed, 1000 * seed))
-        with pytest.raises(WeightSyncError, match=r"two buckets are in flight"):
+        with refused("buckets-in-flight"):
             sender.send(bucket(9))
         engine.tell(ahead)
         assert engine.answer()[0][0] == f"{seed - 1}.a"
@@ -177,16 +172,16 @@ def test_a_receiver_that_dies_is_reported_and_replaced(engines: Start) -> None:
     behind = sender.send(bucket(2))
     victim.kill()
     witness.tell(metadata)
-    with pytest.raises(WeightSyncError, match=r"a receiver of 127.0.0.1:.* was lost .*engines must connect again"):
+    with refused("receiver-lost"):
         sender.release(metadata)
     assert isinstance(witness.answer(), WeightSyncError)
-    with pytest.raises(WeightSyncError, match=r"no receiver is connected"):
+    with refused("no-receiver"):
         sender.send(bucket(2))
-    with pytest.raises(WeightSyncError, match=r"is not in flight"):
+    with refused("not-in-flight"):
         sender.release(metadata)
     replaced = [engines(sender.rendezvous()) for _ in range(2)]
     deliver(sender, replaced, bucket(3))
-    with pytest.raises(WeightSyncError, match=r"engines must connect again"):
+    with refused("receiver-lost"):
         sender.release(behind)
     deliver(sender, replaced, bucket(4))  # the new group has nothing to do with the broken one
     sender.close()
@@ -197,7 +192,7 @@ def test_a_receiver_that_never_takes_a_bucket_is_waited_for_so_long(engines: Sta
     engines(sender.rendezvous())  # within that time as well
     metadata = sender.send(bucket(0))
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"within sync.timeout_s=3 s"):
+    with refused("receiver-lost"):
         sender.release(metadata)
     assert time.monotonic() - started < 15
     sender.close()
@@ -231,21 +226,20 @@ def test_a_sender_that_dies_is_reported(engines: Start) -> None:
     if not isinstance(first, WeightSyncError):  # the second was complete before the sender died
         engine.tell(metadata)
         first = engine.answer()
-    assert isinstance(first, WeightSyncError)
-    assert "or another receiver of it, was lost" in str(first)
+    assert isinstance(first, WeightSyncError) and first.code == "sender-lost"
     engine.close_receiver()  # though no sender is left
 
 
-def test_nobody_serves_there() -> None:
+def test_a_sender_that_is_closed() -> None:
     gone = new_sender(timeout_s=1.0)
     rendezvous = gone.rendezvous()
     gone.close()
-    with pytest.raises(WeightSyncError, match=r"this sender is closed"):
+    with refused("sender-closed"):
         gone.send(bucket(0))
     with socket.socket() as held:  # else another server may get the port, or the kernel connect it to itself
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((rendezvous["host"], rendezvous["port"]))
-        with pytest.raises(WeightSyncError, match=r"no sender listens on 127.0.0.1:"):
+        with refused("no-sender"):
             open_receiver("gloo", rendezvous)
 
 
@@ -254,7 +248,7 @@ def test_a_stranger_s_bucket_is_refused() -> None:
     receiver = open_receiver("gloo", senders[0].rendezvous())
     other = open_receiver("gloo", senders[1].rendezvous())
     metadata = senders[1].send(bucket(0))
-    with pytest.raises(WeightSyncError, match=r"was handed a gloo bucket of collective-test"):
+    with refused("foreign-bucket"):
         receiver.receive(metadata)
     assert len(list(other.receive(metadata))) == 3
     senders[1].release(metadata)

@@ -2,31 +2,19 @@
 
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-
-import pytest
 
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import open_sender
-from slime_like.weights.transports.shared_memory import SharedMemorySender
-from tests.unit.weights.test_transports import bucket, left
-
-
-@pytest.fixture
-def session() -> Iterator[str]:
-    name = f"transport-test-{uuid.uuid4().hex}"
-    yield name
-    assert cleanup(name) == []
+from tests.support.weight_buckets import bucket, left
 
 
 def test_another_process_sees_the_same_bytes(session: str) -> None:
-    sender = SharedMemorySender(session)
+    sender = open_sender("shared_memory", session)
     metadata = sender.send(bucket(3))
     program = (
         "import sys\n"
-        "from slime_like.interfaces import BucketFigures, BucketMetadata, TensorEntry\n"
+        "from slime_like.interfaces import BucketMetadata, TensorEntry\n"
         "from slime_like.weights.checksums import tensor_checksum\n"
         "from slime_like.weights.transports.registry import open_receiver\n"
         f"receiver = open_receiver('shared_memory', {sender.rendezvous()!r})\n"

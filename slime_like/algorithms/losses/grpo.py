@@ -11,10 +11,9 @@ from torch import Tensor
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs, LossOutput
-from slime_like.algorithms.masks import require_bool_mask
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
@@ -126,7 +125,11 @@ class GRPOLoss:
         given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
         _require_shape_of(targets, padding_masks=padding_masks, **given)
         logprobs, entropy = _score(pi_logits, targets, temperature)
-        mask = _loss_mask(targets, padding_masks).flatten()
+        mask = targets >= 0
+        if padding_masks is not None:
+            require_bool_mask(padding_masks, "padding_masks")
+            mask = mask & padding_masks
+        mask = mask.flatten()
         lengths = _sequence_lengths(targets, response_lens)
         weights, denominator = self._reduce(mask, lengths, group_ids)
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -139,7 +142,9 @@ class GRPOLoss:
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
-        return (output.loss / denominator, *_figures(output, denominator), logprobs.detach())
+        stats = output.sums.to_stats(denominator, 0.0, 0.0)
+        figures = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
+        return (output.loss / denominator, *figures, logprobs.detach())
 
     __call__ = forward
 
@@ -169,18 +174,6 @@ def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
             raise ValueError(
                 f"{name} {tuple(given.shape)} and targets {tuple(targets.shape)} differ; give one entry per target"
             )
-
-
-def _loss_mask(targets: Tensor, padding_masks: Tensor | None) -> Tensor:
-    if padding_masks is None:
-        return targets >= 0
-    require_bool_mask(padding_masks, "padding_masks")
-    return (targets >= 0) & padding_masks
-
-
-def _figures(output: LossOutput, denominator: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stats = output.sums.to_stats(denominator, 0.0, 0.0)
-    return stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
 
 
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -44,27 +44,22 @@ class PPOClip:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.low, self.high, self.dual = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
 
-    def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        ratio = token_ratio(inputs)
-        per_token, clipped = clipped_surrogate(ratio, required(inputs, "advantages"), self.low, self.high, self.dual)
-        return PolicyTerms(per_token, ratio.detach(), clipped)
-
-
-class PolicyGradient:
-    """REINFORCE (Williams 1992): ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
-
-    name = "policy_gradient"
-    needs_old = False
-    needs_advantages = True
-
-    def __init__(self, config: AlgorithmConfig) -> None:
-        pass
+    def ratio(self, inputs: LossInputs) -> Tensor:
+        return token_ratio(inputs)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        return PolicyTerms(-required(inputs, "advantages") * inputs.logprobs)
+        """PPO's pessimistic surrogate loss, and which tokens it clipped."""
+        ratio, advantages = self.ratio(inputs), required(inputs, "advantages")
+        plain, bounded = -ratio * advantages, -ratio.clamp(self.low, self.high) * advantages
+        loss, clipped = torch.maximum(plain, bounded), bounded > plain
+        if self.dual is not None:
+            ceiling = -self.dual * advantages
+            over = (advantages < 0) & (loss > ceiling)
+            loss, clipped = torch.where(over, ceiling, loss), clipped | over
+        return PolicyTerms(loss, ratio.detach(), clipped)
 
 
-class GSPO:
+class GSPO(PPOClip):
     """Group sequence policy optimisation (arXiv:2507.18071 eq. 5 to 7): one ratio per sequence.
 
     ``s = exp(mean over loss-carrying tokens of (log pi - log pi_old))``, clipped as in PPO. Every token of a sequence
@@ -73,22 +68,15 @@ class GSPO:
     """
 
     name = "gspo"
-    needs_old = True
-    needs_advantages = True
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.low, self.high, self.dual = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
-
-    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+    def ratio(self, inputs: LossInputs) -> Tensor:
         lengths = required(inputs, "response_lens")
         log_ratio = inputs.logprobs - required(inputs, "old_logprobs")
         per_sequence = masked_segment_mean(log_ratio, inputs.loss_mask, lengths)
-        ratio = spread_over_tokens(per_sequence, lengths, inputs.logprobs.numel()).exp()
-        per_token, clipped = clipped_surrogate(ratio, required(inputs, "advantages"), self.low, self.high, self.dual)
-        return PolicyTerms(per_token, ratio.detach(), clipped)
+        return spread_over_tokens(per_sequence, lengths, inputs.logprobs.numel()).exp()
 
 
-class CISPO:
+class CISPO(PPOClip):
     """Clipped importance weights (MiniMax-M1, arXiv:2506.13585 eq. 4 and 5): ``-sg(clip(r)) A log pi``.
 
     Clips the weight, never the gradient: every token keeps one. ``clip_low = 1`` leaves the weight without lower bound,
@@ -96,11 +84,6 @@ class CISPO:
     """
 
     name = "cispo"
-    needs_old = True
-    needs_advantages = True
-
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.low, self.high = 1 - config.clip_low, 1 + config.clip_high
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         ratio = token_ratio(inputs).detach()
@@ -121,6 +104,16 @@ class SFT:
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         return PolicyTerms(-inputs.logprobs)
+
+
+class PolicyGradient(SFT):
+    """REINFORCE (Williams 1992): ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
+
+    name = "policy_gradient"
+    needs_advantages = True
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        return PolicyTerms(-required(inputs, "advantages") * inputs.logprobs)
 
 
 POLICY_LOSSES = MappingProxyType({cls.name: cls for cls in (PPOClip, PolicyGradient, GSPO, CISPO, SFT)})
@@ -147,17 +140,3 @@ def required(inputs: LossInputs, name: str) -> Tensor:
 def token_ratio(inputs: LossInputs) -> Tensor:
     """pi_current / pi_old per token, with graph."""
     return (inputs.logprobs - required(inputs, "old_logprobs")).exp()
-
-
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
-) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic surrogate loss, and which tokens it clipped."""
-    plain, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if dual is not None:
-        ceiling = -dual * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss, clipped = torch.where(over, ceiling, loss), clipped | over
-    return loss, clipped

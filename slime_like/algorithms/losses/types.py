@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.masks import require_bool_mask
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
 
 if TYPE_CHECKING:
     from slime_like.algorithms.losses.sums import LossSums

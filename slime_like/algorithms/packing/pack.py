@@ -5,6 +5,7 @@ Everything is built on the CPU from index arithmetic, concatenated once and, for
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -21,10 +22,10 @@ from slime_like.algorithms.packing.faults import (
 )
 from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, pack_tensors, token_weights_of
 from slime_like.algorithms.packing.layout import PackLengths
-from slime_like.algorithms.packing.transfer import move_together
 from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
+_ALIGNMENT = 8
 # Field of a sequence that is no tensor: the pack's list of its values.
 _PLAIN = {
     "sequence_id": "sequence_ids",
@@ -194,6 +195,26 @@ def zero_weight_pack(like: PackedTrajectory) -> PackedTrajectory:
 def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
     """Tokens of the packs' own sequences: without padding, and without fillers (``zero_weight_pack``)."""
     return sum(pack.actual_total_tokens for pack in packs if not pack.is_filler)
+
+
+# ------------------------------------------------------------------------------------------------------------ transfer
+def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy contiguous CPU tensors of any dtype to ``device`` through one byte buffer, which the copies are views of.
+
+    On the CPU they are returned as they are.
+    """
+    if device.type == "cpu":
+        return tensors
+    # Aligned start of every tensor, and the total size.
+    *starts, total = accumulate(
+        (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()), initial=0
+    )
+    buffer = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    places = {name: slice(start, start + tensors[name].nbytes) for name, start in zip(tensors, starts, strict=True)}
+    for name, tensor in tensors.items():
+        buffer[places[name]].copy_(tensor.contiguous().flatten().view(torch.uint8))
+    moved = buffer.to(device)
+    return {name: moved[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- unpacking

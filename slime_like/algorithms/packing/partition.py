@@ -51,9 +51,10 @@ def partition_by_tokens(
         >>> partition_by_tokens([5, 3, 4, 2], max_tokens=8, num_ranks=2)
         [[[0, 3]], [[1, 2]]]
     """
-    lengths, costs = _as_list(lengths), None if costs is None else _as_list(costs)
-    _check(lengths, max_tokens, num_ranks, costs)
-    costs = lengths if costs is None else costs
+    lengths = _as_list(lengths)
+    costs = lengths if costs is None else _as_list(costs)
+    _check(lengths, max_tokens, num_ranks)
+    _check_shares(lengths, num_ranks, costs)
     shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
     partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
@@ -96,8 +97,7 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
             rank at all.
     """
     lengths = _as_list(lengths)
-    _check_lengths(lengths, max_tokens)
-    _check_ranks(num_ranks)
+    _check(lengths, max_tokens, num_ranks)
     full: list[list[int]] = []
     current: list[int] = []
     used = 0
@@ -213,33 +213,10 @@ def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
     return found if isinstance(found, list) else [found]
 
 
-def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Sequence[float] | None) -> None:
-    _check_lengths(lengths, max_tokens)
-    _check_ranks(num_ranks)
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"{len(lengths)} sequences cannot give each of {num_ranks} ranks at least one; collect more, or use fewer "
-            "ranks"
-        )
-    if costs is None:
-        return
-    if len(costs) != len(lengths):
-        raise ValueError(f"{len(costs)} costs for {len(lengths)} sequences; give one each")
-    for index, cost in enumerate(costs):
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"sequence {index} has cost {cost}; give a finite one, 0 or more")
-
-
-def _check_ranks(num_ranks: int) -> None:
-    if not isinstance(num_ranks, Integral):
-        raise ValueError(f"num_ranks={num_ranks!r} must be an integer")
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
-
-
-def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
-    if not isinstance(max_tokens, Integral):
-        raise ValueError(f"max_tokens={max_tokens!r} must be an integer")
+def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> None:
+    for name, number in (("max_tokens", max_tokens), ("num_ranks", num_ranks)):
+        if not isinstance(number, Integral):
+            raise ValueError(f"{name}={number!r} must be an integer")
     for index, length in enumerate(lengths):
         if not isinstance(length, Integral):
             raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")
@@ -249,3 +226,18 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
             )
         if length < 1:
             raise ValueError(f"sequence {index} has length {length}; every sequence needs at least one token")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
+
+
+def _check_shares(lengths: Sequence[int], num_ranks: int, costs: Sequence[float]) -> None:
+    if len(lengths) < num_ranks:
+        raise ValueError(
+            f"{len(lengths)} sequences cannot give each of {num_ranks} ranks at least one; collect more, or use fewer "
+            "ranks"
+        )
+    if len(costs) != len(lengths):
+        raise ValueError(f"{len(costs)} costs for {len(lengths)} sequences; give one each")
+    for index, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"sequence {index} has cost {cost}; give a finite one, 0 or more")

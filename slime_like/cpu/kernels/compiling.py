@@ -20,11 +20,14 @@ from typing import Any
 
 import llvmlite.binding
 import numba
+import numpy as np
 from numba import njit, void
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.serialize import dumps
 
 from slime_like.errors import SlimeLikeError
+
+Array = np.ndarray
 
 SUMS = frozenset({"contract", "reassoc"})
 """What LLVM may do to arithmetic: multiply and add at once, and add up in another order. NaN and infinity stay."""
@@ -46,8 +49,9 @@ def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callab
     """
     if numba.config.DISABLE_JIT:
         raise SlimeLikeError(
-            "NUMBA_DISABLE_JIT keeps Numba from compiling the kernels for a CPU, which do not run uncompiled; unset it "
-            "in the environment, or in .numba_config.yaml"
+            "NUMBA_DISABLE_JIT keeps Numba from compiling the kernels for a CPU, which do not run uncompiled",
+            code="jit-disabled",
+            remedy="unset it in the environment, or in .numba_config.yaml",
         )
 
     def decorate(function: Callable[..., None]) -> Any:

@@ -3,9 +3,9 @@
 import numpy as np
 from numba import float32, int64
 
-from slime_like.cpu.kernels.compiling import kernel, part
+from slime_like.cpu.kernels.compiling import Array, kernel, part
 from slime_like.cpu.kernels.elementary import exp
-from slime_like.cpu.kernels.prefetch import LINE, prefetch
+from slime_like.cpu.kernels.vectors import LINE, prefetch
 
 # No slices, each of which counts references, nor signed indices, which may count from the end.
 _U0, _U1, _U2, _U3, _U4 = (np.uint64(n) for n in range(5))
@@ -14,7 +14,7 @@ _STATES, _CACHE = float32[:, ::1], float32[:, :, :, ::1]
 
 
 @part()
-def _place(buffer: np.ndarray, row: int, kv_head: int, column: int) -> np.uint64:
+def _place(buffer: Array, row: int, kv_head: int, column: int) -> np.uint64:
     """How many elements lie before that column; kv_head may be one too many: it is the next row's first one."""
     heads, columns, dim = np.uint64(buffer.shape[1]), np.uint64(buffer.shape[2]), np.uint64(buffer.shape[3])
     return ((row * heads + kv_head) * columns + column) * dim
@@ -22,15 +22,15 @@ def _place(buffer: np.ndarray, row: int, kv_head: int, column: int) -> np.uint64
 
 @part()
 def _score(
-    query: np.ndarray,
+    query: Array,
     row: int,
-    keys: np.ndarray,
+    keys: Array,
     kv_head: int,
     start: int,
     end: int,
-    values: np.ndarray,
-    scores: np.ndarray,
-    largest: np.ndarray,
+    values: Array,
+    scores: Array,
+    largest: Array,
 ) -> None:
     """``scores[g, c] = query . keys[c]`` of every head of a group, and the ``largest`` of each.
 
@@ -66,7 +66,7 @@ def _score(
 
 
 @part()
-def _exponentiate(scores: np.ndarray, g: int, start: int, end: int, largest: float, scale: float) -> np.float32:
+def _exponentiate(scores: Array, g: int, start: int, end: int, largest: float, scale: float) -> np.float32:
     """``scores[g, c] = e^(scale (scores[g, c] - largest))`` in place; gives their sum."""
     total = _ZERO
     for c in range(start, end):
@@ -78,15 +78,7 @@ def _exponentiate(scores: np.ndarray, g: int, start: int, end: int, largest: flo
 
 @part()
 def _mix(
-    weights: np.ndarray,
-    factors: np.ndarray,
-    values: np.ndarray,
-    row: int,
-    kv_head: int,
-    start: int,
-    end: int,
-    keys: np.ndarray,
-    out: np.ndarray,
+    weights: Array, factors: Array, values: Array, row: int, kv_head: int, start: int, end: int, keys: Array, out: Array
 ) -> None:
     """``out = factors[g] * sum_c weights[g, c] values[c]`` of every head of a group.
 
@@ -120,14 +112,7 @@ def _mix(
 
 @kernel(_STATES, _CACHE, _CACHE, int64[::1], int64, int64, float32, _STATES)
 def forward(
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    positions: np.ndarray,
-    column: int,
-    window: int,
-    scale: float,
-    out: np.ndarray,
+    query: Array, keys: Array, values: Array, positions: Array, column: int, window: int, scale: float, out: Array
 ) -> None:
     """``out = softmax(scale * query keys^T) values`` of every row and head; heads of a group share keys and values.
 

@@ -3,13 +3,13 @@
 import numpy as np
 from numba import boolean, float32, int64, uint64
 
-from slime_like.cpu.kernels.compiling import kernel, part
+from slime_like.cpu.kernels.compiling import Array, kernel, part
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 @part()
-def _norm_factor(states: np.ndarray, row: int, start: int, dim: int, eps: float) -> np.float32:
+def _norm_factor(states: Array, row: int, start: int, dim: int, eps: float) -> np.float32:
     """(mean of the squares of one head's states + eps)^-1/2."""
     total = _ZERO
     for i in range(dim):
@@ -22,19 +22,19 @@ def _norm_factor(states: np.ndarray, row: int, start: int, dim: int, eps: float)
     *(float32[:, ::1], float32[:, ::1], int64[::1], uint64, float32[:, :, :, ::1], float32[:, :, :, ::1]),
 )
 def forward(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    query_weight: np.ndarray,
-    key_weight: np.ndarray,
+    query: Array,
+    key: Array,
+    value: Array,
+    query_weight: Array,
+    key_weight: Array,
     is_normed: bool,
     eps: float,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    positions: np.ndarray,
+    cos: Array,
+    sin: Array,
+    positions: Array,
     column: int,
-    keys: np.ndarray,
-    values: np.ndarray,
+    keys: Array,
+    values: Array,
 ) -> None:
     """Norm and rotate (arXiv:2104.09864, eq. 34) the heads of queries, in place, and of keys; cache keys and values.
 

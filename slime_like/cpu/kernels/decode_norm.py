@@ -3,13 +3,13 @@
 import numpy as np
 from numba import float32
 
-from slime_like.cpu.kernels.compiling import kernel
+from slime_like.cpu.kernels.compiling import Array, kernel
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 @kernel(float32[:, ::1], float32[:, ::1], float32[::1], float32, float32[:, ::1])
-def forward(stream: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+def forward(stream: Array, x: Array, weight: Array, eps: float, out: Array) -> None:
     """``stream += x``, in place, and ``out = stream * (mean(stream^2) + eps)^-1/2 * weight`` of every row.
 
     Args:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numba import float32, float64, int64
 
-from slime_like.cpu.kernels.compiling import IN_ORDER, kernel, part
+from slime_like.cpu.kernels.compiling import IN_ORDER, Array, kernel, part
 
 _BLOCK = 64
 """Probabilities that are added up at once; the walk to the drawn token goes from sum to sum."""
@@ -33,9 +33,7 @@ def _exp(x: float) -> float:
 
 
 @part()
-def _probabilities(
-    logits: np.ndarray, temperature: float, largest: float, probabilities: np.ndarray, sums: np.ndarray
-) -> float:
+def _probabilities(logits: Array, temperature: float, largest: float, probabilities: Array, sums: Array) -> float:
     """``probabilities[v] = e^(logits[v] / temperature - largest)`` and the ``sums`` of its blocks; gives their sum."""
     total = 0.0
     for block in range(sums.shape[0]):
@@ -50,7 +48,7 @@ def _probabilities(
 
 
 @part(IN_ORDER)
-def _inverted(probabilities: np.ndarray, sums: np.ndarray, target: float) -> int:
+def _inverted(probabilities: Array, sums: Array, target: float) -> int:
     """The first token up to which the probabilities add up to more than ``target``.
 
     None with probability zero: where rounding leaves the sum at ``target`` it is the last that has any.
@@ -70,9 +68,7 @@ def _inverted(probabilities: np.ndarray, sums: np.ndarray, target: float) -> int
 
 
 @kernel(float32[:, ::1], float32[::1], float64[::1], int64[::1], float32[::1], fastmath=IN_ORDER)
-def forward(
-    logits: np.ndarray, temperatures: np.ndarray, uniform: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
-) -> None:
+def forward(logits: Array, temperatures: Array, uniform: Array, tokens: Array, logprobs: Array) -> None:
     """Write every row's token and its logprob over the whole vocabulary.
 
     Args:

@@ -6,7 +6,7 @@ For each token's row one pass in a core's cache, instead of a pass over the chun
 import numpy as np
 from numba import float32, int64
 
-from slime_like.cpu.kernels.compiling import kernel
+from slime_like.cpu.kernels.compiling import Array, kernel
 from slime_like.cpu.kernels.elementary import exp
 from slime_like.cpu.kernels.tile import LANES, exponentials
 
@@ -17,9 +17,7 @@ _MATRIX, _VECTOR, _COLUMNS = float32[:, ::1], float32[::1], int64[::1]
 
 
 @kernel(_MATRIX, _VECTOR, _COLUMNS, _VECTOR, _MATRIX)
-def forward(
-    products: np.ndarray, temperatures: np.ndarray, columns: np.ndarray, maximum: np.ndarray, sums: np.ndarray
-) -> None:
+def forward(products: Array, temperatures: Array, columns: Array, maximum: Array, sums: Array) -> None:
     """Of ``x = products / temperatures``, row by row.
 
     Args:
@@ -45,15 +43,15 @@ def forward(
 
 @kernel(_MATRIX, _VECTOR, _COLUMNS, *[_VECTOR] * 6)
 def backward(
-    products: np.ndarray,
-    temperatures: np.ndarray,
-    columns: np.ndarray,
-    maximum: np.ndarray,
-    log_total: np.ndarray,
-    entropy: np.ndarray,
-    grad_logprobs: np.ndarray,
-    grad_targets: np.ndarray,
-    grad_entropy: np.ndarray,
+    products: Array,
+    temperatures: Array,
+    columns: Array,
+    maximum: Array,
+    log_total: Array,
+    entropy: Array,
+    grad_logprobs: Array,
+    grad_targets: Array,
+    grad_entropy: Array,
 ) -> None:
     """``products`` become their gradient: ``d logprob = onehot - p`` and ``d H = -p (log p + H)``, over temperatures.
 

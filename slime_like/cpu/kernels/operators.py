@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.cpu.kernels import logit_rows, packed_attention, residual_norm, rms_norm, swiglu
+from slime_like.cpu.kernels import logit_rows, packed_attention, rms_norm, swiglu
 from slime_like.cpu.kernels.tile import LANES
 
 
@@ -65,7 +65,7 @@ class FusedBranch(torch.autograd.Function):
 class FusedSum(torch.autograd.Function):
     """Two (T, H), ``rows`` (n,) of T that are wanted, none twice, and (H,) weights, to (n, H): the sum, and its norm.
 
-    See ``residual_norm.forward``.
+    See ``rms_norm.sum_forward``.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class FusedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total = added.new_empty(len(rows), added.shape[1])
         out, rstd = torch.empty_like(total), total.new_empty(len(rows))
-        residual_norm.forward(
+        rms_norm.sum_forward(
             *(_array(given) for given in (added, residual, rows, weight)), eps,
             total.numpy(), out.numpy(), rstd.numpy(),
         )  # fmt: skip
@@ -101,7 +101,7 @@ def _residual_gradients(
     shape = (tokens, total.shape[1])
     total_grad = total.new_empty(shape) if len(rows) == tokens else total.new_zeros(shape)
     weight_grad = torch.empty_like(weight)
-    residual_norm.backward(
+    rms_norm.sum_backward(
         *(_array(given) for given in (grad, carried, total, rows, weight, rstd)),
         total_grad.numpy(),
         _array(weight_grad),

@@ -8,22 +8,16 @@ Below, a head is the D elements from ``place`` on of token ``t`` and group ``g``
 indices: making a view of one would cost more than what is done to a head.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import float32, int64
 
-from slime_like.cpu.kernels.compiling import kernel, part
+from slime_like.cpu.kernels.compiling import Array, kernel, part
 from slime_like.cpu.kernels.heads import copy, norm_back, product, turn, turn_back
-from slime_like.cpu.kernels.prefetch import LINE, prefetch
-from slime_like.cpu.kernels.score_rows import (
-    add_outer,
-    padded_length,
-    row_products,
-    softmax,
-    softmax_back,
-    transpose,
-    weighted_sums,
-)
+from slime_like.cpu.kernels.score_rows import add_outer, multiply, padded_length, softmax, softmax_back, transpose
 from slime_like.cpu.kernels.tile import LANES
+from slime_like.cpu.kernels.vectors import LINE, prefetch
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MATRIX, _VECTOR, _HEADS = float32[:, ::1], float32[::1], float32[:, :, ::1]
@@ -31,7 +25,7 @@ _QKV = (_HEADS, int64[::1], _VECTOR, _VECTOR, float32, _MATRIX, _MATRIX, float32
 
 
 @part()
-def _pitch(boundaries: np.ndarray) -> int:
+def _pitch(boundaries: Array) -> int:
     """Columns of buffers that hold every sequence: an odd multiple of ``LANES``, for which rows share no cache set."""
     longest = 0
     for s in range(boundaries.shape[0] - 1):
@@ -40,124 +34,108 @@ def _pitch(boundaries: np.ndarray) -> int:
 
 
 @part()
-def _at(heads: np.ndarray, t: int, g: int, place: int) -> int:
+def _at(heads: Array, t: int, g: int, place: int) -> int:
     """Offset of a head in ``heads``."""
     return (t * heads.shape[1] + g) * heads.shape[2] + place
 
 
-@part()
-def _ones_if_none(weight: np.ndarray, width: int) -> np.ndarray:
-    """A norm's weight; without a norm (no weight) what changes nothing."""
-    return weight if weight.shape[0] else np.ones(width, np.float32)
+class _Turning(NamedTuple):
+    """How heads are normalised, scaled and rotated.
 
-
-@part()
-def _rstd(mixed: np.ndarray, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
-    """Scale of a head before its norm's weight; 1 without a norm."""
-    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
-
-
-@part()
-def _turned(
-    mixed: np.ndarray,
-    at: int,
-    weight: np.ndarray,
-    normed: bool,
-    eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    t: int,
-    scale: np.float32,
-    out: np.ndarray,
-    row: int,
-) -> None:
-    """``out[row] = scale * rotated(norm(head))``.
-
-    Args:
-        at: where the head lies in ``mixed``.
-        weight: (D,), ones if it is not ``normed``.
-        t: its token, whose cosines and sines turn it.
-        out: (n, D).
+    Attributes:
+        weight: (D,) of the norm; ones if they are not ``normed``.
+        cos, sin: (T, D / 2).
     """
-    width = out.shape[1]
-    factor = _rstd(mixed, at, width, normed, eps) * scale
-    turn(mixed, at, weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
+
+    weight: Array
+    normed: bool
+    eps: np.float32
+    scale: np.float32
+    cos: Array
+    sin: Array
 
 
 @part()
-def _turned_back(
-    grad: np.ndarray,
-    row: int,
-    mixed: np.ndarray,
-    at: int,
-    weight: np.ndarray,
-    normed: bool,
-    eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    t: int,
-    scale: np.float32,
-    weight_grad: np.ndarray,
-) -> None:
+def _turning(weight: Array, eps: np.float32, scale: np.float32, cos: Array, sin: Array) -> _Turning:
+    """A weight that is empty stands for no norm."""
+    normed = weight.shape[0] > 0
+    return _Turning(weight if normed else np.ones(2 * cos.shape[1], np.float32), normed, eps, scale, cos, sin)
+
+
+@part()
+def _rstd(mixed: Array, at: int, width: int, turning: _Turning) -> np.float32:
+    """Scale of a head before its norm's weight; 1 without a norm."""
+    if not turning.normed:
+        return _ONE
+    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + turning.eps)
+
+
+@part()
+def _turned(mixed: Array, at: int, turning: _Turning, t: int, out: Array, row: int) -> None:
+    """``out[row] = scale * rotated(norm(head))``, (D,), of token ``t``'s head that lies ``at`` in ``mixed``."""
+    width, cos, sin = out.shape[1], turning.cos, turning.sin
+    factor = _rstd(mixed, at, width, turning) * turning.scale
+    turn(mixed, at, turning.weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
+
+
+@part()
+def _turned_back(grad: Array, row: int, mixed: Array, at: int, turning: _Turning, t: int, weight_grad: Array) -> None:
     """A head's gradient, in its place, from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is
     added."""
-    width = grad.shape[1]
-    if not normed:
+    width, cos, sin, scale = grad.shape[1], turning.cos, turning.sin, turning.scale
+    if not turning.normed:
         turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], mixed, at, width)
         return
     turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], grad, row * width, width)
-    rstd = _rstd(mixed, at, width, normed, eps)
-    norm_back(grad, row * width, mixed, at, weight, rstd, weight_grad, width)
+    rstd = _rstd(mixed, at, width, turning)
+    norm_back(grad, row * width, mixed, at, turning.weight, rstd, weight_grad, width)
 
 
 @part()
-def _bring(heads: np.ndarray, t: int, g: int, place: int, count: int) -> None:
-    """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees."""
+def _bring(heads: Array, t: int, g: int, place: int, count: int) -> None:
+    """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees.
+
+    What lies as many tokens behind as the sequence has is what the next one needs, if that is as long.
+    """
     at = np.uint64(_at(heads, t, g, place))
     for i in range(np.uint64(0), np.uint64(count), LINE):
         prefetch(heads, at + i)
 
 
 @part()
-def _gather(
-    mixed: np.ndarray,
-    first: int,
-    length: int,
-    g: int,
-    weight: np.ndarray,
-    normed: bool,
-    eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-) -> None:
-    """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's.
-
-    Meanwhile what lies as many tokens behind comes nearer; others do the same with what they read or write. It is what
-    the next sequence needs, if that is as long.
-    """
+def _gather(mixed: Array, first: int, length: int, g: int, turning: _Turning, keys: Array, values: Array) -> None:
+    """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's."""
     width = keys.shape[1]
     place = mixed.shape[2] - 2 * width
     for t in range(length):
         at = _at(mixed, first + t, g, place)
-        _turned(mixed, at, weight, normed, eps, cos, sin, first + t, _ONE, keys, t)
+        _turned(mixed, at, turning, first + t, keys, t)
         _bring(mixed, first + length + t, g, place, 2 * width)
         copy(mixed, at + width, values, t * width, width)
 
 
+@part()
+def _queries(mixed: Array, start: int, count: int, length: int, g: int, h: int, turning: _Turning, rows: Array) -> None:
+    """``count`` tokens' queries, turned, from token ``start`` on: (count, D)."""
+    width = rows.shape[1]
+    for r in range(count):
+        _bring(mixed, start + length + r, g, h * width, width)
+        at = _at(mixed, start + r, g, h * width)
+        _turned(mixed, at, turning, start + r, rows, r)
+
+
 @kernel(*_QKV, _HEADS, _MATRIX)
 def forward(
-    mixed: np.ndarray,
-    boundaries: np.ndarray,
-    query_weight: np.ndarray,
-    key_weight: np.ndarray,
+    mixed: Array,
+    boundaries: Array,
+    query_weight: Array,
+    key_weight: Array,
     eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
+    cos: Array,
+    sin: Array,
     scale: np.float32,
-    out: np.ndarray,
-    lse: np.ndarray,
+    out: Array,
+    lse: Array,
 ) -> None:
     """Attention of every sequence.
 
@@ -176,26 +154,21 @@ def forward(
     keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     columns, scores = np.empty((width, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, context = np.zeros((LANES, width), np.float32), np.empty((LANES, width), np.float32)
-    normed = query_weight.shape[0] > 0
-    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    query_turning, key_turning = _turning(query_weight, eps, scale, cos, sin), _turning(key_weight, eps, _ONE, cos, sin)
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         for g in range(groups):
-            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _gather(mixed, first, length, g, key_turning, keys, values)
             transpose(keys, length, columns)
             for h in range(heads):
                 for start in range(0, length, LANES):
                     count = min(LANES, length - start)
                     seen, padded = start + count, padded_length(start + count)
-                    for r in range(count):
-                        _bring(mixed, first + length + start + r, g, h * width, width)
-                        t = first + start + r
-                        at = _at(mixed, t, g, h * width)
-                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
-                    row_products(rows, count, columns, padded, scores)
+                    _queries(mixed, first + start, count, length, g, h, query_turning, rows)
+                    multiply(rows, count, columns, width, padded, scores)
                     for r in range(count):
                         lse[g * heads + h, first + start + r] = softmax(scores, r, start + r + 1, padded)
-                    weighted_sums(scores, count, values, seen, context)
+                    multiply(scores, count, values, seen, width, context)
                     for r in range(count):
                         _bring(out, first + length + start + r, g, h * width, width)
                         copy(context, r * width, out, _at(out, first + start + r, g, h * width), width)
@@ -203,23 +176,18 @@ def forward(
 
 @part()
 def _head_back(
-    grad: np.ndarray,
-    mixed: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
+    grad: Array,
+    mixed: Array,
+    out: Array,
+    lse: Array,
     first: int,
     length: int,
     g: int,
     h: int,
-    weight: np.ndarray,
-    normed: bool,
-    eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    scale: np.float32,
-    weight_grad: np.ndarray,
-    sequence: tuple[np.ndarray, ...],
-    block: tuple[np.ndarray, ...],
+    turning: _Turning,
+    weight_grad: Array,
+    sequence: tuple[Array, ...],
+    block: tuple[Array, ...],
 ) -> None:
     """Gradients of one query head over a sequence, in their place in ``mixed``; those of keys and values are added.
 
@@ -234,15 +202,13 @@ def _head_back(
     for start in range(0, length, LANES):
         count = min(LANES, length - start)
         seen, padded = start + count, padded_length(start + count)
+        _queries(mixed, first + start, count, length, g, h, turning, rows)
         for r in range(count):
             t = first + start + r
-            at = _at(mixed, t, g, h * width)
-            _turned(mixed, at, weight, normed, eps, cos, sin, t, scale, rows, r)
-            _bring(mixed, t + length, g, h * width, width)
             _bring(grad, t + length, g, h * width, width)
             copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
-        row_products(rows, count, columns, padded, weights)
-        row_products(grads, count, value_columns, padded, slopes)
+        multiply(rows, count, columns, width, padded, weights)
+        multiply(grads, count, value_columns, width, padded, slopes)
         for r in range(count):
             t = first + start + r
             _bring(out, t + length, g, h * width, width)
@@ -250,28 +216,28 @@ def _head_back(
             softmax_back(weights, slopes, r, start + r + 1, padded, lse[lse_row, t], delta)
         add_outer(weights, seen, grads, count, value_grads)
         add_outer(slopes, seen, rows, count, key_grads)
-        weighted_sums(slopes, count, keys, seen, row_grads)
+        multiply(slopes, count, keys, seen, width, row_grads)
         for r in range(count):
             t = first + start + r
             at = _at(mixed, t, g, h * width)
-            _turned_back(row_grads, r, mixed, at, weight, normed, eps, cos, sin, t, scale, weight_grad)
+            _turned_back(row_grads, r, mixed, at, turning, t, weight_grad)
 
 
 @kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
 def backward(
-    grad: np.ndarray,
-    mixed: np.ndarray,
-    boundaries: np.ndarray,
-    query_weight: np.ndarray,
-    key_weight: np.ndarray,
+    grad: Array,
+    mixed: Array,
+    boundaries: Array,
+    query_weight: Array,
+    key_weight: Array,
     eps: np.float32,
-    cos: np.ndarray,
-    sin: np.ndarray,
+    cos: Array,
+    sin: Array,
     scale: np.float32,
-    out: np.ndarray,
-    lse: np.ndarray,
-    query_weight_grad: np.ndarray,
-    key_weight_grad: np.ndarray,
+    out: Array,
+    lse: Array,
+    query_weight_grad: Array,
+    key_weight_grad: Array,
 ) -> None:
     """Gradients of ``mixed``, in its place, and of the norms' weights from that of ``out`` (arXiv:2205.14135,
     algorithm 4). Tokens outside of the boundaries are left alone.
@@ -289,29 +255,27 @@ def backward(
     weights, slopes = np.empty((LANES, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, grads = np.zeros((LANES, width), np.float32), np.zeros((LANES, width), np.float32)
     row_grads = np.empty((LANES, width), np.float32)
-    normed = query_weight.shape[0] > 0
-    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    query_turning, key_turning = _turning(query_weight, eps, scale, cos, sin), _turning(key_weight, eps, _ONE, cos, sin)
     query_sum, key_sum = np.empty_like(query_weight), np.empty_like(key_weight)
     query_weight_grad[:] = _ZERO
     key_weight_grad[:] = _ZERO
+    sequence = keys, columns, value_columns, key_grads, value_grads
+    block = weights, slopes, rows, grads, row_grads
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         query_sum[:] = _ZERO
         key_sum[:] = _ZERO
         for g in range(groups):
-            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _gather(mixed, first, length, g, key_turning, keys, values)
             transpose(keys, length, columns)
             transpose(values, length, value_columns)
             key_grads[: padded_length(length)] = _ZERO
             value_grads[: padded_length(length)] = _ZERO
             for h in range(heads):
-                _head_back(
-                    grad, mixed, out, lse, first, length, g, h, query_scale, normed, eps, cos, sin, scale, query_sum,
-                    (keys, columns, value_columns, key_grads, value_grads), (weights, slopes, rows, grads, row_grads),
-                )  # fmt: skip
+                _head_back(grad, mixed, out, lse, first, length, g, h, query_turning, query_sum, sequence, block)
             for t in range(length):
                 at = _at(mixed, first + t, g, heads * width)
-                _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)
+                _turned_back(key_grads, t, mixed, at, key_turning, first + t, key_sum)
                 copy(value_grads, t * width, mixed, at + width, width)
         for d in range(query_weight.shape[0]):
             query_weight_grad[d] += query_sum[d]

@@ -1,17 +1,44 @@
-"""Root mean square normalisation of float32 rows, forward and backward in one pass each."""
+"""Root mean square normalisation of float32 rows, forward and backward in one pass each.
+
+Alone, and together with the sum of a residual: forward in one pass with the sum, backward with the residual's gradient.
+"""
 
 import numpy as np
-from numba import float32
+from numba import float32, int64
 
-from slime_like.cpu.kernels.compiling import kernel
+from slime_like.cpu.kernels.compiling import Array, kernel, part
 
-BLOCK_ROWS = 64
+_BLOCK_ROWS = 64
 """Whose weight gradients are added up before they join the sum of all: rounding grows with how many, not with T."""
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_MATRIX, _VECTOR, _INDEX = float32[:, ::1], float32[::1], int64[::1]
 
 
-@kernel(float32[:, ::1], float32[::1], float32, float32[:, ::1], float32[::1])
-def forward(x: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray, rstd: np.ndarray) -> None:
+@part()
+def _normalise(x: Array, row: int, weight: Array, eps: np.float32, out: Array) -> np.float32:
+    """``out[row] = x[row] * rstd * weight``; gives ``rstd``."""
+    hidden, total = x.shape[1], _ZERO
+    for h in range(hidden):
+        total += x[row, h] * x[row, h]
+    rstd = _ONE / np.sqrt(total / np.float32(hidden) + eps)
+    for h in range(hidden):
+        out[row, h] = x[row, h] * rstd * weight[h]
+    return rstd
+
+
+@part()
+def _project(grad: Array, x: Array, row: int, weight: Array, rstd: np.float32, block: Array) -> np.float32:
+    """``sum(grad * weight * n)`` with n = x * rstd; ``grad * n`` is added to ``block``."""
+    hidden, projection = x.shape[1], _ZERO
+    for h in range(hidden):
+        product = grad[row, h] * x[row, h] * rstd
+        block[h] += product
+        projection += product * weight[h]
+    return projection
+
+
+@kernel(_MATRIX, _VECTOR, float32, _MATRIX, _VECTOR)
+def forward(x: Array, weight: Array, eps: np.float32, out: Array, rstd: Array) -> None:
     """``out = x * rstd * weight`` with ``rstd = (mean(x^2) + eps)^-1/2`` of every row (arXiv:1910.07467, eq. 4).
 
     Args:
@@ -19,26 +46,12 @@ def forward(x: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray,
         weight: (H,).
         rstd: (T,), written.
     """
-    tokens, hidden = x.shape
-    for t in range(tokens):
-        total = _ZERO
-        for h in range(hidden):
-            total += x[t, h] * x[t, h]
-        r = _ONE / np.sqrt(total / np.float32(hidden) + eps)
-        rstd[t] = r
-        for h in range(hidden):
-            out[t, h] = x[t, h] * r * weight[h]
+    for t in range(x.shape[0]):
+        rstd[t] = _normalise(x, t, weight, eps, out)
 
 
-@kernel(float32[:, ::1], float32[:, ::1], float32[::1], float32[::1], float32[:, ::1], float32[::1])
-def backward(
-    grad: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    rstd: np.ndarray,
-    x_grad: np.ndarray,
-    weight_grad: np.ndarray,
-) -> None:
+@kernel(_MATRIX, _MATRIX, _VECTOR, _VECTOR, _MATRIX, _VECTOR)
+def backward(grad: Array, x: Array, weight: Array, rstd: Array, x_grad: Array, weight_grad: Array) -> None:
     """Gradients of ``x`` and ``weight`` from that of ``out``.
 
     With n = x * rstd and g = grad * weight: ``x_grad = rstd * (g - n * mean(g * n))``, ``weight_grad = sum(grad * n)``.
@@ -51,16 +64,66 @@ def backward(
     tokens, hidden = x.shape
     weight_grad[:] = _ZERO
     block = np.empty(hidden, np.float32)
-    for start in range(0, tokens, BLOCK_ROWS):
+    for start in range(0, tokens, _BLOCK_ROWS):
         block[:] = _ZERO
-        for t in range(start, min(start + BLOCK_ROWS, tokens)):
-            r, projection = rstd[t], _ZERO
+        for t in range(start, min(start + _BLOCK_ROWS, tokens)):
+            factor = rstd[t]
+            projection = _project(grad, x, t, weight, factor, block) * (factor / np.float32(hidden))
             for h in range(hidden):
-                product = grad[t, h] * x[t, h] * r
-                block[h] += product
-                projection += product * weight[h]
-            projection *= r / np.float32(hidden)
+                x_grad[t, h] = factor * (grad[t, h] * weight[h] - x[t, h] * projection)
+        for h in range(hidden):
+            weight_grad[h] += block[h]
+
+
+@kernel(_MATRIX, _MATRIX, _INDEX, _VECTOR, float32, _MATRIX, _MATRIX, _VECTOR)
+def sum_forward(
+    added: Array, residual: Array, rows: Array, weight: Array, eps: np.float32, total: Array, out: Array, rstd: Array
+) -> None:
+    """``total = added + residual`` of the rows that are named, and ``out = forward`` of it.
+
+    Args:
+        added, residual: (T, H).
+        rows: (n,) of T.
+        weight: (H,).
+        total, out: (n, H), written.
+        rstd: (n,), written.
+    """
+    for r in range(rows.shape[0]):
+        for h in range(added.shape[1]):
+            total[r, h] = added[rows[r], h] + residual[rows[r], h]
+        rstd[r] = _normalise(total, r, weight, eps, out)
+
+
+@kernel(_MATRIX, _MATRIX, _MATRIX, _INDEX, _VECTOR, _VECTOR, _MATRIX, _VECTOR)
+def sum_backward(
+    grad: Array,
+    carried: Array,
+    total: Array,
+    rows: Array,
+    weight: Array,
+    rstd: Array,
+    total_grad: Array,
+    weight_grad: Array,
+) -> None:
+    """Gradients of ``total`` and ``weight`` from those of ``out`` and, past the norm, of ``total``; see ``backward``.
+
+    Args:
+        grad, carried, total: (n, H).
+        rows: (n,) of T, none of them twice.
+        weight: (H,).
+        rstd: (n,), as ``sum_forward`` wrote it.
+        total_grad: (T, H), written where ``rows`` says.
+        weight_grad: (H,), written.
+    """
+    hidden = grad.shape[1]
+    weight_grad[:] = _ZERO
+    block = np.empty(hidden, np.float32)
+    for start in range(0, rows.shape[0], _BLOCK_ROWS):
+        block[:] = _ZERO
+        for r in range(start, min(start + _BLOCK_ROWS, rows.shape[0])):
+            t, factor = rows[r], rstd[r]
+            projection = _project(grad, total, r, weight, factor, block) * (factor / np.float32(hidden))
             for h in range(hidden):
-                x_grad[t, h] = r * (grad[t, h] * weight[h] - x[t, h] * projection)
+                total_grad[t, h] = carried[r, h] + factor * (grad[r, h] * weight[h] - total[r, h] * projection)
         for h in range(hidden):
             weight_grad[h] += block[h]

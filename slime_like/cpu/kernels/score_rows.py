@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from slime_like.cpu.kernels.compiling import part
+from slime_like.cpu.kernels.compiling import Array, part
 from slime_like.cpu.kernels.elementary import exp
 from slime_like.cpu.kernels.tile import LANES, ROWS, add_product, exponentials
 
@@ -16,7 +16,7 @@ def padded_length(count: int) -> int:
 
 
 @part()
-def softmax(scores: np.ndarray, row: int, count: int, end: int) -> np.float32:
+def softmax(scores: Array, row: int, count: int, end: int) -> np.float32:
     """Of a row's first ``count`` scores, in place; zeros up to ``end``.
 
     Returns the logarithm of the exponentials' sum.
@@ -30,7 +30,7 @@ def softmax(scores: np.ndarray, row: int, count: int, end: int) -> np.float32:
 
 @part()
 def softmax_back(
-    weights: np.ndarray, slopes: np.ndarray, row: int, count: int, end: int, lse: np.float32, delta: np.float32
+    weights: Array, slopes: Array, row: int, count: int, end: int, lse: np.float32, delta: np.float32
 ) -> None:
     """A row's weights from its scores, and its scores' gradients from its weights', in place; zeros up to ``end``.
 
@@ -48,7 +48,7 @@ def softmax_back(
 
 
 @part()
-def transpose(rows: np.ndarray, length: int, columns: np.ndarray) -> None:
+def transpose(rows: Array, length: int, columns: Array) -> None:
     """(L, D) to (D, L), zeros behind them."""
     for t in range(length):
         for d in range(rows.shape[1]):
@@ -59,25 +59,16 @@ def transpose(rows: np.ndarray, length: int, columns: np.ndarray) -> None:
 
 
 @part()
-def row_products(rows: np.ndarray, count: int, columns: np.ndarray, seen: int, out: np.ndarray) -> None:
-    """``out = rows @ columns``: (count, D) by (D, seen)."""
-    width, pitch = columns.shape
+def multiply(a: Array, count: int, b: Array, depth: int, width: int, out: Array) -> None:
+    """``out = a @ b``: (count, depth) by (depth, width), parts of larger matrices."""
+    step, pitch, out_pitch = a.shape[1], b.shape[1], out.shape[1]
     for r in range(0, count, ROWS):
-        for j in range(0, seen, LANES):
-            add_product(rows, r * width, width, 1, columns, j, pitch, width, out, r * pitch + j, pitch, False)
+        for j in range(0, width, LANES):
+            add_product(a, r * step, step, 1, b, j, pitch, depth, out, r * out_pitch + j, out_pitch, False)
 
 
 @part()
-def weighted_sums(weights: np.ndarray, count: int, values: np.ndarray, seen: int, out: np.ndarray) -> None:
-    """``out = weights @ values``: (count, seen) by (seen, D)."""
-    pitch, width = weights.shape[1], values.shape[1]
-    for r in range(0, count, ROWS):
-        for d in range(0, width, LANES):
-            add_product(weights, r * pitch, pitch, 1, values, d, width, seen, out, r * width + d, width, False)
-
-
-@part()
-def add_outer(weights: np.ndarray, seen: int, rows: np.ndarray, count: int, out: np.ndarray) -> None:
+def add_outer(weights: Array, seen: int, rows: Array, count: int, out: Array) -> None:
     """``out += weights.T @ rows``: of (count, seen) and (count, D) into (seen, D)."""
     pitch, width = weights.shape[1], rows.shape[1]
     for j in range(0, seen, ROWS):

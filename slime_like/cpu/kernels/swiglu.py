@@ -3,14 +3,14 @@
 import numpy as np
 from numba import float32
 
-from slime_like.cpu.kernels.compiling import IN_ORDER, kernel
+from slime_like.cpu.kernels.compiling import IN_ORDER, Array, kernel
 from slime_like.cpu.kernels.elementary import exp
 
 _ONE = np.float32(1.0)
 
 
 @kernel(float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
-def forward(gate_up: np.ndarray, out: np.ndarray) -> None:
+def forward(gate_up: Array, out: Array) -> None:
     """``out = gate * sigmoid(gate) * up``.
 
     Args:
@@ -25,7 +25,7 @@ def forward(gate_up: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel(float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
-def backward(grad: np.ndarray, gate_up: np.ndarray) -> None:
+def backward(grad: Array, gate_up: Array) -> None:
     """Gradient of ``gate_up`` from that of ``out``, in its place.
 
     Args:

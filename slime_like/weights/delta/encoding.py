@@ -10,6 +10,8 @@ that a place in a block is a 16-bit number:
 each part filled up to a multiple of 8 bytes. ``k`` and the tensor's shape travel with the metadata.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,23 @@ _GROUP = 16 * BLOCK
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(slots=True)
+class HeldTensor:
+    """What a receiver holds of one tensor, on either side: the copy and its checksum."""
+
+    tensor: Tensor
+    checksum: int
+
+
 def as_integers(tensor: Tensor) -> Tensor:
     """(n,) a view of a contiguous tensor's elements as integers of their size."""
     if tensor.element_size() not in _INTEGERS:
-        raise WeightSyncError(f"sync.delta: elements of {tensor.dtype} cannot be compared; set sync.delta: never")
+        raise WeightSyncError(
+            f"elements of {tensor.dtype} cannot be compared",
+            code="delta-dtype",
+            who="sync.delta",
+            remedy="set sync.delta: never",
+        )
     return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
@@ -61,18 +76,22 @@ def apply_changes(base: Tensor, encoded: Tensor, count: int) -> None:
         WeightSyncError: the bytes are none that ``encode_changes`` makes for a tensor of this size.
     """
     if encoded.numel() != changes_nbytes(count, base.numel(), base.element_size()):
-        raise WeightSyncError(f"{count} changes of {base.numel()} elements cannot be {encoded.numel()} bytes")
+        raise _damaged(f"{count} changes of {base.numel()} elements cannot be {encoded.numel()} bytes")
     values, rest = _part(encoded, count * base.element_size())
     offsets, rest = _part(rest, 2 * count)
     counts, _ = _part(rest, 4 * _blocks(base.numel()))
     starts = torch.arange(_blocks(base.numel()), device=base.device) * BLOCK
     repeats = counts.view(torch.int32).long()
     if int(repeats.sum()) != count or bool((repeats < 0).any()):
-        raise WeightSyncError(f"the blocks of {count} changes hold {int(repeats.sum())}")
+        raise _damaged(f"the blocks of {count} changes hold {int(repeats.sum())}")
     places = starts.repeat_interleave(repeats) + offsets.view(torch.uint16).long()
     if count and int(places.max()) >= base.numel():
-        raise WeightSyncError(f"a change at element {int(places.max())} of {base.numel()}")
+        raise _damaged(f"a change at element {int(places.max())} of {base.numel()}")
     base[places] = values.view(base.dtype)
+
+
+def _damaged(problem: str) -> WeightSyncError:
+    return WeightSyncError(problem, code="damaged-changes")
 
 
 def _differences(new: Tensor, base: Tensor) -> Tensor:

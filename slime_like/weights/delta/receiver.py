@@ -1,13 +1,12 @@
 """A receiver that keeps what it got, and puts changes into it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry
-from slime_like.weights.delta.encoding import apply_changes, as_integers
+from slime_like.weights.delta.encoding import HeldTensor, apply_changes, as_integers
 from slime_like.weights.transport import Receiver
 from slime_like.weights.wire import metadata_from_wire
 
@@ -20,12 +19,6 @@ def is_base_lost(error: BaseException) -> bool:
     return _BASE_LOST in str(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    tensor: Tensor
-    checksum: int
-
-
 class DeltaReceiver:
     """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
 
@@ -35,7 +28,7 @@ class DeltaReceiver:
 
     def __init__(self, inner: Receiver) -> None:
         self._inner = inner
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, HeldTensor] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         location = metadata.location
@@ -44,8 +37,9 @@ class DeltaReceiver:
         for entry, changes, base, (_, payload) in parts:
             # Until the copy is what the entry says it is not to be built upon.
             held = self._held.pop(entry.name, None)
-            tensor = _whole(payload) if changes is None else _changed(entry, held, base, payload, changes)
-            self._held[entry.name] = _Held(tensor, entry.checksum)
+            whole = changes is None
+            tensor = payload.to("cpu", copy=True) if whole else _changed(entry, held, base, payload, changes)
+            self._held[entry.name] = HeldTensor(tensor, entry.checksum)
             yield entry.name, tensor
 
     def close(self) -> None:
@@ -53,15 +47,14 @@ class DeltaReceiver:
         self._inner.close()
 
 
-def _whole(payload: Tensor) -> Tensor:
-    return payload.to("cpu", copy=True)
-
-
-def _changed(entry: TensorEntry, held: _Held | None, base: int, payload: Tensor, changes: int) -> Tensor:
+def _changed(entry: TensorEntry, held: HeldTensor | None, base: int, payload: Tensor, changes: int) -> Tensor:
     if held is None or held.checksum != base or tuple(held.tensor.shape) != entry.shape:
         raise WeightSyncError(
-            f"tensor {entry.name}: {_BASE_LOST}: changes came for {base:#018x}, and "
-            f"{'nothing' if held is None else f'{held.checksum:#018x}'} is here; the next sync must send everything"
+            f"{_BASE_LOST}: changes came for {base:#018x}, and "
+            f"{'nothing' if held is None else f'{held.checksum:#018x}'} is here",
+            code="delta-base-lost",
+            who=f"tensor {entry.name}",
+            remedy="the next sync must send everything",
         )
     apply_changes(as_integers(held.tensor), payload.cpu(), changes)
     return held.tensor

@@ -111,8 +111,10 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(
-            f"weight sync: no sender listens on {host}:{port} ({one_line(error)}): the sender has ended, or the "
-            "network between engine and trainer is closed"
+            f"no sender listens on {host}:{port} ({one_line(error)}): the sender has ended, or the network between "
+            "engine and trainer is closed",
+            code="no-sender",
+            who="weight sync",
         ) from error
 
 

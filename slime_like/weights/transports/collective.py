@@ -29,11 +29,10 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.network import address_towards
-from slime_like.weights.buckets import bucket_nbytes, figures_of, read_bucket, write_bucket
-from slime_like.weights.stopwatch import Stopwatch
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
-from slime_like.weights.transports.leftovers import check_session
+from slime_like.weights.transports.leftovers import check_session, not_in_flight
 
 _CLOSE_S = 5.0
 _JOINED = "joined"
@@ -47,10 +46,8 @@ class _Receivers:
     """
 
     def __init__(self, backend: str, settings: TransportSettings) -> None:
-        self._backend = backend
-        self._address = settings.address
-        self._timeout_s = settings.timeout_s
-        self._store, self._port = serve_store(settings.address, settings.timeout_s)
+        self._backend, self._settings = backend, settings
+        self._store, self.port = serve_store(settings.address, settings.timeout_s)
         self._members: list[int] = []
         self._forgotten = 0
         self.generation = 0
@@ -58,10 +55,7 @@ class _Receivers:
 
     @property
     def place(self) -> str:
-        return f"{self._address}:{self._port}"
-
-    def rendezvous(self) -> dict[str, Any]:
-        return {"host": self._address, "port": self._port, "timeout_s": self._timeout_s}
+        return f"{self._settings.address}:{self.port}"
 
     def group(self) -> BroadcastGroup:
         """The group of all receivers that are connected now; formed by the first broadcast."""
@@ -70,17 +64,17 @@ class _Receivers:
         members = [number for number in numbers if not self._store.check([f"left/{number}"])]
         if not members:
             raise WeightSyncError(
-                f"weight sync over {self._backend}: no receiver is connected to {self.place}; connect engines before "
-                "sending, and again after a failed sync"
+                f"no receiver is connected to {self.place}",
+                code="no-receiver",
+                who=f"weight sync over {self._backend}",
+                remedy="connect engines before sending, and again after a failed sync",
             )
         if self._group is None or members != self._members:
             self.generation += 1
             self._members = members
             self._store.set(f"generation/{self.generation}", json.dumps(members))
-            self._group = BroadcastGroup(
-                self._backend, self._address, self._address, self._port, self.generation, 0, len(members) + 1,
-                self._timeout_s,
-            )  # fmt: skip
+            host, size, timeout_s = self._settings.address, len(members) + 1, self._settings.timeout_s
+            self._group = BroadcastGroup(self._backend, host, host, self.port, self.generation, 0, size, timeout_s)
         return self._group
 
     def give_up(self, generation: int) -> None:
@@ -97,8 +91,7 @@ class CollectiveSender:
 
     def __init__(self, backend: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
-        self._backend = backend
-        self._timeout_s = settings.timeout_s
+        self._backend, self._settings = backend, settings
         self._id = f"{session}.{uuid.uuid4().hex[:12]}"
         self._open: _Receivers | None = _Receivers(backend, settings)
         self._buffers: list[Tensor | None] = [None, None]
@@ -107,7 +100,8 @@ class CollectiveSender:
         self._sent = 0
 
     def rendezvous(self) -> dict[str, Any]:
-        return {"sender": self._id, **self._receivers.rendezvous()}
+        host, timeout_s = self._settings.address, self._settings.timeout_s
+        return {"sender": self._id, "host": host, "port": self._receivers.port, "timeout_s": timeout_s}
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         """Start a broadcast of ``bucket``.
@@ -116,11 +110,15 @@ class CollectiveSender:
             WeightSyncError: two buckets are in flight already, or no receiver has connected.
         """
         if len(self._deliveries) == len(self._buffers):
-            raise WeightSyncError(f"weight sync {self._id}: two buckets are in flight; release one first")
+            raise WeightSyncError(
+                "two buckets are in flight",
+                code="buckets-in-flight",
+                who=f"weight sync {self._id}",
+                remedy="release one first",
+            )
         group = self._receivers.group()
         data = self._buffer(bucket_nbytes(bucket))
-        hashing = Stopwatch()
-        entries = write_bucket(bucket, data, hashing)
+        entries, hash_s = write_bucket(bucket, data)
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has its own stream
         delivery = _Delivery(lambda: group.broadcast(data), self._last)
@@ -133,23 +131,26 @@ class CollectiveSender:
         self._deliveries[self._sent] = self._last = delivery
         self._sent += 1
         delivery.start()
-        return BucketMetadata(self._backend, location, entries, figures_of(entries, hashing))
+        return BucketMetadata(self._backend, location, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
         number, generation = metadata.location["number"], metadata.location["generation"]
         delivery = self._deliveries.pop(number, None)
         if delivery is None:
-            raise WeightSyncError(f"weight sync {self._id}: bucket {number} is not in flight, so nothing to release")
+            raise not_in_flight(self._id, f"bucket {number}")
         receivers = self._receivers
         try:
-            delivery.wait(self._timeout_s)
+            delivery.wait(self._settings.timeout_s)
         except (RuntimeError, OSError, TimeoutError) as error:
             if generation == receivers.generation:
                 self._last = None
             receivers.give_up(generation)
             raise WeightSyncError(
-                f"weight sync over {self._backend}: a receiver of {receivers.place} was lost or did not take a "
-                f"bucket within sync.timeout_s={self._timeout_s:g} s ({one_line(error)}); engines must connect again"
+                f"a receiver of {receivers.place} was lost or did not take a bucket within "
+                f"sync.timeout_s={self._settings.timeout_s:g} s ({one_line(error)})",
+                code="receiver-lost",
+                who=f"weight sync over {self._backend}",
+                remedy="engines must connect again",
             ) from error
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class CollectiveSender:
     @property
     def _receivers(self) -> _Receivers:
         if self._open is None:
-            raise WeightSyncError(f"weight sync {self._id}: this sender is closed")
+            raise WeightSyncError("this sender is closed", code="sender-closed", who=f"weight sync {self._id}")
         return self._open
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -192,7 +193,8 @@ class CollectiveReceiver:
         if metadata.transport != self._backend or location["sender"] != self._sender:
             raise WeightSyncError(
                 f"a {self._backend} receiver of {self._sender} was handed a {metadata.transport} bucket of "
-                f"{location.get('sender')}"
+                f"{location.get('sender')}",
+                code="foreign-bucket",
             )
         data = self._buffer_of(location["nbytes"])
         try:
@@ -201,8 +203,10 @@ class CollectiveReceiver:
         except (RuntimeError, OSError, TimeoutError) as error:
             self._group = None
             raise WeightSyncError(
-                f"weight sync over {self._backend}: sender {self._host}:{self._port}, or another receiver of it, was "
-                f"lost, or sent nothing within sync.timeout_s={self._timeout_s:g} s ({one_line(error)})"
+                f"sender {self._host}:{self._port}, or another receiver of it, was lost, or sent nothing within "
+                f"sync.timeout_s={self._timeout_s:g} s ({one_line(error)})",
+                code="sender-lost",
+                who=f"weight sync over {self._backend}",
             ) from error
         return read_bucket(metadata.entries, data)
 
@@ -219,20 +223,20 @@ class CollectiveReceiver:
 
     def _group_of(self, generation: int) -> BroadcastGroup:
         if self._store is None:
-            raise WeightSyncError(f"weight sync over {self._backend}: this receiver is closed; connect again")
+            raise self._disconnected("this receiver is closed")
         if self._group is None or generation != self._generation:
             members = json.loads(self._store.get(f"generation/{generation}"))
             if self._number not in members:
-                raise WeightSyncError(
-                    f"weight sync over {self._backend}: this receiver is not in the sender's group; connect again"
-                )
+                raise self._disconnected("this receiver is not in the sender's group")
             rank, size = members.index(self._number) + 1, len(members) + 1
-            address = address_towards(self._host, self._port)
-            self._group = BroadcastGroup(
-                self._backend, address, self._host, self._port, generation, rank, size, self._timeout_s
-            )
+            own, host, port = address_towards(self._host, self._port), self._host, self._port
+            self._group = BroadcastGroup(self._backend, own, host, port, generation, rank, size, self._timeout_s)
             self._generation = generation
         return self._group
+
+    def _disconnected(self, problem: str) -> WeightSyncError:
+        who = f"weight sync over {self._backend}"
+        return WeightSyncError(problem, code="disconnected", who=who, remedy="connect again")
 
     def _is_broken(self) -> bool:
         return self._store is not None and self._store.check([f"broken/{self._generation}"])
@@ -272,14 +276,6 @@ class _Delivery(threading.Thread):
             raise TimeoutError("no end of the broadcast")
         if self._error is not None:
             raise self._error
-
-
-def open_sender(name: str, session: str, settings: TransportSettings) -> CollectiveSender:
-    return CollectiveSender(name, session, settings)
-
-
-def open_receiver(name: str, rendezvous: Mapping[str, Any]) -> CollectiveReceiver:
-    return CollectiveReceiver(name, rendezvous)
 
 
 def _device(backend: str) -> torch.device:

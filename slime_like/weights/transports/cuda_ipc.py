@@ -15,10 +15,9 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
-from slime_like.weights.buckets import bucket_nbytes, figures_of, read_bucket, write_bucket
-from slime_like.weights.stopwatch import Stopwatch
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_session
+from slime_like.weights.transports.leftovers import check_session, not_in_flight, require_transport_of
 
 NAME = "cuda_ipc"
 _GRANULE = 1 << 21
@@ -29,7 +28,7 @@ _BYTES = (1, 4, 6)
 class CudaIpcSender:
     """Fills two device buffers in turn."""
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
         self._session = session
         self._buffers: list[_Shared | None] = [None, None]
@@ -42,20 +41,24 @@ class CudaIpcSender:
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         turn = self._sent % len(self._buffers)
         if turn in self._in_flight.values():
-            raise WeightSyncError(f"weight sync {self._session}: both device buffers are in flight; release one first")
+            raise WeightSyncError(
+                "both device buffers are in flight",
+                code="buckets-in-flight",
+                who=f"weight sync {self._session}",
+                remedy="release one first",
+            )
         shared = self._buffer(turn, bucket_nbytes(bucket))
-        hashing = Stopwatch()
-        entries = write_bucket(bucket, shared.buffer, hashing)
+        entries, hash_s = write_bucket(bucket, shared.buffer)
         torch.cuda.current_stream().synchronize()  # receivers' streams know nothing of this one
         self._in_flight[self._sent] = turn
         location = {**self.rendezvous(), "number": self._sent, **shared.handle}
         self._sent += 1
-        return BucketMetadata(NAME, location, entries, figures_of(entries, hashing))
+        return BucketMetadata(NAME, location, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
         number = metadata.location["number"]
         if self._in_flight.pop(number, None) is None:
-            raise WeightSyncError(f"weight sync {self._session}: bucket {number} is not in flight, nothing to release")
+            raise not_in_flight(self._session, f"bucket {number}")
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -73,12 +76,11 @@ class CudaIpcSender:
 class CudaIpcReceiver:
     """Maps the buffers that buckets name. A view must have been read, on the device, before the bucket is released."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: str, rendezvous: Mapping[str, Any]) -> None:
         self._mapped: dict[str, Tensor] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        if metadata.transport != NAME:
-            raise WeightSyncError(f"a {NAME} receiver was handed a bucket of transport {metadata.transport}")
+        require_transport_of(metadata, NAME)
         return read_bucket(metadata.entries, self._map(metadata.location))
 
     def close(self) -> None:
@@ -107,14 +109,6 @@ class _Shared:
         }
 
 
-def open_sender(_: str, session: str, settings: TransportSettings) -> CudaIpcSender:
-    return CudaIpcSender(session)
-
-
-def open_receiver(_: str, rendezvous: Mapping[str, Any]) -> CudaIpcReceiver:
-    return CudaIpcReceiver()
-
-
 def _open(location: Mapping[str, Any]) -> Tensor:
     index = _index_of(location["device"])
     values = [bytes.fromhex(value) if place in _BYTES else value for place, value in enumerate(location["shared"])]
@@ -131,5 +125,7 @@ def _index_of(uuid: str) -> int:
         if _uuid(index) == uuid:
             return index
     raise WeightSyncError(
-        f"the weights lie on GPU {uuid}, which this engine's process does not see; use sync.transport: shared_memory"
+        f"the weights lie on GPU {uuid}, which this engine's process does not see",
+        code="gpu-unseen",
+        remedy="use sync.transport: shared_memory",
     )

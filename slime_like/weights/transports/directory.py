@@ -19,17 +19,10 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import (
-    bucket_nbytes,
-    entry_of,
-    figures_of,
-    place_tensors,
-    read_bucket,
-)
+from slime_like.weights.buckets import bucket_nbytes, describe_hashed, place_tensors, read_bucket
 from slime_like.weights.checksums import as_bytes
-from slime_like.weights.stopwatch import Stopwatch
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_name, check_session
+from slime_like.weights.transports.leftovers import check_name, check_session, not_in_flight, require_transport_of
 
 NAME = "directory"
 _APPEARS_S = 10.0
@@ -40,9 +33,14 @@ _LOOK_EVERY_S = 0.05
 class DirectorySender:
     """Writes one file per bucket."""
 
-    def __init__(self, session: str, directory: Path) -> None:
+    def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
+        if settings.directory is None:
+            raise WeightSyncError(
+                f"sync.transport={NAME} needs sync.directory: one that trainers and engines both see",
+                code="no-directory",
+            )
         check_session(session)
-        self._directory = directory
+        self._directory = settings.directory
         self._session = session
         # Process ids repeat between hosts.
         self._prefix = f"{session}.{uuid.uuid4().hex[:12]}"
@@ -60,23 +58,22 @@ class DirectorySender:
         """
         name = f"{self._prefix}.{self._written}"
         self._written += 1
-        hashing = Stopwatch()
         partial = self._directory / f"{name}.partial"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            entries = _write(partial, bucket, hashing)
+            entries, hash_s = _write(partial, bucket)
             partial.rename(self._directory / name)
         except OSError as error:
             with suppress(FileNotFoundError, NotADirectoryError):
                 partial.unlink()
             raise self._refused(error, bucket) from error
         self._in_flight.add(name)
-        return BucketMetadata(NAME, {"file": name}, entries, figures_of(entries, hashing))
+        return BucketMetadata(NAME, {"file": name}, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["file"]
         if name not in self._in_flight:
-            raise WeightSyncError(f"weight sync {self._session}: {name} is not in flight, so nothing to release")
+            raise not_in_flight(self._session, name)
         self._in_flight.remove(name)
         (self._directory / name).unlink(missing_ok=True)
 
@@ -90,21 +87,22 @@ class DirectorySender:
         remedy = "free some space or lower sync.bucket_mb" if full else "choose one that can be written to"
         return WeightSyncError(
             f"sync.directory={self._directory} cannot take a weight bucket of {bucket_nbytes(bucket)} bytes: "
-            f"{os.strerror(error.errno) if error.errno else error}; {remedy}"
+            f"{os.strerror(error.errno) if error.errno else error}",
+            code="directory-refuses",
+            remedy=remedy,
         )
 
 
 class DirectoryReceiver:
     """Maps the files that buckets name."""
 
-    def __init__(self, session: str, directory: Path) -> None:
-        check_session(session)
-        self._session = session
-        self._directory = directory
+    def __init__(self, _: str, rendezvous: Mapping[str, Any]) -> None:
+        self._session = rendezvous["session"]
+        check_session(self._session)
+        self._directory = Path(rendezvous["directory"])
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        if metadata.transport != NAME:
-            raise WeightSyncError(f"a {NAME} receiver was handed a bucket of transport {metadata.transport}")
+        require_transport_of(metadata, NAME)
         name = metadata.location["file"]
         check_name(name, self._session)
         return read_bucket(metadata.entries, _read(self._directory / name))
@@ -113,28 +111,21 @@ class DirectoryReceiver:
         """Mappings end with the tensors that look into them."""
 
 
-def open_sender(_: str, session: str, settings: TransportSettings) -> DirectorySender:
-    if settings.directory is None:
-        raise WeightSyncError(f"sync.transport={NAME} needs sync.directory: one that trainers and engines both see")
-    return DirectorySender(session, settings.directory)
-
-
-def open_receiver(_: str, rendezvous: Mapping[str, Any]) -> DirectoryReceiver:
-    return DirectoryReceiver(rendezvous["session"], Path(rendezvous["directory"]))
-
-
-def _write(path: Path, bucket: WeightBucket, hashing: Stopwatch) -> tuple[TensorEntry, ...]:
+def _write(path: Path, bucket: WeightBucket) -> tuple[tuple[TensorEntry, ...], float]:
     """By write calls, not by a mapping: a network file system sends those to its server when the file is closed."""
     entries: list[TensorEntry] = []
+    hash_s = 0.0
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         for name, tensor, offset in place_tensors(bucket):
             on_host = tensor.cpu()
-            entries.append(entry_of(name, on_host, offset, hashing))
+            entry, seconds = describe_hashed(name, on_host, offset)
+            entries.append(entry)
+            hash_s += seconds
             file.seek(offset)
             _write_all(file.fileno(), as_bytes(on_host).numpy().data)
         file.truncate(max(bucket_nbytes(bucket), 1))
-    return tuple(entries)
+    return tuple(entries), hash_s
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -153,7 +144,8 @@ def _read(path: Path) -> Tensor:
             if time.monotonic() > deadline:
                 raise WeightSyncError(
                     f"weight bucket {path} is not there: its sender closed or died, or sync.directory is not the same "
-                    "directory on both hosts"
+                    "directory on both hosts",
+                    code="bucket-gone",
                 ) from error
             time.sleep(_LOOK_EVERY_S)
     try:

@@ -1,10 +1,11 @@
-"""Files that a session's senders make: their names, and what is removed when a sender has died."""
+"""What transports share: checks, and the files that a session's senders make and leave behind when they die."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata
 
 SHARED_MEMORY = Path("/dev/shm")
 _MIN_SESSION = 8
@@ -15,14 +16,29 @@ def check_session(session: str) -> None:
     if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
         raise WeightSyncError(
             f"weight sync session {session!r} is rejected: use at least {_MIN_SESSION} letters, digits, - or _, "
-            "unique to the run, because whatever bears this name is removed after it"
+            "unique to the run, because whatever bears this name is removed after it",
+            code="session-name",
         )
 
 
 def check_name(name: str, session: str) -> None:
     """Refuse a file that is not this session's; names come by RPC."""
     if not name.startswith(f"{session}.") or "/" in name:
-        raise WeightSyncError(f"{name} does not belong to weight sync {session}")
+        raise WeightSyncError(f"{name} does not belong to weight sync {session}", code="foreign-bucket")
+
+
+def require_transport_of(metadata: BucketMetadata, transport: str) -> None:
+    """Refuse a bucket that another transport carries."""
+    if metadata.transport != transport:
+        raise WeightSyncError(
+            f"a {transport} receiver was handed a bucket of transport {metadata.transport}", code="foreign-bucket"
+        )
+
+
+def not_in_flight(sender: str, bucket: str) -> WeightSyncError:
+    """The error of a release that does not follow a send."""
+    problem = f"{bucket} is not in flight, so nothing to release"
+    return WeightSyncError(problem, code="not-in-flight", who=f"weight sync {sender}")
 
 
 def cleanup(session: str, directories: Iterable[Path] = (SHARED_MEMORY,)) -> list[str]:

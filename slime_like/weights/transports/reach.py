@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from slime_like.errors import WeightSyncError
 from slime_like.weights.transports.registry import AUTO, require_transport
 
-HALF_PRECISION = ("bfloat16", "float16")
-
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -35,7 +33,9 @@ def choose_transport(name: str, situation: Situation) -> str:
     chosen = _best(situation) if name == AUTO else name
     problem = _problem(chosen, situation)
     if problem:
-        raise WeightSyncError(f"sync.transport={chosen} {problem}; use {_best(situation)}, or auto")
+        raise WeightSyncError(
+            f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {_best(situation)}, or auto"
+        )
     return chosen
 
 
@@ -47,7 +47,7 @@ def use_delta(setting: str, transport: str, dtype: str) -> bool:
     """
     if setting != AUTO:
         return setting == "always"
-    return transport in ("gloo", "directory") and dtype in HALF_PRECISION
+    return transport in ("gloo", "directory") and dtype in ("bfloat16", "float16")
 
 
 def _best(situation: Situation) -> str:

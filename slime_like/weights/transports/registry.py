@@ -17,28 +17,26 @@ AUTO = "auto"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
 
 # Modules are named, not imported: a transport may need libraries that only its own users have installed.
-_MODULES = MappingProxyType(
+_TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        name: f"slime_like.weights.transports.{module}"
-        for name, module in (
-            ("shared_memory", "shared_memory"),
-            ("gloo", "collective"),
-            ("nccl", "collective"),
-            ("cuda_ipc", "cuda_ipc"),
-            ("directory", "directory"),
-        )
+        "shared_memory": ("shared_memory", "SharedMemory"),
+        "gloo": ("collective", "Collective"),
+        "nccl": ("collective", "Collective"),
+        "cuda_ipc": ("cuda_ipc", "CudaIpc"),
+        "directory": ("directory", "Directory"),
     }
 )
-
-
-def transport_names() -> list[str]:
-    return sorted(_MODULES)
+"""Module, and what the names of its sender's and receiver's classes begin with."""
 
 
 def require_transport(name: str) -> None:
     """Raises ``WeightSyncError`` where ``sync.transport`` is not one."""
-    if name not in _MODULES and name != AUTO:
-        raise WeightSyncError(f"sync.transport={name} is unknown; use {AUTO} or one of {', '.join(transport_names())}")
+    if name not in _TRANSPORTS and name != AUTO:
+        raise WeightSyncError(
+            f"sync.transport={name} is unknown",
+            code="unknown-transport",
+            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
+        )
 
 
 def open_sender(name: str, session: str, settings: TransportSettings = TransportSettings()) -> Sender:  # noqa: B008
@@ -49,7 +47,7 @@ def open_sender(name: str, session: str, settings: TransportSettings = Transport
             dead process are distinct from those of a live one.
         settings: where it listens or writes, and how long it waits.
     """
-    sender: Sender = _module(name).open_sender(name, session, settings)
+    sender: Sender = _class(name, "Sender")(name, session, settings)
     return DeltaSender(sender) if settings.delta else sender
 
 
@@ -60,7 +58,11 @@ def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if one not in different:
             different.append(one)
     if not different:
-        raise WeightSyncError("no trainer rank sends weights; report this, with the layout of trainer.parallel")
+        raise WeightSyncError(
+            "no trainer rank sends weights",
+            code="no-sending-rank",
+            remedy="report this, with the layout of trainer.parallel",
+        )
     return dict(different[0]) if len(different) == 1 else {_SENDERS: [dict(one) for one in different]}
 
 
@@ -70,7 +72,7 @@ def open_receiver(name: str, rendezvous: Mapping[str, Any]) -> Receiver:
         return _ManyReceivers(name, rendezvous[_SENDERS])
     if _DELTA in rendezvous:
         return DeltaReceiver(open_receiver(name, rendezvous[_DELTA]))
-    receiver: Receiver = _module(name).open_receiver(name, rendezvous)
+    receiver: Receiver = _class(name, "Receiver")(name, rendezvous)
     return receiver
 
 
@@ -78,14 +80,14 @@ class _ManyReceivers:
     """One receiver per sender; a bucket says whose it is."""
 
     def __init__(self, name: str, senders: Sequence[Mapping[str, Any]]) -> None:
-        self._receivers: dict[str, Receiver] = {}
-        for rendezvous in senders:
-            self._receivers[_sender_id(rendezvous)] = open_receiver(name, rendezvous)
+        self._receivers = {str(one.get(_DELTA, one)[_SENDER]): open_receiver(name, one) for one in senders}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         sender = metadata.location.get(_SENDER)
         if sender not in self._receivers:
-            raise WeightSyncError(f"a bucket of sender {sender}, which this engine has not connected to")
+            raise WeightSyncError(
+                f"a bucket of sender {sender}, which this engine has not connected to", code="foreign-bucket"
+            )
         return self._receivers[sender].receive(metadata)
 
     def close(self) -> None:
@@ -93,13 +95,13 @@ class _ManyReceivers:
             receiver.close()
 
 
-def _sender_id(rendezvous: Mapping[str, Any]) -> str:
-    inner = rendezvous.get(_DELTA, rendezvous)
-    return str(inner[_SENDER])
-
-
-def _module(name: str) -> Any:
+def _class(name: str, side: str) -> Any:
     require_transport(name)
     if name == AUTO:
-        raise WeightSyncError(f"sync.transport={AUTO} must be resolved first; see weights.transports.reach")
-    return importlib.import_module(_MODULES[name])
+        raise WeightSyncError(
+            f"sync.transport={AUTO} must be resolved first",
+            code="unresolved-transport",
+            remedy="see weights.transports.reach",
+        )
+    module, prefix = _TRANSPORTS[name]
+    return getattr(importlib.import_module(f"slime_like.weights.transports.{module}"), prefix + side)

@@ -22,10 +22,15 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
-from slime_like.weights.buckets import bucket_nbytes, figures_of, read_bucket, write_bucket
-from slime_like.weights.stopwatch import Stopwatch
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import SHARED_MEMORY, check_name, check_session
+from slime_like.weights.transports.leftovers import (
+    SHARED_MEMORY,
+    check_name,
+    check_session,
+    not_in_flight,
+    require_transport_of,
+)
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
@@ -34,19 +39,18 @@ _GRANULE = 1 << 20
 class SharedMemorySender:
     """Writes buckets into two segments in turn. Use from one thread."""
 
-    def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
+    def __init__(self, _: str, session: str, settings: TransportSettings = TransportSettings()) -> None:  # noqa: B008
         check_session(session)
         self._session = session
         # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
         self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        self._directory = directory
         self._segments: list[_Segment | None] = [None, None]
         self._in_flight: dict[str, int] = {}
         self._turn = 0
         self._created = 0
 
     def rendezvous(self) -> dict[str, Any]:
-        return {"session": self._session, "directory": str(self._directory)}
+        return {"session": self._session, "directory": str(SHARED_MEMORY)}
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         """Copy ``bucket`` into the segment whose turn it is.
@@ -56,24 +60,22 @@ class SharedMemorySender:
         """
         if self._turn in self._in_flight.values():
             raise WeightSyncError(
-                f"weight sync {self._session}: both shared-memory segments are in flight; "
-                "release a bucket before sending the next but one"
+                "both shared-memory segments are in flight",
+                code="buckets-in-flight",
+                who=f"weight sync {self._session}",
+                remedy="release a bucket before sending the next but one",
             )
         segment = self._segment_for(bucket_nbytes(bucket))
-        hashing = Stopwatch()
-        entries = write_bucket(bucket, segment.buffer, hashing)
+        entries, hash_s = write_bucket(bucket, segment.buffer)
         self._in_flight[segment.name] = self._turn
         self._turn = 1 - self._turn
         location = {"segment": segment.name, "nbytes": segment.nbytes}
-        return BucketMetadata(NAME, location, entries, figures_of(entries, hashing))
+        return BucketMetadata(NAME, location, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["segment"]
-        if name not in self._in_flight:
-            raise WeightSyncError(
-                f"weight sync {self._session}: segment {name} is not in flight, so nothing to release"
-            )
-        del self._in_flight[name]
+        if self._in_flight.pop(name, None) is None:
+            raise not_in_flight(self._session, f"segment {name}")
 
     def close(self) -> None:
         for segment in self._segments:
@@ -90,7 +92,7 @@ class SharedMemorySender:
                 segment.remove()
                 self._segments[self._turn] = None
             name = f"{self._prefix}.{self._created}"
-            segment = _Segment.create(self._directory / name, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
+            segment = _Segment.create(SHARED_MEMORY / name, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
             self._segments[self._turn] = segment
             self._created += 1
         return segment
@@ -99,31 +101,24 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """Maps the segments that buckets name. One receiver serves any number of senders of its session."""
 
-    def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
-        check_session(session)
-        self._session = session
-        self._directory = directory
+    def __init__(self, _: str, rendezvous: Mapping[str, Any]) -> None:
+        self._session = rendezvous["session"]
+        check_session(self._session)
+        self._directory = Path(rendezvous["directory"])
         self._mapped: dict[str, _Segment] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        if metadata.transport != NAME:
-            raise WeightSyncError(f"a {NAME} receiver was handed a bucket of transport {metadata.transport}")
-        self._forget_removed()
-        segment = self._attach(metadata.location["segment"], metadata.location["nbytes"])
-        return read_bucket(metadata.entries, segment.buffer)
+        require_transport_of(metadata, NAME)
+        # Segments that their sender has replaced are let go of, so that their memory is freed.
+        self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
+        name = metadata.location["segment"]
+        check_name(name, self._session)
+        if name not in self._mapped:
+            self._mapped[name] = _Segment.open(self._directory / name, metadata.location["nbytes"])
+        return read_bucket(metadata.entries, self._mapped[name].buffer)
 
     def close(self) -> None:
         self._mapped.clear()
-
-    def _attach(self, name: str, nbytes: int) -> _Segment:
-        check_name(name, self._session)
-        if name not in self._mapped:
-            self._mapped[name] = _Segment.open(self._directory / name, nbytes)
-        return self._mapped[name]
-
-    def _forget_removed(self) -> None:
-        """Let go of segments their sender has replaced, so that their memory is freed."""
-        self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
 
 
 class _Segment:
@@ -151,8 +146,9 @@ class _Segment:
             free = os.statvfs(path.parent)
             raise WeightSyncError(
                 f"{path.parent} is too small for a weight bucket: {nbytes} bytes needed (twice, for two buckets in "
-                f"turn), {free.f_bavail * free.f_frsize} bytes free; enlarge it (docker: --shm-size) or lower "
-                "sync.bucket_mb"
+                f"turn), {free.f_bavail * free.f_frsize} bytes free",
+                code="shared-memory-full",
+                remedy="enlarge it (docker: --shm-size) or lower sync.bucket_mb",
             ) from error
         finally:
             os.close(descriptor)
@@ -163,12 +159,15 @@ class _Segment:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise WeightSyncError(
-                f"shared-memory segment {path} is gone: its sender closed or died, or runs on another host; "
-                f"the {NAME} transport needs trainer and engine on one host"
+                f"shared-memory segment {path} is gone: its sender closed or died, or runs on another host",
+                code="bucket-gone",
+                remedy=f"the {NAME} transport needs trainer and engine on one host",
             ) from error
         try:
             if os.fstat(descriptor).st_size < nbytes:
-                raise WeightSyncError(f"shared-memory segment {path} holds fewer than the {nbytes} bytes announced")
+                raise WeightSyncError(
+                    f"shared-memory segment {path} holds fewer than the {nbytes} bytes announced", code="bucket-cut"
+                )
             return cls(path, descriptor, nbytes)
         finally:
             os.close(descriptor)
@@ -176,11 +175,3 @@ class _Segment:
     def remove(self) -> None:
         with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
             self.path.unlink()
-
-
-def open_sender(_: str, session: str, settings: TransportSettings) -> SharedMemorySender:
-    return SharedMemorySender(session)
-
-
-def open_receiver(_: str, rendezvous: Mapping[str, Any]) -> SharedMemoryReceiver:
-    return SharedMemoryReceiver(rendezvous["session"], Path(rendezvous["directory"]))

@@ -108,16 +108,3 @@ def test_a_shard_without_response_merges() -> None:
     counts = [shard.response_index.numel() for shard in shards]
     assert sorted(counts) == [0, 0, 0, 1]
     assert merge_from_context_parallel(shards, [torch.ones(n) for n in counts]).tolist() == [1.0]
-
-
-def test_errors() -> None:
-    packed = pack(SHAPES)
-    shard = split_for_context_parallel(packed, 2, 0)
-    with pytest.raises(ValueError, match="unknown context-parallel layout 'ring'"):
-        split_for_context_parallel(packed, 2, 0, "ring")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cp_rank=2"):
-        split_for_context_parallel(packed, 2, 2)
-    with pytest.raises(ValueError, match=r"ranks \[0\] are no whole pack"):
-        merge_from_context_parallel([shard], [torch.zeros(shard.response_slot.numel())])
-    with pytest.raises(ValueError, match="1 values for"):
-        shard.scatter(torch.zeros(1))

@@ -62,17 +62,3 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
         assert a.item() == pytest.approx(b.item(), rel=1e-12)
     gradients = [torch.autograd.grad(x[0], logits, retain_graph=True)[0] for x in (padded, packed)]
     assert torch.allclose(*gradients, atol=1e-15)
-
-
-def test_grpo_loss_errors() -> None:
-    logits, targets, reference, advantages, mask = logits_case()
-    with pytest.raises(ValueError, match=r"chunks of \[5\] tokens do not cover"):
-        GRPOLoss(AlgorithmConfig()).forward(logits[:, :5], targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="give response_lens"):
-        GRPOLoss(AlgorithmConfig(reduction="samples")).forward(
-            logits[0], targets[0], reference[0], advantages[0].expand(6)
-        )
-    with pytest.raises(ValueError, match="needs group_ids"):
-        GRPOLoss(AlgorithmConfig(reduction="groups")).forward(logits, targets, reference, advantages, mask)
-    with pytest.raises(ValueError, match="needs old_logprobs"):
-        GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(reference.flatten(), advantages=torch.zeros(24))

@@ -249,25 +249,6 @@ def test_memory_stays_far_below_the_logits() -> None:
     assert largest <= count * vocabulary * 4 / 4
 
 
-def test_errors() -> None:
-    case = make_case(4, 6, 6, torch.float64)
-    hidden, weight, targets, temperatures = (case[n] for n in ("hidden", "weight", "targets", "temperatures"))
-    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
-        fused_logprobs(hidden, weight, torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="do not fit"):
-        fused_logprobs(hidden, weight[:, :3], targets, temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match=r"must be \(4,\)"):
-        fused_logprobs(hidden, weight, targets[:3], temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="targets reach from 0 to 6"):
-        vocab_parallel_logprobs(torch.zeros(4, 6), torch.tensor([0, 6, 1, 2]), temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match=r"targets \(3,\)"):
-        vocab_parallel_logprobs(torch.zeros(4, 6), targets[:3], temperatures, vocab_size=6)
-    with pytest.raises(ValueError, match="softcap=0"):
-        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, softcap=0)
-    with pytest.raises(ValueError, match="chunk_tokens=0"):
-        fused_logprobs(hidden, weight, targets, temperatures, vocab_size=6, chunk_tokens=0)
-
-
 # -------------------------------------------------------------------------------------------------------- large logits
 def by_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs_and_entropy(logits, targets)

@@ -11,6 +11,7 @@ from torch import Tensor
 from slime_like.algorithms import LossInputs, LossSums, build_loss, value_loss
 from slime_like.algorithms.losses import PolicyTerms, kl_estimate
 from slime_like.config.algorithm import AlgorithmConfig
+from tests.support.rejections import Rejects
 
 LENGTHS = [5, 1, 8]
 TOTAL = sum(LENGTHS)
@@ -176,12 +177,12 @@ def test_on_policy_ratio_is_one_and_the_gradient_that_of_reinforce() -> None:
     assert outputs[0].sums.ratio == outputs[0].sums.num_tokens and outputs[0].sums.clipped == 0
 
 
-def test_a_ratio_is_never_made_up() -> None:
+def test_a_ratio_is_never_made_up(rejects: Rejects) -> None:
     inputs = replace(make_inputs(), old_logprobs=None)
     for name in ("ppo_clip", "gspo", "cispo"):
         loss = build_loss(AlgorithmConfig(loss=name))
         assert loss.needs_old
-        with pytest.raises(ValueError, match="needs old_logprobs"):
+        with rejects(ValueError):
             loss(inputs)
     for name in ("policy_gradient", "sft"):
         assert not build_loss(AlgorithmConfig(loss=name)).needs_old
@@ -244,13 +245,13 @@ def test_k1_has_no_expected_gradient_and_is_refused() -> None:
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
 
 
-def test_unbiased_estimates_of_the_value() -> None:
+def test_unbiased_estimates_of_the_value(rejects: Rejects) -> None:
     logits, reference, _ = policies()
     p, log_p, log_q = logits.softmax(0), logits.log_softmax(0), reference.log_softmax(0)
     exact = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
     for estimator in ("k1", "k3"):
         assert (p * kl_estimate(log_p, log_q, estimator)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
+    with rejects(ValueError):
         kl_estimate(log_p, log_q, "k4")
 
 
@@ -327,14 +328,14 @@ def test_sums_survive_the_vectors_and_add_up() -> None:
     assert all(vector.dtype == torch.float64 for vector in one.to_vectors())
 
 
-def test_needs() -> None:
+def test_needs(rejects: Rejects) -> None:
     loss = build_loss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, importance_correction="truncate"))
     assert loss.name == "ppo_clip"
     assert loss.needs_reference and loss.needs_old and loss.needs_behaviour and loss.needs_entropy
     for missing in ("ref_logprobs", "old_logprobs", "behaviour_logprobs", "entropy", "advantages"):
-        with pytest.raises(ValueError, match=f"needs {missing}"):
+        with rejects(ValueError):
             loss(replace(make_inputs(), **{missing: None}))
-    with pytest.raises(ValueError, match="needs response_lens"):
+    with rejects(ValueError):
         build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=None))
 
 
@@ -350,11 +351,11 @@ class Halved:
         return PolicyTerms(-0.5 * inputs.logprobs)
 
 
-def test_loss_by_import_path_and_unknown_name() -> None:
+def test_loss_by_import_path_and_unknown_name(rejects: Rejects) -> None:
     inputs = make_inputs()
     custom, sft = (build_loss(AlgorithmConfig(loss=name))(inputs) for name in (f"{__name__}:Halved", "sft"))
     assert custom.loss.item() == pytest.approx(0.5 * sft.loss.item())
-    with pytest.raises(ValueError, match=r"unknown loss 'ppo'; known: cispo, gspo, policy_gradient, ppo_clip, sft"):
+    with rejects(ValueError):
         build_loss(AlgorithmConfig(loss="ppo"))
 
 

@@ -1,6 +1,5 @@
 """What a newcomer gives by mistake is rejected in a sentence that names what, where and the remedy."""
 
-import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -37,6 +36,7 @@ from slime_like.algorithms import (
 )
 from slime_like.algorithms.losses import kl_estimate
 from slime_like.config.algorithm import AlgorithmConfig
+from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHAPES, batch, scored
 
 NAN, INF = float("nan"), float("inf")
@@ -129,82 +129,75 @@ def built(**changes: Any) -> object:
     return build_loss(SimpleNamespace(**vars(BARE) | changes))  # type: ignore[arg-type]
 
 
-CALLS: list[tuple[Callable[[], object], str]] = [
+CALLS: list[Callable[[], object]] = [
     # lists that are not arguments by themselves
-    (lambda: compute_response_logprobs([[0.0]], packed()), "logits is a list"),  # type: ignore[arg-type]
-    (lambda: unpack_response_logprobs(packed(), [0.0] * 15), "response_logprobs is a list"),  # type: ignore[arg-type]
-    (lambda: merge_from_context_parallel(half(), [[0.0] * 15]), "local_values must be tensors"),  # type: ignore[list-item]
-    (lambda: sum_of_sample_mean(TWO, [2], [LIST]), "loss_masks must be tensors"),  # type: ignore[list-item]
-    (lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST), "logprobs is a list"),  # type: ignore[arg-type]
+    lambda: compute_response_logprobs([[0.0]], packed()),  # type: ignore[arg-type]
+    lambda: unpack_response_logprobs(packed(), [0.0] * 15),  # type: ignore[arg-type]
+    lambda: merge_from_context_parallel(half(), [[0.0] * 15]),  # type: ignore[list-item]
+    lambda: sum_of_sample_mean(TWO, [2], [LIST]),  # type: ignore[list-item]
+    lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST),  # type: ignore[arg-type]
     # lengths below 0
-    (lambda: gae(TWO, TWO, MASK, torch.tensor([3, -1])), "response_lens has -1 for sequence 1; a length is 0 or more"),
-    (lambda: kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1), "response_lens has -1 for sequence 0"),
-    (lambda: importance_weights(TWO, TWO, MASK, torch.tensor([3, -1]), "mask", "sequence"), "response_lens has -1"),
-    (lambda: forward(response_lens=torch.tensor([3, -1])), "response_lens has -1 for sequence 1"),
-    (lambda: overlong_penalty(torch.tensor([4, -2]), 5, 2), "response_lens has -2 as its least"),
-    (lambda: sum_of_sample_mean(TWO, [3, -1], [MASK, MASK]), "response_lengths has -1"),
-    (lambda: training_flops([5, -2], 2, 3, 4), "sequence 1 has length -2; give the number of its tokens"),
-    (lambda: training_flops([NAN], 2, 3, 4), "sequence 0 has length nan"),
+    lambda: gae(TWO, TWO, MASK, torch.tensor([3, -1])),
+    lambda: kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1),
+    lambda: importance_weights(TWO, TWO, MASK, torch.tensor([3, -1]), "mask", "sequence"),
+    lambda: forward(response_lens=torch.tensor([3, -1])),
+    lambda: overlong_penalty(torch.tensor([4, -2]), 5, 2),
+    lambda: sum_of_sample_mean(TWO, [3, -1], [MASK, MASK]),
+    lambda: training_flops([5, -2], 2, 3, 4),
+    lambda: training_flops([NAN], 2, 3, 4),
     # numbers that have to be whole, or finite
     *(
-        (lambda partition=partition, budget=budget: partition([1, 2], budget, 1), rf"max_tokens={budget} must be an")
+        lambda partition=partition, budget=budget: partition([1, 2], budget, 1)
         for partition in (partition_by_tokens, partition_full_batches)
         for budget in (NAN, INF, 2.5)
     ),
-    (lambda: partition_by_tokens([1, 2], 5, 1.5), r"num_ranks=1\.5 must be an integer"),  # type: ignore[arg-type]
+    lambda: partition_by_tokens([1, 2], 5, 1.5),  # type: ignore[arg-type]
     *(
-        (lambda x=x: pack_sequences(batch(SHAPES), **x), rf"{next(iter(x))}=.* must be an integer")
+        lambda x=x: pack_sequences(batch(SHAPES), **x)
         for x in ({"target_tokens_per_batch": 99.5}, {"ignore_index": -1.5}, {"pad_token_id": 0.5})
     ),
+    *(lambda x=x: kl_penalty(TWO, TWO, MASK, LENGTHS, x) for x in (NAN, INF)),
+    *(lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK, LENGTHS, x) for x in (NAN, INF)),
     *(
-        (lambda x=x: kl_penalty(TWO, TWO, MASK, LENGTHS, x), f"KL coefficient={x} scales no penalty; give a finite")
-        for x in (NAN, INF)
-    ),
-    *((lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK, LENGTHS, x), f"={x} would") for x in (NAN, INF)),
-    *(
-        (lambda name=name, x=x: built(**{name: x}), f"{name}={x} is no coefficient or threshold; give a finite one")
+        lambda name=name, x=x: built(**{name: x})
         for name in ("kl_coef", "entropy_coef", "off_policy_mask")
         for x in (NAN, INF, -0.1)
     ),
-    *((lambda x=x: LossSums.zeros().to_stats(x, 0.0, 0.0), f"={x} divides") for x in (0, 0.0, -1.0, NAN, INF)),
+    *(lambda x=x: LossSums.zeros().to_stats(x, 0.0, 0.0) for x in (0, 0.0, -1.0, NAN, INF)),
     # vocabularies, ids and types
-    (lambda: logprobs_and_entropy(torch.zeros(2, 0), IDS - 1), r"logits have shape \(2, 0\); give .* V of 1 or more"),
-    (lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)), r"targets have shape \(\), logits \(\); give"),
-    (lambda: logprobs_and_entropy(LOGITS, IDS.to(torch.uint8)), "targets are torch.uint8; give .* int64"),
-    (lambda: vocab_parallel_logprobs(LOGITS, IDS.to(torch.uint8), TWO + 1, vocab_size=5), "targets are torch.uint8"),
-    (lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 must be the number"),
-    (lambda: vocab_parallel_logprobs(LOGITS.long(), IDS, TWO + 1, vocab_size=5), "logits are torch.int64; give floats"),
-    (lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0), "vocab_size=0 must be the number"),
-    (
-        lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS, TWO + 1, vocab_size=2),
-        r"hidden is torch.bfloat16, weight torch.float32; give floats of one type, e.g. hidden.to\(weight.dtype\)",
-    ),
-    (lambda: fused_logprobs(LOGITS.long(), LOGITS.long(), IDS, TWO + 1, vocab_size=2), "hidden is torch.int64"),
-    (lambda: forward(pi_logits=LOGITS[0]), r"pi_logits have shape \(5,\), targets \(2,\); give \(R, V\) for a pack"),
-    (lambda: forward(pi_logits=[LOGITS[0], LOGITS[1]]), r"pi_logits have shape \(5,\)"),
-    (lambda: forward(targets=IDS.to(torch.uint8)), "targets are torch.uint8"),
+    lambda: logprobs_and_entropy(torch.zeros(2, 0), IDS - 1),
+    lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)),
+    lambda: logprobs_and_entropy(LOGITS, IDS.to(torch.uint8)),
+    lambda: vocab_parallel_logprobs(LOGITS, IDS.to(torch.uint8), TWO + 1, vocab_size=5),
+    lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0),
+    lambda: vocab_parallel_logprobs(LOGITS.long(), IDS, TWO + 1, vocab_size=5),
+    lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0),
+    lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS, TWO + 1, vocab_size=2),
+    lambda: fused_logprobs(LOGITS.long(), LOGITS.long(), IDS, TWO + 1, vocab_size=2),
+    lambda: forward(pi_logits=LOGITS[0]),
+    lambda: forward(pi_logits=[LOGITS[0], LOGITS[1]]),
+    lambda: forward(targets=IDS.to(torch.uint8)),
     # what a loss needs, and masks
-    (lambda: forward(advantages=None), r"loss 'ppo_clip' as configured needs advantages; .*give \(R,\)"),
-    (lambda: forward(padding_masks=torch.ones(2)), r"padding_masks is torch.float32; give a bool.* padding_masks.bool"),
-    (
-        lambda: GRPOLoss(AlgorithmConfig(loss="sft")).compute_loss_from_logprobs(TWO, loss_mask=torch.ones(2).long()),
-        r"loss_mask is torch.int64; give a bool, .* loss_mask.bool\(\)",
-    ),
+    lambda: forward(advantages=None),
+    lambda: forward(padding_masks=torch.ones(2)),
+    lambda: GRPOLoss(AlgorithmConfig(loss="sft")).compute_loss_from_logprobs(TWO, loss_mask=torch.ones(2).long()),
     # estimators and devices
-    (lambda: estimated("galaxy"), "scope='galaxy' of an advantage estimator is none; use 'group' or 'batch'"),
-    (lambda: estimated(compute=3), "compute of an advantage estimator is a int, which cannot be called"),
-    (lambda: pack_sequences(batch(SHAPES), device="gpu"), "device 'gpu' is none that torch knows; give e.g. 'cpu'"),
-]  # fmt: skip
+    lambda: estimated("galaxy"),
+    lambda: estimated(compute=3),
+    lambda: pack_sequences(batch(SHAPES), device="gpu"),
+]
 
 
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=[re.sub(r"\W+", "_", m)[:50] for _, m in CALLS])
-def test_a_call_by_mistake(call: Callable[[], object], message: str) -> None:
-    refused(call, message)
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_a_call_by_mistake(number: int, rejects: Rejects) -> None:
+    with rejects(ValueError):
+        CALLS[number]()
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(lambda: pack_sequences(batch(SHAPES), device="cuda:1"), "device 'cuda:1': torch sees no GPU .*give 'cpu'")
+    with rejects(ValueError):
+        pack_sequences(batch(SHAPES), device="cuda:1")
 
 
 def test_supervised_loss_needs_no_advantages() -> None:
@@ -221,31 +214,28 @@ def with_entry(name: str, value: float) -> Any:
     return replace(sequence, **{name: changed})
 
 
-SEQUENCES: list[tuple[Callable[[], Any], str]] = [
+SEQUENCES: list[Callable[[], Any]] = [
     *(
-        (lambda name=name, x=x: with_entry(name, x), f"'s1': {name} has the entry {x} at response token 2")
+        lambda name=name, x=x: with_entry(name, x)
         for name in ("logprobs", "old_logprobs", "ref_logprobs")
         for x in (NAN, INF, -INF)
     ),
-    *(
-        (lambda name=name, x=x: with_entry(name, x), f"'s1': entry 1 of {name} is {x}; every one must be finite")
-        for name in ("rewards", "successes")
-        for x in (NAN, INF)
-    ),
-    (lambda: replace(scored(1), successes=torch.zeros(3)), "'s1' has 2 rewards and 3 successes.* one of each"),
-    (lambda: replace(scored(1), token_weight=-0.5), r"'s1' has the token_weight -0\.5; give a finite one, 0 or more"),
-    (lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0), r"'s1': prompt_tokens is torch.bool .*integer token"),
-    (lambda: replace(scored(1), response_tokens=torch.ones(4) > 0), r"'s1': response_tokens is torch.bool"),
-    (lambda: replace(scored(1), weight_versions=torch.ones(4) > 0), r"'s1': weight_versions is torch.bool"),
-    (lambda: replace(scored(1), sequence_id="s0"), "2 sequences of the pack have the id 's0'.* unique over the run"),
-    (lambda: replace(scored(1), sequence_id=["s1"]), r"sequence \['s1'\]: sequence_id is a list; give text"),
-]  # fmt: skip
+    *(lambda name=name, x=x: with_entry(name, x) for name in ("rewards", "successes") for x in (NAN, INF)),
+    lambda: replace(scored(1), successes=torch.zeros(3)),
+    lambda: replace(scored(1), token_weight=-0.5),
+    lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0),
+    lambda: replace(scored(1), response_tokens=torch.ones(4) > 0),
+    lambda: replace(scored(1), weight_versions=torch.ones(4) > 0),
+    lambda: replace(scored(1), sequence_id="s0"),
+    lambda: replace(scored(1), sequence_id=["s1"]),
+]
 
 
-@pytest.mark.parametrize(("make", "message"), SEQUENCES, ids=[re.sub(r"\W+", "_", m)[:60] for _, m in SEQUENCES])
-def test_a_sequence_that_no_pack_may_hold(make: Callable[[], Any], message: str) -> None:
+@pytest.mark.parametrize("number", range(len(SEQUENCES)))
+def test_a_sequence_that_no_pack_may_hold(number: int, rejects: Rejects) -> None:
     pack_sequences([scored(0), scored(2)])
-    refused(lambda: pack_sequences([scored(0), make(), scored(2)]), message)
+    with rejects(ValueError):
+        pack_sequences([scored(0), SEQUENCES[number](), scored(2)])
 
 
 def test_what_stands_on_masked_tokens_is_packed_as_it_is() -> None:

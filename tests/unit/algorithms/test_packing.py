@@ -20,8 +20,9 @@ from slime_like.algorithms import (
     zero_weight_pack,
 )
 from slime_like.algorithms.packing.faults import first_fault
-from slime_like.algorithms.packing.transfer import move_together
+from slime_like.algorithms.packing.pack import move_together
 from tests.support.properties import examples
+from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import PADDINGS, SHAPES, batch, scored, shapes, unscored
 
 
@@ -190,63 +191,58 @@ def test_the_bytes_of_a_pack_travel_beside_its_pickle() -> None:
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 ERRORS = [
-    (lambda: [], None, "empty list"),
-    (lambda: [scored(0), replace(scored(1), prompt_tokens=NOTHING, prompt_len=0)], None, "'s1' has an empty prompt"),
-    (lambda: [replace(scored(1), response_tokens=NOTHING, response_len=0)], None, "'s1' has an empty response"),
-    (lambda: [scored(0), replace(scored(1), prompt_len=9)], None, "'s1': prompt_tokens has 3 entries"),
-    (lambda: [scored(0), replace(scored(1), loss_mask=torch.ones(3, dtype=torch.bool))], None, "'s1': loss_mask has 3"),
-    (lambda: [scored(0), replace(scored(1), logprobs=torch.zeros(5))], None, "'s1': logprobs has 5"),
-    (lambda: [scored(0), replace(scored(1), ref_logprobs=None)], None, "'s1' has no ref_logprobs"),
-    (lambda: [scored(0), replace(scored(1), rewards=torch.zeros(3))], None, "'s1' has 3 rewards"),
-    (lambda: [scored(0), replace(scored(1), advantages=torch.zeros(1))], None, r"'s1': advantages is .* shape \(1,\)"),
-    (lambda: [scored(0), unscored(1)], None, "scored and unscored"),
-    (lambda: [scored(0), scored(1, 30, 30)], 50, "'s1' has 60 tokens, over the budget of 50"),
-    (lambda: [scored(0), scored(1)], 10, "14 tokens together, over the budget of 10"),
-    (lambda: scored(1), None, "'s1' was given alone; give a list"),
-    (lambda: [scored(0), {"tokens": [1]}], None, "a dict is not a sequence"),
-]  # fmt: skip
+    (list, None),
+    (lambda: [scored(0), replace(scored(1), prompt_tokens=NOTHING, prompt_len=0)], None),
+    (lambda: [replace(scored(1), response_tokens=NOTHING, response_len=0)], None),
+    (lambda: [scored(0), replace(scored(1), prompt_len=9)], None),
+    (lambda: [scored(0), replace(scored(1), loss_mask=torch.ones(3, dtype=torch.bool))], None),
+    (lambda: [scored(0), replace(scored(1), logprobs=torch.zeros(5))], None),
+    (lambda: [scored(0), replace(scored(1), ref_logprobs=None)], None),
+    (lambda: [scored(0), replace(scored(1), rewards=torch.zeros(3))], None),
+    (lambda: [scored(0), replace(scored(1), advantages=torch.zeros(1))], None),
+    (lambda: [scored(0), unscored(1)], None),
+    (lambda: [scored(0), scored(1, 30, 30)], 50),
+    (lambda: [scored(0), scored(1)], 10),
+    (lambda: scored(1), None),
+    (lambda: [scored(0), {"tokens": [1]}], None),
+]
 
 # Changes of one of two sequences; whatever torch makes of it, the message names the sequence and the field.
 WRONG_TYPES = [
     *(
-        ({name: value}, rf"'s1': {name} is {found}; give a (1-dimensional|scalar) tensor of ")
+        {name: value}
         for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages")
-        for value, found in ((None, "None"), ([1, 2, 3, 4], "a list"), (0.5, "a float"))
+        for value in (None, [1, 2, 3, 4], 0.5)
     ),
     *(
-        ({name: value}, rf"'s1': {name} is {found}; give a 1-dimensional tensor of ")
+        {name: value}
         for name in ("logprobs", "old_logprobs", "ref_logprobs", "weight_versions")
-        for value, found in (([1, 2, 3, 4], "a list"), (0.5, "a float"))
+        for value in ([1, 2, 3, 4], 0.5)
     ),
-    ({"prompt_tokens": torch.ones(1, 3, dtype=torch.int64)}, r"'s1': prompt_tokens is torch.int64 of shape \(1, 3\)"),
-    ({"response_tokens": torch.ones(4)}, r"'s1': response_tokens is torch.float32 .*integer token ids"),
-    ({"prompt_tokens": torch.ones(3, dtype=torch.float64)}, r"'s1': prompt_tokens is torch.float64"),
-    ({"loss_mask": torch.ones(4)}, r"'s1': loss_mask is torch.float32 .*of bools"),
-    ({"loss_mask": torch.ones(4, dtype=torch.int64)}, r"'s1': loss_mask is torch.int64 .*of bools"),
-    ({"weight_versions": torch.ones(4)}, r"'s1': weight_versions is torch.float32 .*of integers"),
-    ({"logprobs": torch.zeros(4, dtype=torch.complex64)}, r"'s1': logprobs is torch.complex64"),
-    ({"logprobs": torch.zeros(2, 2)}, r"'s1': logprobs is torch.float32 of shape \(2, 2\)"),
-    ({"rewards": torch.zeros(1, 2)}, r"'s1': rewards is torch.float32 of shape \(1, 2\)"),
-    ({"prompt_len": None}, r"'s1': prompt_len is None; give a whole number"),
-    ({"response_len": "4"}, r"'s1': response_len is a str; give a whole number"),
-    ({"token_weight": None}, r"'s1': token_weight is None; give a number"),
-    ({"temperature": "hot"}, r"'s1': temperature is a str; give a number"),
-    ({"temperature": 0.0}, r"'s1' has temperature 0\.0"),
-    ({"temperature": -1.0}, r"'s1' has temperature -1\.0"),
-    ({"temperature": float("nan")}, r"'s1' has temperature nan"),
-    ({"temperature": float("inf")}, r"'s1' has temperature inf"),
-    ({"token_weight": float("nan")}, r"'s1' has the token_weight nan; give a finite one, 0 or more"),
-    ({"advantages": torch.tensor(float("nan"))}, r"'s1' has the advantage nan"),
-    ({"advantages": torch.tensor(float("-inf"))}, r"'s1' has the advantage -inf"),
+    {"prompt_tokens": torch.ones(1, 3, dtype=torch.int64)},
+    {"response_tokens": torch.ones(4)},
+    {"prompt_tokens": torch.ones(3, dtype=torch.float64)},
+    {"loss_mask": torch.ones(4)},
+    {"loss_mask": torch.ones(4, dtype=torch.int64)},
+    {"weight_versions": torch.ones(4)},
+    {"logprobs": torch.zeros(4, dtype=torch.complex64)},
+    {"logprobs": torch.zeros(2, 2)},
+    {"rewards": torch.zeros(1, 2)},
+    {"prompt_len": None},
+    {"response_len": "4"},
+    {"token_weight": None},
+    *({"temperature": value} for value in ("hot", 0.0, -1.0, float("nan"), float("inf"))),
+    {"token_weight": float("nan")},
+    *({"advantages": torch.tensor(value)} for value in (float("nan"), float("-inf"))),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG_TYPES, ids=lambda value: str(value)[:60])
-def test_a_field_of_another_type_is_named(changes: dict[str, object], message: str) -> None:
-    wrong = replace(scored(1), **changes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("number", range(len(WRONG_TYPES)))
+def test_a_field_of_another_type_is_named(number: int, rejects: Rejects) -> None:
+    wrong = replace(scored(1), **WRONG_TYPES[number])  # type: ignore[arg-type]
+    with rejects(ValueError):
         pack_sequences([scored(0), wrong])
-    with pytest.raises(ValueError, match=message):  # nothing else in the pack to differ from
+    with rejects(ValueError):  # nothing else in the pack to differ from
         pack_sequences([wrong])
 
 
@@ -268,34 +264,35 @@ def test_anything_that_can_be_walked_over_is_packed() -> None:
     assert_same(pack_sequences(narrow), pack_sequences(sequences))
 
 
-def test_an_ignore_index_is_no_token() -> None:
-    with pytest.raises(ValueError, match="ignore_index=0 is the id of a token"):
+def test_an_ignore_index_is_no_token(rejects: Rejects) -> None:
+    with rejects(ValueError):
         pack_sequences(batch(SHAPES), ignore_index=0)
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
-def test_an_ignore_index_among_the_tokens_is_named(name: str) -> None:
+def test_an_ignore_index_among_the_tokens_is_named(rejects: Rejects, name: str) -> None:
     """It would be packed, and scored as 0 without a word."""
     sequences = batch(SHAPES)
     tokens = getattr(sequences[1], name).clone()
     tokens[-1] = -100
     sequences[1] = replace(sequences[1], **{name: tokens})
-    with pytest.raises(ValueError, match=f"sequence '{sequences[1].sequence_id}': {name} has the entry -100"):
+    with rejects(ValueError):
         pack_sequences(sequences)
 
 
-def test_padding_is_a_token_of_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="pad_token_id=-1 is no token's id"):
+def test_padding_is_a_token_of_the_vocabulary(rejects: Rejects) -> None:
+    with rejects(ValueError):
         pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
     pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without one; nothing is padded
 
 
-@pytest.mark.parametrize(("make", "budget", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
-def test_errors_name_the_sequence(make, budget, message) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_errors_name_the_sequence(number: int, rejects: Rejects) -> None:
+    make, budget = ERRORS[number]
+    with rejects(ValueError):
         pack_sequences(make(), target_tokens_per_batch=budget)
 
 
-def test_unpack_response_logprobs_refuses_another_count() -> None:
-    with pytest.raises(ValueError, match="15 response tokens"):
+def test_unpack_response_logprobs_refuses_another_count(rejects: Rejects) -> None:
+    with rejects(ValueError):
         unpack_response_logprobs(pack_sequences(batch(SHAPES)), torch.zeros(16))

@@ -22,6 +22,7 @@ from slime_like.cpu.kernels.operators import (
     are_served,
     is_served_width,
 )
+from tests.support.rejections import Rejects
 
 EPS = 1e-6
 
@@ -273,14 +274,14 @@ def test_a_logit_that_is_no_number_is_not_hidden() -> None:
     assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False]
 
 
-def test_rows_of_other_kinds_are_refused() -> None:
+def test_rows_of_other_kinds_are_refused(rejects: Rejects) -> None:
     hidden, weight, targets, ones = (
         torch.randn(4, 8).double(),
         torch.randn(20, 8).double(),
         torch.arange(4),
         torch.ones(4),
     )
-    with pytest.raises(ValueError, match=r"float32 on a CPU without a softcap; hidden is torch\.float64"):
+    with rejects(ValueError):
         fused_logprobs(hidden, weight, targets, ones, vocab_size=20, rows=FusedLogitRows())
-    with pytest.raises(ValueError, match=r"softcap=2\.0: leave them out"):
+    with rejects(ValueError):
         fused_logprobs(hidden.float(), weight.float(), targets, ones, vocab_size=20, softcap=2.0, rows=FusedLogitRows())

@@ -5,22 +5,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transports.registry import open_receiver, open_sender
+from tests.support.rejections import Rejects
+from tests.support.weight_buckets import bucket
 
 pytestmark = pytest.mark.gpu
 
 SESSION = "cuda-ipc-test"
 
 
-def bucket(seed: int, elements: int) -> WeightBucket:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    values = torch.randn(elements, generator=generator, device="cuda")
-    return WeightBucket([(f"{seed}.a", values), (f"{seed}.b", values[:7].half())])
+def on_cuda(seed: int, elements: int) -> WeightBucket:
+    return WeightBucket([(name, tensor.cuda()) for name, tensor in bucket(seed, elements).tensors])
 
 
 def test_buckets_arrive_in_turn_in_another_process() -> None:
@@ -31,7 +30,7 @@ def test_buckets_arrive_in_turn_in_another_process() -> None:
     process.start()
     try:
         for seed, elements in enumerate((10, 1000, 5_000_000, 10, 9_000_000, 10)):  # buffers grow on the way
-            sent = bucket(seed, elements)
+            sent = on_cuda(seed, elements)
             metadata = sender.send(sent)
             ours.send(metadata)
             assert ours.poll(60)
@@ -44,13 +43,13 @@ def test_buckets_arrive_in_turn_in_another_process() -> None:
         sender.close()
 
 
-def test_at_most_two_buckets_are_in_flight() -> None:
+def test_at_most_two_buckets_are_in_flight(rejects: Rejects) -> None:
     sender = open_sender("cuda_ipc", SESSION)
-    first, _ = sender.send(bucket(0, 10)), sender.send(bucket(1, 10))
-    with pytest.raises(WeightSyncError, match="both device buffers are in flight"):
-        sender.send(bucket(2, 10))
+    first, _ = sender.send(on_cuda(0, 10)), sender.send(on_cuda(1, 10))
+    with rejects(WeightSyncError, "buckets-in-flight"):
+        sender.send(on_cuda(2, 10))
     sender.release(first)
-    with pytest.raises(WeightSyncError, match="is not in flight"):
+    with rejects(WeightSyncError, "not-in-flight"):
         sender.release(first)
     sender.close()
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from slime_like.errors import CheckpointError, WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.weights.expected_tensors import expected_tensors, require_complete
+from tests.support.rejections import Rejects
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -26,14 +27,14 @@ def test_names_and_shapes_of_the_checkpoint(tmp_path: Path, tied: bool) -> None:
     assert expected_tensors(tmp_path) == shapes
 
 
-def test_a_directory_without_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="safetensors"):
+def test_a_directory_without_safetensors(rejects: Rejects, tmp_path: Path) -> None:
+    with rejects(CheckpointError, "weight-files"):
         expected_tensors(tmp_path)
 
 
-def test_missing_and_unknown_tensors_are_named() -> None:
+def test_missing_and_unknown_tensors_are_named(rejects: Rejects) -> None:
     require_complete({"a", "b"}, {"a", "b"}, "engine")
-    with pytest.raises(WeightSyncError, match=r"1 missing \(b\) and 1 unknown \(c\)"):
+    with rejects(WeightSyncError, "incomplete-update"):
         require_complete({"a", "c"}, {"a", "b"}, "engine")
-    with pytest.raises(WeightSyncError, match=r"5 missing \(t0, t1, t2, \.\.\.\)"):
+    with rejects(WeightSyncError, "incomplete-update"):
         require_complete(set(), {f"t{i}" for i in range(5)}, "engine")
