@@ -50,7 +50,12 @@ class Agreement:
             here, there = expected.get(name, "(none)"), self.facts.get(name, "(none)")
             if here != there:
                 remedy = "use one environment, or one image," if name in _DISTRIBUTIONS else "give the same settings"
-                raise LaunchError(f"{name}={here}: {self.head} has {there}; {remedy} on all nodes")
+                raise LaunchError(
+                    f"{self.head} has {there}",
+                    code="nodes-differ",
+                    who=f"{name}={here}",
+                    remedy=f"{remedy} on all nodes",
+                )
         self._require_marker(config.run_dir)
 
     def _require_marker(self, run_dir: Path) -> None:
@@ -58,8 +63,9 @@ class Agreement:
         while not path.exists():
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there); put it "
-                    "on a file system that all nodes share"
+                    f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there)",
+                    code="run-dir-not-shared",
+                    remedy="put it on a file system that all nodes share",
                 )
             time.sleep(_POLL_S)
 
@@ -71,7 +77,7 @@ def marker(run_dir: Path) -> Iterator[Path]:
     try:
         write_private(path, "")
     except OSError as error:
-        raise LaunchError(f"{path} cannot be written ({error.strerror})") from error
+        raise LaunchError(f"{path} cannot be written ({error.strerror})", code="marker-not-written") from error
     try:
         yield path
     finally:

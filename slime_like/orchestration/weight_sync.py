@@ -247,8 +247,11 @@ class WeightSync:
             gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(
-                    f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's {gap}: "
-                    "it does not serve the weights it received; report this, with the engine's version and log"
+                    f"engine {engine}'s logprobs differ from the trainer's {gap}: it does not serve the "
+                    "weights it received",
+                    code="probe-gap",
+                    who=f"weight sync to version {version}",
+                    remedy="report this, with the engine's version and log",
                 )
             worst = max(worst, gap.largest)
         return worst
@@ -266,8 +269,10 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"weight sync to version {receipt.version}, engine {engine}: {names[0]} {what}"
-                f" ({len(names)} tensors in all); the engine is stopped rather than served with mixed weights"
+                f"{names[0]} {what} ({len(names)} tensors in all); the engine is stopped rather than "
+                "served with mixed weights",
+                code="tensors-differ",
+                who=f"weight sync to version {receipt.version}, engine {engine}",
             )
 
 
@@ -308,5 +313,7 @@ def _probe_request(version: int, index: int, tokens: list[int]) -> GenerationReq
 def _prompt_logprobs(generation: object, engine: int) -> np.ndarray:
     logprobs = getattr(generation, "prompt_logprobs", None)
     if logprobs is None:
-        raise WeightSyncError(f"engine {engine} returned no prompt logprobs for the probe; its adapter must")
+        raise WeightSyncError(
+            f"engine {engine} returned no prompt logprobs for the probe; its adapter must", code="no-probe-logprobs"
+        )
     return np.asarray(logprobs, dtype=np.float64)

@@ -51,10 +51,14 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
-            raise SlimeLikeError("Ray is already initialised in this process; call train() in a separate process")
+            raise SlimeLikeError(
+                "Ray is already initialised in this process",
+                code="ray-initialised",
+                remedy="call train() in a separate process",
+            )
         problem = object_store_problem(self._config.object_store_mb) if self._config.address is None else None
         if problem is not None:
-            raise SlimeLikeError(problem)
+            raise SlimeLikeError(problem, code="object-store-size")
         make_room(self._logs)
         if self._config.address is not None:
             _require_reachable(self._config.address)
@@ -75,7 +79,9 @@ class Cluster:
             self._end(in_order=False)
             raise_if_interrupted()  # it may have made an error of Ctrl-C
             where = self._config.address or "on this machine"
-            raise SlimeLikeError(f"cluster: Ray did not start ({where}): {error}") from error
+            raise SlimeLikeError(
+                f"Ray did not start ({where}): {error}", code="ray-not-started", who="cluster"
+            ) from error
         except BaseException:
             self._end(in_order=False)
             raise
@@ -125,6 +131,8 @@ def _require_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
     except (OSError, ValueError) as error:
         raise SlimeLikeError(
-            f"cluster.address={address}: nothing answers there ({error}); give the HOST:PORT that `ray start --head` "
-            "printed, or none to start a cluster on this machine"
+            f"nothing answers there ({error})",
+            code="cluster-silent",
+            who=f"cluster.address={address}",
+            remedy="give the HOST:PORT that `ray start --head` printed, or none to start a cluster on this machine",
         ) from error

@@ -48,7 +48,8 @@ def use_cluster_interface(gloo: bool) -> None:
     interface = interface_of(address)
     if interface is None:
         raise SlimeLikeError(
-            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it"
+            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it",
+            code="no-interface",
         )
     if gloo:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -127,15 +127,13 @@ class Placement:
     def _require_enough(self) -> None:
         there, needed = int(ray.cluster_resources().get(self.device, 0)), sum(self._sizes)
         if there < needed:
-            engines = len(self._sizes) > self._num_ranks
+            lower = "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
             raise SlimeLikeError(
-                f"cluster: {needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of "
-                f"{self._sizes}), the cluster has {there}; add nodes, "
-                + (
-                    "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
-                    if engines
-                    else "or lower trainer.parallel"
-                )
+                f"{needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of {self._sizes}), the "
+                f"cluster has {there}",
+                code="too-few-devices",
+                who="cluster",
+                remedy="add nodes, " + (lower if len(self._sizes) > self._num_ranks else "or lower trainer.parallel"),
             )
 
     @property
@@ -160,17 +158,23 @@ class Placement:
         largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
         if size > largest:
             raise SlimeLikeError(
-                f"cluster: {size} {self.device}s are needed on one node (trainer.parallel.tensor="
-                f"{self._config.trainer.parallel.tensor}, rollout.tensor={self._config.rollout.tensor}), and no node "
-                f"has more than {largest}; use sizes that one node holds"
+                f"{size} {self.device}s are needed on one node "
+                f"(trainer.parallel.tensor={self._config.trainer.parallel.tensor}, "
+                f"rollout.tensor={self._config.rollout.tensor}), and no node has more than {largest}",
+                code="node-too-small",
+                who="cluster",
+                remedy="use sizes that one node holds",
             )
 
     def _busy_error(self) -> SlimeLikeError:
         rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
         return SlimeLikeError(
-            f"cluster: bundles of {self._sizes} {self.device} were not free together within trainer.start_timeout_s="
-            f"{self._config.trainer.start_timeout_s:g} s, tensor-parallel groups whole ({self.device}s free on "
-            f"{rooms}); end what else runs on the cluster, or lower the layout"
+            f"bundles of {self._sizes} {self.device} were not free together within "
+            f"trainer.start_timeout_s={self._config.trainer.start_timeout_s:g} s, tensor-parallel "
+            f"groups whole ({self.device}s free on {rooms})",
+            code="devices-busy",
+            who="cluster",
+            remedy="end what else runs on the cluster, or lower the layout",
         )
 
     def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
@@ -205,13 +209,16 @@ def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:
     for start in range(0, len(nodes) - size + 1, size):
         if len(set(nodes[start : start + size])) > 1:
             raise SlimeLikeError(
-                f"cluster: {field}={size}, but ranks {start} to {start + size - 1} lie on several nodes; use a size "
-                "that divides the devices of every node"
+                f"{field}={size}, but ranks {start} to {start + size - 1} lie on several nodes",
+                code="group-divided",
+                who="cluster",
+                remedy="use a size that divides the devices of every node",
             )
 
 
 def node_rooms(device: str) -> list[NodeRoom]:
     """Free devices of every living node, in the order of nodes."""
+    # `ray.available_resources` adds up all nodes, and `ray.util.state` asks a server that runs do not start.
     free = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
     return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]

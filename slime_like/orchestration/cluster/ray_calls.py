@@ -61,7 +61,11 @@ def gather(
             continue
         if not ready:
             late = ", ".join(waiting.values())
-            raise error(f"{late} gave no answer within {timeout_s:.0f} s while {phase}; the worker logs say more")
+            raise error(
+                f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
+                code="no-answer",
+                remedy="the worker logs say more",
+            )
         values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
     return [values[reference] for reference in references]
 
@@ -73,13 +77,13 @@ def one(
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as cause:
-        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}") from cause
+        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}", code="no-answer") from cause
     except RayTaskError as cause:
         raise _from_worker(cause, name, phase, error) from cause
     except RayActorError as cause:
-        raise error(f"{name} died while {phase}: {_death(cause)}") from cause
+        raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
     except RayError as cause:
-        raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
+        raise error(f"{name} failed while {phase}: {_first_line(cause)}", code="worker-failed") from cause
 
 
 def located(original: _Error, name: str, phase: str) -> _Error:
@@ -100,7 +104,9 @@ def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLi
     if isinstance(original, SlimeLikeError):
         # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
         return located(original, name, phase)
-    return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
+    return error(
+        f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}", code="worker-failed"
+    )
 
 
 def _death(cause: RayActorError) -> str:

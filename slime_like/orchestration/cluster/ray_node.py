@@ -136,13 +136,16 @@ class RayNode:
             watch()
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are in "
-                    f"{self._spec.directory}"
+                    f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are "
+                    f"in {self._spec.directory}",
+                    code="ray-not-started",
                 )
         line = output.readline()
         if not line:
             self._process.wait(_STOP_S)
-            raise LaunchError(f"Ray did not start on {self._spec.address}: {self._last_output()}")
+            raise LaunchError(
+                f"Ray did not start on {self._spec.address}: {self._last_output()}", code="ray-not-started"
+            )
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:

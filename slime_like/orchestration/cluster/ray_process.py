@@ -30,7 +30,7 @@ def main(spec: RayNodeSpec) -> int:
     node: LeanNode | None = None
     try:
         if problem := object_store_problem(spec.object_store_mb):
-            raise LaunchError(problem)
+            raise LaunchError(problem, code="object-store-size")
         node = _start(spec)
         gpus = node.get_resource_and_label_spec().num_gpus or 0
         _say(Ready(node.gcs_address, int(gpus), node.get_logs_dir_path()))

@@ -120,8 +120,10 @@ class MovingReference(Reference):
         source, partial = checkpoint.path / REFERENCE, self._root / _PARTIAL
         if not source.is_dir():
             raise CheckpointError(
-                f"resume: {source} is missing, the reference's weights since step {step}; resume from an older "
-                f"checkpoint in {checkpoint.path.parent}"
+                f"{source} is missing, the reference's weights since step {step}",
+                code="checkpoint-incomplete",
+                who="resume",
+                remedy=f"resume from an older checkpoint in {checkpoint.path.parent}",
             )
         shutil.rmtree(partial, ignore_errors=True)
         link_tree(source, partial)

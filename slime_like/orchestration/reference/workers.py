@@ -59,7 +59,7 @@ class RankedReference:
         self._weights = weights
         with self._guard:  # a concurrent close finds either all new ranks or none
             if self._closed:
-                raise TrainerError(f"{self.name}, starting again: the run has ended")
+                raise TrainerError("the run has ended", code="run-ended", who=self.name, phase="starting again")
             self._trainers = self._new_trainers()
             self._trainers.launch()
         self.setup()

@@ -62,7 +62,11 @@ class Conversations:
             EnvironmentFailure: the environment has failed.
         """
         if request.request_id in self._running:
-            raise EngineError(f"request {request.request_id} is already running; ids must be unique")
+            raise EngineError(
+                f"request {request.request_id} is already running",
+                code="duplicate-request",
+                remedy="ids must be unique",
+            )
         running = self._running[request.request_id] = _Running()
         try:
             return await _all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])

@@ -49,8 +49,9 @@ class EngineActor:
             await asyncio.wait_for(self._engine.start(), timeout)
         except TimeoutError as error:
             raise EngineError(
-                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s; "
-                "raise rollout.start_timeout_s or read its log in the run directory"
+                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s",
+                code="engine-start-timeout",
+                remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
         if self._config.rollout.environment.name is not None:
             await self._start_conversations()
@@ -83,7 +84,9 @@ class EngineActor:
         except SlimeLikeError as error:
             mailbox.put(Answer(request.request_id, error=error))
         except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
-            failure = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
+            failure = EngineError(
+                f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
+            )
             mailbox.put(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -95,8 +98,9 @@ class EngineActor:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise EngineError(
-                f"{request.request_id} was not answered within {timeout:.0f} s; raise rollout.request_timeout_s, or "
-                "lower rollout.max_concurrent_requests"
+                f"{request.request_id} was not answered within {timeout:.0f} s",
+                code="request-timeout",
+                remedy="raise rollout.request_timeout_s, or lower rollout.max_concurrent_requests",
             ) from error
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:

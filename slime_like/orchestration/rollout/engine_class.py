@@ -24,4 +24,4 @@ def require_servable(config: RunConfig, on_cuda: bool) -> None:
     refusal = getattr(load_engine(config.rollout.engine), "refusal", None)
     reason = refusal and refusal(ModelDimensions.from_checkpoint(config.model.path), on_cuda)
     if reason:
-        raise EngineError(f"rollout.engine={config.rollout.engine}: {reason}")
+        raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={config.rollout.engine}")

@@ -15,6 +15,8 @@ from slime_like.orchestration.rollout.answers import Answer
 class NoEngineLeft(EngineError):
     """Death of the pool's last engine. Requests wait until an engine joins."""
 
+    code = "no-engine"
+
 
 class EnginePool(Protocol):
     """The pool as a client sees it; members are numbers that are never used twice."""
@@ -175,4 +177,7 @@ class EngineClient:
             self._last_answer = time.monotonic()
         elif time.monotonic() - self._last_answer > self._silence_s:
             silent = sorted({self._pool.describe(running.member) for running in self._running.values()})
-            raise EngineError(f"{', '.join(silent)} answered nothing for {self._silence_s:.0f} s while generating")
+            raise EngineError(
+                f"{', '.join(silent)} answered nothing for {self._silence_s:.0f} s while generating",
+                code="engines-silent",
+            )

@@ -118,9 +118,10 @@ class GroupStore:
     def _require_few_drops(self) -> None:
         if self._dropped > self._max_drops:
             raise RewardError(
-                f"{self._dropped} groups for one step were dropped because all their samples had the same reward, more "
-                f"than rollout.max_drops_per_step={self._max_drops}; choose prompts that are neither always nor never "
-                "solved, or set rollout.drop_zero_spread=false"
+                f"{self._dropped} groups for one step were dropped because all their samples had the same "
+                f"reward, more than rollout.max_drops_per_step={self._max_drops}",
+                code="too-many-drops",
+                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
             )
 
     def drop_oversampled(self) -> None:
@@ -147,7 +148,10 @@ class GroupStore:
             step = self._gate.formed + 1
             if stale := self._ready.drop_stale(step - 1):
                 raise TrainerError(
-                    f"step {step}: groups {stale} are older than rollout.max_staleness allows; report this"
+                    f"groups {stale} are older than rollout.max_staleness allows",
+                    code="stale-groups",
+                    who=f"step {step}",
+                    remedy="report this",
                 )
             groups = self._ready.take(count)
             self._gate.take(count)

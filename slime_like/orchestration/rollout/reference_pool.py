@@ -211,7 +211,7 @@ class ReferencePool:
             member.thread.submit(member.worker.close)
         member.thread.shutdown(wait=False)
         if not self._registry.workers and not self._restarting:
-            raise TrainerError(f"no reference worker is left: {error}") from error
+            raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
     def _restart(self, worker: ReferenceWorker) -> None:
         """In the worker's thread."""

@@ -111,7 +111,7 @@ class EngineSupervisor:
         """Check all engines as ``lose`` does. True if some are dead, and all of them may be replaced."""
         with self._lock:
             living = sorted(self._living)
-        self._bury(living, EngineError(str(error)))
+        self._bury(living, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
     def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
@@ -164,7 +164,7 @@ class EngineSupervisor:
         if self.serving:
             return
         if not self.has_dead:
-            raise EngineError("no engine has been started")
+            raise EngineError("no engine has been started", code="no-engine")
         if self.weights is not None:
             self.weights.resend()
             return

@@ -153,8 +153,10 @@ def _move_aside(run_dir: Path) -> Path:
         run_dir.rename(aside)
     except OSError as error:
         raise SlimeLikeError(
-            f"run_dir={run_dir}: the earlier run there could not be moved aside to {aside} ({error.strerror}); choose "
-            "another run_dir, or move it yourself"
+            f"the earlier run there could not be moved aside to {aside} ({error.strerror})",
+            code="run-dir-not-moved",
+            who=f"run_dir={run_dir}",
+            remedy="choose another run_dir, or move it yourself",
         ) from error
     return aside
 

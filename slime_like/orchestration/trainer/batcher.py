@@ -103,8 +103,9 @@ class ExperienceBatcher:
         """
         if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
-                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas; raise "
-                "rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data"
+                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas",
+                code="too-few-sequences",
+                remedy="raise rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data",
             )
         lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
         used = min(self._replicas, len(sequences))
@@ -147,7 +148,11 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
         by_group.setdefault(trajectory.group_id, []).append(trajectory)
     groups = list(by_group.values())
     if len(groups) < parts:
-        raise DataError(f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}; lower it")
+        raise DataError(
+            f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}",
+            code="too-few-groups",
+            remedy="lower it",
+        )
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
 

@@ -44,8 +44,10 @@ class Checkpoint:
         """
         if "data" not in self.state:
             raise CheckpointError(
-                f"resume: {self.path} is of a run on kept rollouts and has no position in data.train; resume it with "
-                "debug.load_rollouts, or start from its Hugging Face export"
+                f"{self.path} is of a run on kept rollouts and has no position in data.train",
+                code="no-data-position",
+                who="resume",
+                remedy="resume it with debug.load_rollouts, or start from its Hugging Face export",
             )
         position: dict[str, Any] = self.state["data"]
         return position
@@ -61,11 +63,17 @@ class Checkpoint:
             intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
         except (OSError, LookupError, TypeError) as error:
             raise CheckpointError(
-                f"resume: {path} is missing ({error}); resume from an older checkpoint in {self.path.parent}"
+                f"{path} is missing ({error})",
+                code="checkpoint-incomplete",
+                who="resume",
+                remedy=f"resume from an older checkpoint in {self.path.parent}",
             ) from error
         if not intact:
             raise CheckpointError(
-                f"resume: {path} is not as it was written; resume from an older checkpoint in {self.path.parent}"
+                f"{path} is not as it was written",
+                code="checkpoint-damaged",
+                who="resume",
+                remedy=f"resume from an older checkpoint in {self.path.parent}",
             )
         return path
 
@@ -78,7 +86,9 @@ class Checkpoint:
         """
         file = path / _STATE
         if not path.is_dir():
-            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); {_elsewhere(path)}")
+            raise CheckpointError(
+                f"{path} is no checkpoint (no directory)", code="no-checkpoint", who="resume", remedy=_elsewhere(path)
+            )
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
@@ -86,11 +96,17 @@ class Checkpoint:
             return cls(path.resolve(), int(state["step"]), state)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"resume: {path} is no checkpoint ({_STATE} is missing); {_elsewhere(path)}"
+                f"{path} is no checkpoint ({_STATE} is missing)",
+                code="no-checkpoint",
+                who="resume",
+                remedy=_elsewhere(path),
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
+                f"{file} is damaged ({error})",
+                code="checkpoint-damaged",
+                who="resume",
+                remedy=f"resume from an older checkpoint in {path.parent}",
             ) from error
 
 
@@ -238,7 +254,7 @@ class CheckpointStore:
             refused = refusal(_partial(final), error.strerror or str(error)) if isinstance(error, OSError) else None
             shutil.rmtree(_partial(final), ignore_errors=True)
             if refused is not None:
-                raise CheckpointError(refused) from error
+                raise CheckpointError(refused, code="disk-refused") from error
             raise
 
     def _point_latest(self, final: Path) -> None:

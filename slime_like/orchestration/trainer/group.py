@@ -92,8 +92,9 @@ class TrainerGroup:
         blind = sorted({address for seen, address in answers if not seen})
         if blind:
             raise TrainerError(
-                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}; put it on a file "
-                "system that all nodes share"
+                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}",
+                code="run-dir-not-shared",
+                remedy="put it on a file system that all nodes share",
             )
 
     def _environment(self) -> dict[str, str]:

@@ -30,7 +30,11 @@ class FrozenLogprobs:
     @property
     def required_reference(self) -> Tensor:
         if self.reference is None:
-            raise TrainerError("a sequence has no reference logprobs; score the batch with the reference first")
+            raise TrainerError(
+                "a sequence has no reference logprobs",
+                code="no-reference-logprobs",
+                remedy="score the batch with the reference first",
+            )
         return self.reference
 
 

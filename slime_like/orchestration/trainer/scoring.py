@@ -91,7 +91,8 @@ def _partition(sequences: Sequence[Trajectory], trainer: TrainerConfig, replicas
 def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:
     if not bool(torch.isfinite(score.logprobs).all() and torch.isfinite(score.entropy).all()):
         raise TrainerError(
-            f"sequence {sequence_id}: a logprob or entropy is not finite; the weights hold NaN or infinity, or "
-            "overflow in this model.dtype"
+            "a logprob or entropy is not finite; the weights hold NaN or infinity, or overflow in this model.dtype",
+            code="not-finite",
+            who=f"sequence {sequence_id}",
         )
     return score
