@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
     if len(token) < _SHORTEST:
         raise LaunchError(
             f"the cluster's key {path} is shorter than {_SHORTEST} characters",
-            code="key-unsafe",
+            code="key-short",
             remedy="remove it, or write one",
         )
     return token

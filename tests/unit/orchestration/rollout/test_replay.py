@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.orchestration.rollout.replay import ReplayBuffer
+from tests.support.rejections import Rejects
 
 
 def filled(*versions: int, max_staleness: int = 9) -> ReplayBuffer[str]:
@@ -21,16 +22,16 @@ def test_the_oldest_weights_first_then_what_came_first() -> None:
     assert len(buffer) == 1
 
 
-def test_too_few_are_not_handed_out() -> None:
+def test_too_few_are_not_handed_out(rejects: Rejects) -> None:
     buffer = filled(0, 0)
-    with pytest.raises(ValueError, match="3 groups wanted, 2 are in the replay buffer"):
+    with rejects(ValueError):
         buffer.take(3)
     assert len(buffer) == 2
 
 
-def test_a_group_comes_in_once() -> None:
+def test_a_group_comes_in_once(rejects: Rejects) -> None:
     buffer = filled(0)
-    with pytest.raises(ValueError, match="group 0 is in the replay buffer already"):
+    with rejects(ValueError):
         buffer.add(0, 1, "again")
 
 
@@ -41,8 +42,8 @@ def test_the_staleness_bound_is_inclusive(bound: int, current: int, kept: bool) 
     assert len(buffer) == int(kept)
 
 
-def test_a_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness=-1 is negative"):
+def test_a_negative_bound_is_refused(rejects: Rejects) -> None:
+    with rejects(ValueError):
         ReplayBuffer(-1)
 
 
