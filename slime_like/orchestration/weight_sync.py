@@ -11,11 +11,11 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
-from slime_like.orchestration.cluster.pending import Pending
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
@@ -33,7 +33,6 @@ class SyncReport:
         transport: what carried the buckets.
         nbytes: bytes of the weights.
         wire_nbytes: bytes sent to each engine; fewer, where only changes are.
-        num_tensors: tensors sent.
         changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
         seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
@@ -47,7 +46,6 @@ class SyncReport:
     transport: str
     nbytes: int
     wire_nbytes: int
-    num_tensors: int
     changed_fraction: float | None
     seconds: float
     gather_s: float
@@ -174,7 +172,6 @@ class WeightSync:
             transport=self._transport,
             nbytes=sent.nbytes,
             wire_nbytes=sent.wire_nbytes,
-            num_tensors=len(sent.checksums),
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
             seconds=finished - started,
             gather_s=sent.gather_s,

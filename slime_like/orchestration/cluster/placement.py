@@ -10,12 +10,7 @@ from typing import Any
 import ray
 import ray._private.state
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.config import RunConfig
@@ -55,7 +50,7 @@ class Placement:
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
-        self._nodes: list[str] = []
+        self._nodes: set[str] = set()
 
     def __enter__(self) -> Placement:
         self._require_enough()
@@ -72,9 +67,7 @@ class Placement:
             remove_placement_group(self._group)
             raise self._busy_error() from error
         self._order = self._order_by_device(wanted)
-        bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        self._nodes = [bundle_nodes[bundle] for bundle in self._order]
-        self._require_whole_nodes()
+        self._nodes = set(wanted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,30 +82,28 @@ class Placement:
     @property
     def num_nodes(self) -> int:
         """Nodes in use."""
-        return len(set(self._nodes))
+        return len(self._nodes)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one trainer rank's actor."""
-        return self._options(rank, gpus=1)
+        return self._in_bundle(self._order[rank], gpus=1)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one engine's actor. A colocated one owns no device: the caller names the one to use."""
         if self._shared:
-            return self._options(self.shared_ranks(engine).start, gpus=0)
-        return self._options(self._num_ranks + engine, gpus=self._config.rollout.tensor)
+            return self._in_bundle(self._order[self.shared_ranks(engine).start], gpus=0)
+        return self._in_bundle(self._order[self._num_ranks + engine], gpus=self._config.rollout.tensor)
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Ray options of one rank of one reference worker."""
         first = len(self._sizes) - num_reference_ranks(self._config)
-        return self._options(first + worker * self._config.reference.parallel.world_size + rank, gpus=1)
+        place = first + worker * self._config.reference.parallel.world_size + rank
+        return self._in_bundle(self._order[place], gpus=1)
 
     def shared_ranks(self, engine: int) -> range:
         """Trainer ranks whose devices a colocated engine uses."""
         tensor = self._config.rollout.tensor
         return range(engine * tensor, (engine + 1) * tensor)
-
-    def _options(self, place: int, gpus: int) -> dict[str, Any]:
-        return self._in_bundle(self._order[place], gpus)
 
     def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
         return {
@@ -189,31 +180,6 @@ class Placement:
             devices = ray.get(asked, timeout=self._config.trainer.start_timeout_s)
             ranks = along_devices(wanted[: self._num_ranks], devices)
         return ranks + list(range(self._num_ranks, len(self._sizes)))
-
-    def _require_whole_nodes(self) -> None:
-        nodes = self._nodes[: self._num_ranks]
-        require_whole_nodes("trainer.parallel.tensor", self._config.trainer.parallel.tensor, nodes)
-        if self._shared:
-            require_whole_nodes("rollout.tensor", self._config.rollout.tensor, nodes)
-        if count := sum(self._reference_blocks):
-            tensor = self._config.reference.parallel.tensor
-            require_whole_nodes("reference.parallel.tensor", tensor, self._nodes[-count:])
-
-
-def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:
-    """Tensor parallelism moves data within every layer: between nodes it is a mistake, not a choice.
-
-    Raises:
-        SlimeLikeError: of ``nodes``, one per rank, ``size`` neighbours are not the same.
-    """
-    for start in range(0, len(nodes) - size + 1, size):
-        if len(set(nodes[start : start + size])) > 1:
-            raise SlimeLikeError(
-                f"{field}={size}, but ranks {start} to {start + size - 1} lie on several nodes",
-                code="group-divided",
-                who="cluster",
-                remedy="use a size that divides the devices of every node",
-            )
 
 
 def node_rooms(device: str) -> list[NodeRoom]:

@@ -46,10 +46,6 @@ class Scorer:
         self._names = [function.name for function in config.reward.functions]
         self._lock = threading.Lock()
 
-    @property
-    def function_names(self) -> list[str]:
-        return self._names
-
     def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
         """Results of all reward functions for every response, in order; of a conversation they get the last turn."""
         decode = self._tokenizer.batch_decode

@@ -10,7 +10,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
-from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
@@ -83,7 +83,7 @@ def start_engines(
     if references is not None:
         stack.callback(references.close)
     if not colocated:
-        return StartedEngines(engines, rewards, references, OwnDevices())
+        return StartedEngines(engines, rewards, references, Turns())
     supervisor.sleep()
     trainers.onload()
     return StartedEngines(engines, rewards, references, SharedDevices(trainers, supervisor))

@@ -22,7 +22,7 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference, reference_of
 from slime_like.orchestration.rollout.advantages import require_group_scope
-from slime_like.orchestration.rollout.colocation import OwnDevices, Turns
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_class import require_servable
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -81,7 +81,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
     placed.trainers.setup()
-    return placed.run(RolloutSide(source, dict), OwnDevices(), reference_of(base.config, placed.trainers))
+    return placed.run(RolloutSide(source, dict), Turns(), reference_of(base.config, placed.trainers))
 
 
 def _open_supervised(base: _Base) -> Run:
@@ -92,7 +92,7 @@ def _open_supervised(base: _Base) -> Run:
     placed.launch_trainers()
     side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
-    return placed.run(side, OwnDevices(), reference_of(base.config, placed.trainers))
+    return placed.run(side, Turns(), reference_of(base.config, placed.trainers))
 
 
 def _open_rl(base: _Base) -> Run:

@@ -102,7 +102,7 @@ class EngineSide(RolloutSide):
         evaluate: Callable[[int], Metrics],
         references: ReferencePool | None,
     ) -> None:
-        super().__init__(source, source.state_dict)
+        super().__init__(source, source.store.state_dict)
         self._samples = source
         self._prompts = prompts
         self._sync = sync
@@ -123,14 +123,14 @@ class EngineSide(RolloutSide):
         self._samples.synced(step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        self._samples.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._samples.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._ledger.restore(checkpoint.file(LEDGER))
 
     def evaluate(self, step: int) -> Metrics:
         return self._evaluate(step)
 
     def figures(self, step_s: float) -> RolloutFigures:
-        queued, ready = self._samples.queue_sizes()
+        queued, ready = self._samples.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
         reference, notes = reference_work(self._references, step_s)
         return RolloutFigures(

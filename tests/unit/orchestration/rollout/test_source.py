@@ -20,7 +20,7 @@ from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.rollout.colocation import OwnDevices
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
@@ -131,7 +131,7 @@ def source(
         client.dead = False
 
     made = RolloutSource(
-        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), OwnDevices(),  # type: ignore[arg-type]
+        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
@@ -273,7 +273,7 @@ def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
         client.done = list(ready)
         assert {t.group_id for t in next(parts)} == set(ready)
         assert len(client.held) == left
-    assert list(parts) == [] and made.queue_sizes() == (0, 0)
+    assert list(parts) == [] and made.store.sizes() == (0, 0)
 
 
 def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
@@ -316,11 +316,11 @@ def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
     made, _ = source(run_dir, client, max_staleness=2)
     before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
     made.close()
-    state = json.loads(json.dumps(made.state_dict()))
+    state = json.loads(json.dumps(made.store.state_dict()))
     made._ledger.snapshot(run_dir / "copy")
     client = ShuffledClient(2)
     again, _ = source(run_dir, client, max_staleness=2)
-    again.load_state_dict(state)
+    again.store.load_state_dict(state)
     again._ledger.restore(run_dir / "copy")
     after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
     again.close()

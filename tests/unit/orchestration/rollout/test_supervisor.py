@@ -11,7 +11,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, UpdateReceipt
-from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
 from tests.support.pending import Later
@@ -189,7 +189,7 @@ def make(tmp_path: Path) -> Callable[..., Run]:
         trainers: Any = Trainers(group)
         supervisor = EngineSupervisor(cast(Any, group), restarts, notes.append)
         supervisor.start()
-        turns: Turns = OwnDevices()
+        turns: Turns = Turns()
         if placement == "colocated":
             supervisor.sleep()
             turns = SharedDevices(trainers, supervisor)
