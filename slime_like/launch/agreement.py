@@ -29,10 +29,7 @@ class Agreement:
     """Facts that other nodes compare with node 0's.
 
     Attributes:
-        head: node 0, as in messages.
-        nodes: how many nodes take part.
         marker: a file that exists beside the run directory while the run lasts.
-        facts: installed versions and settings, as text.
     """
 
     head: str

@@ -29,12 +29,8 @@ class SyncReport:
     """One finished sync.
 
     Attributes:
-        version: what the engines now serve.
-        transport: what carried the buckets.
-        nbytes: bytes of the weights.
         wire_nbytes: bytes sent to each engine; fewer, where only changes are.
         changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
-        seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
         verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
             trainers' part and of the hashing on both sides was not hidden behind other work
@@ -63,7 +59,6 @@ class SyncReport:
         )
 
     def __str__(self) -> str:
-        """Format as one line."""
         share = 100 * self.verify_s / self.seconds
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
@@ -156,7 +151,6 @@ class WeightSync:
             return report
 
     def resend(self) -> None:
-        """See ``WeightSource``."""
         self.run(self._version)
 
     def _send(self, version: int) -> SyncReport:
@@ -200,11 +194,7 @@ class WeightSync:
         return sent, receipts
 
     def _stream(self, gathered_next: Callable[[], list[BucketMetadata | None]]) -> _Sent:
-        """Gather bucket k+1 on the trainers while the engines load bucket k.
-
-        Args:
-            gathered_next: waits for the first buckets.
-        """
+        """Gather bucket k+1 on the trainers while the engines load bucket k."""
         sent = _Sent()
         loading: EngineAnswers | None = None
         loaded_nbytes = 0

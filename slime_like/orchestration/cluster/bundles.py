@@ -50,12 +50,7 @@ def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:
 
 @dataclass(slots=True)
 class NodeRoom:
-    """Free devices of one node.
-
-    Attributes:
-        address: the node's.
-        free: number of unused devices.
-    """
+    """Free devices of one node."""
 
     address: str
     free: int

@@ -54,7 +54,6 @@ class Member:
     """A node of Ray that a launch started.
 
     Attributes:
-        name: as in messages.
         alive: Ray's health checks succeed, and it has not left.
         end: why it is not alive.
     """

@@ -20,9 +20,6 @@ class Liveness:
 
     Args:
         actors: Ray actors that run one call after the other.
-        names: theirs, for messages.
-        phase: their phase, for messages.
-        error: class of the error to raise.
     """
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], phase: str, error: type[SlimeLikeError]) -> None:

@@ -37,15 +37,12 @@ def gather(
     """Wait for every reference; the first failure ends the wait.
 
     Args:
-        references: Ray object references, one per named worker.
         names: who answers each reference, for messages ("trainer rank 3").
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
-        error: class of the error to raise.
         watch: called every few seconds of waiting; raises where an answer needs a dead worker.
 
     Raises:
-        error: a worker died, raised, or did not answer in time.
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}

@@ -31,12 +31,9 @@ class RayNodeSpec:
     """Specification of one Ray node.
 
     Attributes:
-        rank: the node's rank.
-        address: this node's address in the cluster.
         gcs: ADDRESS:PORT of the head to join; ``None`` makes this node the head.
         directory: for its sockets and logs; on this host alone.
         slots: CPU slots to offer; ``None`` is one per core.
-        object_store_mb: size of its object store, in MiB.
         port: of the GCS, on the head; 0 is any that is free.
     """
 
@@ -51,13 +48,7 @@ class RayNodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Ray runs.
-
-    Attributes:
-        gcs: ADDRESS:PORT of its head.
-        gpus: GPUs of this node.
-        logs: directory of the node's logs.
-    """
+    """Ray runs."""
 
     gcs: str
     gpus: int

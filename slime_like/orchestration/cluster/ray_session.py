@@ -25,8 +25,6 @@ class Sessions:
     would not do: an earlier driver may have had the same, or one in another container that shares the directory.
 
     Attributes:
-        ray_directory: where Ray puts them.
-        driver: process id.
         since: local time, as it stands in the name.
     """
 

@@ -70,7 +70,6 @@ def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool 
 
     Args:
         trainers: hold the policy, and the reference where there is no ``pool``.
-        pool: the reference workers, if there are any.
     """
     if pool is None and not config.reference_in_trainer:
         return Reference()
@@ -83,10 +82,6 @@ class MovingReference(Reference):
     Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
     there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints hold links to
     these files.
-
-    Args:
-        trainers: hold the policy.
-        user: scores with the reference.
 
     Attributes:
         step: after which the reference was refreshed last; ``None`` while it is the one that the run began with.

@@ -28,7 +28,6 @@ class Conversations:
     weights, as any request; later turns are sampled by the new weights alone.
 
     Args:
-        tokenizer: Hugging Face tokenizer of the model.
         generate, abort: methods of the engine; ``generate`` waits while weights are updated.
     """
 
@@ -141,11 +140,7 @@ class _Running:
 
 
 class _Response:
-    """The prompt's continuation so far, token by token.
-
-    Attributes:
-        tokens: sampled and observed ids.
-    """
+    """The prompt's continuation so far, token by token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -143,7 +143,6 @@ class ThreadedDriver(RolloutDriver):
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        """Wait for ``at_least`` groups; return as many as the batch may take."""
         while True:
             with self._store.changed:
                 self._store.changed.wait_for(lambda: self._has_news(at_least), _CHECK_EVERY_S)

@@ -147,7 +147,6 @@ class EngineClient:
         return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
 
     def _end(self, request_id: str) -> _Running | None:
-        """Remove a request that has been answered; none if it was aborted."""
         running = self._running.pop(request_id)
         self._pool.release(running.member, running.tokens)
         if request_id in self._aborted:

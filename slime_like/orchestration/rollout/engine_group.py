@@ -160,9 +160,7 @@ class EngineAnswers:
 
     Attributes:
         references: by the engine's name.
-        phase: what the engines are doing, for messages.
         timeout_s: the bound where ``result`` is given none.
-        watch: see ``EngineGroup``.
     """
 
     references: dict[str, Any]

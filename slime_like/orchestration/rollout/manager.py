@@ -20,11 +20,7 @@ _POLL_S = 5.0
 
 
 class RolloutManager:
-    """Places requests on the engines that serve (``EnginePool``). Thread-safe.
-
-    Attributes:
-        supervisor: starts the engines, and replaces those that die.
-    """
+    """Places requests on the engines that serve (``EnginePool``). Thread-safe."""
 
     def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
         self.supervisor = supervisor

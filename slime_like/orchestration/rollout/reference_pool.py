@@ -91,12 +91,7 @@ class ReferenceWeights:
 
 @dataclass(slots=True)
 class ReferenceWork:
-    """Work that was done in a period.
-
-    Attributes:
-        busy_s: seconds at work.
-        response_tokens, total_tokens: tokens that were scored.
-    """
+    """Work that was done in a period."""
 
     busy_s: float = 0.0
     response_tokens: int = 0

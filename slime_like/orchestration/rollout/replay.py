@@ -12,9 +12,7 @@ class Held(Generic[T]):
     """A group of the buffer.
 
     Attributes:
-        group_id: unique over the run.
         version: oldest weights that may have sampled its first token.
-        content: the group itself.
     """
 
     group_id: int

@@ -21,10 +21,8 @@ class RewardedGroup:
     """A group with its rewards; its advantages may depend on the rest of the batch.
 
     Attributes:
-        group: its N samples.
         rewards, successes: (N, F) float32, one column per reward function.
         totals: (N,) float32, the rewards that advantages come from.
-        metadata: one per sample.
         reference: (response_len,) logprobs of each sample under the reference, where a worker has scored them.
     """
 

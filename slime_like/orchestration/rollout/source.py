@@ -24,8 +24,6 @@ class RolloutSource:
     time, as far ahead as ``StalenessGate`` allows.
 
     Args:
-        client: of the run's engines, without requests.
-        supervisor: has engines serve again when none is left.
         references: score groups before they are ready for training; none where trainers do it.
 
     Attributes:

@@ -38,12 +38,10 @@ class EngineSupervisor:
     engine serves the weights that it loads when it starts.
 
     Args:
-        engines: the actors.
         max_restarts: budget of the run (``rollout.max_engine_restarts``).
         note: called with a sentence about every engine that was replaced.
 
     Attributes:
-        engines: the actors.
         generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
         weights: brings a replacement up to date.
     """

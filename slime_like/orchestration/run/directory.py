@@ -87,7 +87,6 @@ def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the checkpoint lies in the run's directory."""
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
 

@@ -21,14 +21,7 @@ from slime_like.sandbox.rewards.pool import RewardPool
 
 @dataclass(frozen=True, slots=True)
 class StartedEngines:
-    """Engines that have loaded the model, with trainers that are set up.
-
-    Attributes:
-        engines: the generation pool.
-        rewards: the reward workers.
-        references: the reference workers, where the run has some.
-        devices: moves trainers and engines, where they share devices.
-    """
+    """Engines that have loaded the model, with trainers that are set up."""
 
     engines: RolloutManager
     rewards: RewardPool
@@ -44,12 +37,7 @@ def launch_engines(
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = watch_none,
 ) -> tuple[RolloutManager, RewardPool]:
-    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
-
-    Args:
-        note: see ``EngineSupervisor``.
-        watch: see ``EngineGroup``.
-    """
+    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both."""
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
     group.launch(shared_devices)

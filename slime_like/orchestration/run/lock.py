@@ -22,9 +22,6 @@ class RunLock:
 
     The kernel ends the lock with the process, however that ends, so that a killed run never bars the next.
 
-    Args:
-        run_dir: the run's directory.
-
     Attributes:
         warning: set where the file system has no locks, so that no run is kept out; else ``None``.
 

@@ -68,7 +68,6 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _report_resume_point(run: Run) -> None:
-    """Name the checkpoint that the run resumes from."""
     latest = latest_checkpoint(run.config.run_dir)
     if latest is not None:
         run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
@@ -140,11 +139,7 @@ class _Base:
         return PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
 
     def place(self, note: str) -> _Placed:
-        """Make the run directory, start Ray, and reserve the devices.
-
-        Args:
-            note: what is being started, for the user.
-        """
+        """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
         self.start.make_directory(self.lock)
         metrics = MetricLogger(config.logging, config.run_dir)

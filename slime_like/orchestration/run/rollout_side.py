@@ -28,11 +28,6 @@ class RolloutFigures:
     Attributes:
         queued_groups: groups on their way through the engines.
         ready_groups: groups that wait for training.
-        dropped_prompts: prompts dropped since the last step.
-        gather_s, probe_gap, sync: of the weight sync after the step.
-        sync_line: the weight sync in one line.
-        reference: work of the reference workers since the last step.
-        notes: sentences about the reference workers.
     """
 
     queued_groups: int = 0
@@ -50,7 +45,6 @@ class RolloutSide:
     """Trajectories from disk: no engine is synced, evaluated or reported on.
 
     Args:
-        source: yields the trajectories of a step.
         state: the part of a checkpoint's state; expressible in JSON.
     """
 
@@ -80,16 +74,7 @@ class RolloutSide:
 
 
 class EngineSide(RolloutSide):
-    """Trajectories that engines sample.
-
-    Args:
-        source: samples them.
-        prompts: what the source reads.
-        sync: sends the weights to the engines.
-        ledger: holds the state of every prompt.
-        evaluate: metrics of held-out prompts after a step.
-        references: the reference workers, where the run has some.
-    """
+    """Trajectories that engines sample."""
 
     _report: SyncReport
 

@@ -74,10 +74,6 @@ class RankCalls:
 
     A method is given as ``Class.method``, so that arguments and answers are typed: see ``TrainerRank.call``. Every call
     names its phase ("scoring"), for messages.
-
-    Attributes:
-        names: of the ranks, for messages.
-        timeout_s: default bound on a call, in seconds.
     """
 
     def __init__(self, owner: str, timeout_s: float) -> None:

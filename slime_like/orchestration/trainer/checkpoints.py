@@ -136,9 +136,7 @@ class CheckpointStore:
     """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint.
 
     Args:
-        run_dir: the run's directory.
         keep: newest checkpoints that stay after a save.
-        trainers: whose state is saved.
     """
 
     def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup) -> None:

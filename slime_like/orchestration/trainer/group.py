@@ -27,13 +27,10 @@ class TrainerGroup:
     """One Ray actor per rank, ordered by rank.
 
     Args:
-        placement: where they run.
         reference: index of the reference worker that they are, if they are one.
 
     Attributes:
         ranks: calls methods of all ranks' backends.
-        training: scores and trains.
-        export: gives out weights and gradients.
     """
 
     def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:

@@ -19,8 +19,6 @@ class RankExport:
 
     Args:
         backend: set up already.
-        place: of this rank on the parallel axes.
-        training: holds the batch that gradients are computed from.
     """
 
     def __init__(

@@ -58,7 +58,6 @@ class RankTraining:
 
     Args:
         backend: set up already.
-        place: of this rank on the parallel axes.
     """
 
     def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
@@ -114,7 +113,6 @@ class RankTraining:
         """Score what the loss needs scored, then accumulate; the weights are those of the start of the step.
 
         Args:
-            packs: this replica's micro-batches of one window.
             last: no window follows in this step.
         """
         started = time.perf_counter()

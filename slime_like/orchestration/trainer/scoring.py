@@ -54,10 +54,7 @@ def score_sequences(
     """Logprob and entropy of every response token, at each sequence's own temperature.
 
     Args:
-        scorer: holds the weights.
         sequences: all scored or all unscored; memory is theirs and that of one packed copy, so hand over windows.
-        trainer: layout and token budget to pack for.
-        weights: which of the scorer's weights.
 
     Returns:
         (response_len,) float32 each, on the CPU, in the order of ``sequences``.
