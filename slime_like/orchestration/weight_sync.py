@@ -269,19 +269,15 @@ def transport_of(config: RunConfig, placement: Placement) -> str:
     Raises:
         WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.
     """
-    return choose_transport(config.sync.transport, _situation(config, placement))
-
-
-def _situation(config: RunConfig, placement: Placement) -> Situation:
     shared, rollout = config.cluster.placement == "colocated", config.rollout
-    return Situation(
+    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
+    situation = Situation(
         on_cuda=placement.device == "GPU",
         num_hosts=placement.num_nodes,
         shared_devices=shared,
-        devices_are_visible=(
-            shared and rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
-        ),
+        devices_are_visible=shared and one_engine,
     )
+    return choose_transport(config.sync.transport, situation)
 
 
 def probe_sequences(config: RunConfig) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """The Ray cluster of a run: one of our own on loopback, or a running one that we join."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
@@ -10,8 +8,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -49,7 +46,7 @@ class Cluster:
         self._session: Path | None = None
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         if ray.is_initialized():
             raise SlimeLikeError(
                 "Ray is already initialised in this process",
@@ -87,9 +84,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(in_order=kind is None)
 
     def resources(self) -> dict[str, float]:

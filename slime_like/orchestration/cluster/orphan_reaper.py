@@ -38,18 +38,9 @@ def start(
     sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
-    module = "slime_like.orchestration.cluster.orphan_reaper"
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        str(sessions.driver),
-        str(sessions.ray_directory),
-        sessions.since,
-        str(logs.absolute()),
-        run_name,
-        *map(str, bucket_directories),
-    ]
+    session = (sessions.driver, sessions.ray_directory, sessions.since)
+    arguments = map(str, (*session, logs.absolute(), run_name, *bucket_directories))
+    command = [sys.executable, "-m", __name__, *arguments]
     # A separate session: Ctrl-C on the terminal is handled by the driver.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

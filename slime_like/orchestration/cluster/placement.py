@@ -1,11 +1,9 @@
 """Where trainer ranks and engines run: one Ray placement group over the cluster, its bundles in the order of nodes."""
 
-from __future__ import annotations
-
 import ipaddress
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import ray
 import ray._private.state
@@ -52,7 +50,7 @@ class Placement:
         self._order: list[int] = []
         self._nodes: set[str] = set()
 
-    def __enter__(self) -> Placement:
+    def __enter__(self) -> Self:
         self._require_enough()
         device = self.device
         deadline = time.monotonic() + self._config.trainer.start_timeout_s

@@ -1,7 +1,5 @@
 """This node's Ray processes: started, watched and ended by process id."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
@@ -84,7 +82,7 @@ class RayNode:
         self._environment = environment
         self._timeout_s = timeout_s
 
-    def __enter__(self) -> RayNode:
+    def __enter__(self) -> Self:
         # Not in the directory: at the end, processes that write there are taken for parts of Ray.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
@@ -97,9 +95,7 @@ class RayNode:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -1,12 +1,11 @@
 """Files of a Ray session: logs are kept in the run's directory, all else is removed."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
@@ -33,7 +32,7 @@ class Sessions:
     since: str
 
     @classmethod
-    def from_now_on(cls, ray_directory: Path, driver: int) -> Sessions:
+    def from_now_on(cls, ray_directory: Path, driver: int) -> Self:
         return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
     def directories(self) -> list[Path]:

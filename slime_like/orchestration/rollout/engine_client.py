@@ -4,12 +4,20 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.orchestration.rollout.answers import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of one request: its responses, or the error."""
+
+    request_id: str
+    generations: list[Generation] = field(default_factory=list)
+    error: SlimeLikeError | None = None
 
 
 class NoEngineLeft(EngineError):

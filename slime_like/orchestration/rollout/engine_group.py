@@ -1,7 +1,5 @@
 """The actors of all engines: created, called together, and ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,31 @@ from slime_like.orchestration.rollout.engine_actor import EngineActor
 
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswers:
+    """Answers that several engines owe.
+
+    Attributes:
+        references: by the engine's name.
+        timeout_s: the bound where ``result`` is given none.
+    """
+
+    references: dict[str, Any]
+    phase: str
+    timeout_s: float
+    watch: Callable[[], None]
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all of them, in the order of the engines.
+
+        Raises:
+            EngineError: the first failure.
+        """
+        bound = timeout_s or self.timeout_s
+        asked, names = list(self.references.values()), list(self.references)
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)
 
 
 class EngineGroup:
@@ -152,28 +175,3 @@ class EngineGroup:
         asked = range(len(self)) if indexes is None else indexes
         references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
         return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAnswers:
-    """Answers that several engines owe.
-
-    Attributes:
-        references: by the engine's name.
-        timeout_s: the bound where ``result`` is given none.
-    """
-
-    references: dict[str, Any]
-    phase: str
-    timeout_s: float
-    watch: Callable[[], None]
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all of them, in the order of the engines.
-
-        Raises:
-            EngineError: the first failure.
-        """
-        bound = timeout_s or self.timeout_s
-        asked, names = list(self.references.values()), list(self.references)
-        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)

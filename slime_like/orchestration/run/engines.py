@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces.installed import load_engine
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
@@ -27,6 +30,20 @@ class StartedEngines:
     rewards: RewardPool
     references: ReferencePool | None
     devices: Turns
+
+
+def require_servable(config: RunConfig, on_cuda: bool) -> None:
+    """Reject a model that the engine's class does not support on these devices, before any engine is started.
+
+    The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
+
+    Raises:
+        EngineError: with the engine's reason.
+    """
+    refusal = getattr(load_engine(config.rollout.engine), "refusal", None)
+    reason = refusal and refusal(ModelDimensions.from_checkpoint(config.model.path), on_cuda)
+    if reason:
+        raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={config.rollout.engine}")
 
 
 def launch_engines(

@@ -1,14 +1,12 @@
 """Lock of a run directory: two runs would move, overwrite and remove each other's files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import socket
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from slime_like.errors import ConfigError
 
@@ -34,7 +32,7 @@ class RunLock:
         self._held: TextIOWrapper | None = None
         self.warning: str | None = None
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Self:
         self.take()
         return self
 
@@ -82,9 +80,7 @@ class RunLock:
             "run_dir"
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._held is not None:
             self._path.unlink(missing_ok=True)  # while it is held: a process that has opened it checks again
             self._held.close()

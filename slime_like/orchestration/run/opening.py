@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference, reference_of
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_class import require_servable
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.directory import latest_checkpoint
-from slime_like.orchestration.run.engines import start_engines
+from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.run.rollout_side import EngineSide, Metrics, RolloutSide, held_out_metrics, no_metrics
+from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start import Start, start_of
@@ -115,10 +113,8 @@ def _open_rl(base: _Base) -> Run:
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
     source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
-    evaluate: Callable[[int], Metrics] = no_metrics
-    if datasets:
-        evaluate = partial(held_out_metrics, Evaluator(config, engines, scorer, datasets), devices)
-    side = EngineSide(source, prompts, sync, ledger, evaluate, pool)
+    evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
+    side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, reference_of(config, trainers, pool))
 
 

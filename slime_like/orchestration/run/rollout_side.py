@@ -84,7 +84,8 @@ class EngineSide(RolloutSide):
         prompts: PromptSource,
         sync: WeightSync,
         ledger: Ledger,
-        evaluate: Callable[[int], Metrics],
+        evaluator: Evaluator | None,
+        devices: Turns,
         references: ReferencePool | None,
     ) -> None:
         super().__init__(source, source.store.state_dict)
@@ -92,7 +93,8 @@ class EngineSide(RolloutSide):
         self._prompts = prompts
         self._sync = sync
         self._ledger = ledger
-        self._evaluate = evaluate
+        self._evaluator = evaluator
+        self._devices = devices
         self._references = references
         self._dropped_prompts = 0
 
@@ -112,12 +114,19 @@ class EngineSide(RolloutSide):
         self._ledger.restore(checkpoint.file(LEDGER))
 
     def evaluate(self, step: int) -> Metrics:
-        return self._evaluate(step)
+        if self._evaluator is None:
+            return {}
+        self._devices.generation()
+        result = self._evaluator.run(step)
+        metrics = evaluation_metrics(result.overall)
+        for name, record in result.datasets.items():
+            metrics |= evaluation_metrics(record, name)
+        return metrics
 
     def figures(self, step_s: float) -> RolloutFigures:
         queued, ready = self._samples.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        reference, notes = reference_work(self._references, step_s)
+        reference, notes = _reference_work(self._references, step_s)
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
@@ -131,22 +140,7 @@ class EngineSide(RolloutSide):
         )
 
 
-def no_metrics(step: int) -> Metrics:
-    """Evaluate nothing, without an evaluation file."""
-    return {}
-
-
-def held_out_metrics(evaluator: Evaluator, devices: Turns, step: int) -> Metrics:
-    """Held-out accuracy by the engines, over all files and of each."""
-    devices.generation()
-    result = evaluator.run(step)
-    metrics = evaluation_metrics(result.overall)
-    for name, record in result.datasets.items():
-        metrics |= evaluation_metrics(record, name)
-    return metrics
-
-
-def reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
+def _reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
     """Work of the reference workers since the last call, and sentences about workers that left or joined."""
     if pool is None:
         return None, []

@@ -1,7 +1,5 @@
 """Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
@@ -78,7 +76,7 @@ class Checkpoint:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> Checkpoint:
+    def read(cls, path: Path) -> Self:
         """Open the checkpoint at ``path``.
 
         Raises:

@@ -9,8 +9,8 @@ import numpy as np
 
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
-from slime_like.orchestration.rollout.answers import Answer, Mailbox
-from slime_like.orchestration.rollout.engine_client import EngineClient, NoEngineLeft
+from slime_like.orchestration.rollout.engine_actor import Mailbox
+from slime_like.orchestration.rollout.engine_client import Answer, EngineClient, NoEngineLeft
 from tests.support.rejections import Rejects
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(2,))

@@ -12,8 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout import manager as manager_module
-from slime_like.orchestration.rollout.answers import Answer
-from slime_like.orchestration.rollout.engine_client import NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import Answer, NoEngineLeft
 from slime_like.orchestration.rollout.manager import RolloutManager
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
