@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 
 from slime_like.config import RunConfig
@@ -83,7 +83,7 @@ def marker(run_dir: Path) -> Iterator[Path]:
 
 def facts(config: RunConfig) -> dict[str, str]:
     """Versions by distribution, and settings by field but for those that are a node's own."""
-    settings = {name: reduce(getattr, name.split("."), config) for name in all_fields() if name not in _PER_NODE}
+    settings = {name: attrgetter(name)(config) for name in all_fields() if name not in _PER_NODE}
     return {name: value_text(value) for name, value in settings.items()} | {n: _version(n) for n in _DISTRIBUTIONS}
 
 

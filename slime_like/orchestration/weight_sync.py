@@ -119,7 +119,7 @@ class WeightSync:
         self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:
-        """Open the transport on both sides, anew if it was open. Replaced engines join by this, too."""
+        """Open the transport on both sides, again if it was open. Replaced engines join by this, too."""
         rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
         self._engines.connect(self._transport, join_rendezvous(rendezvous))
         self._connected = self._supervisor.generation

@@ -83,9 +83,9 @@ def end_orphans(sessions: Sessions) -> None:
     """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
 
     Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
-    itself. Who only reads there is left alone.
+    itself. Processes that only read there are left alone.
     """
-    _end(lambda: session_processes(sessions), _QUIET_S)
+    _end(lambda: writers_below(sessions.directories(), but=sessions.driver), _QUIET_S)
 
 
 def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
@@ -104,11 +104,6 @@ def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(_LOOK_EVERY_S)
-
-
-def session_processes(sessions: Sessions) -> list[psutil.Process]:
-    """Living processes of the Ray session that the driver started."""
-    return writers_below(sessions.directories(), but=sessions.driver)
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:

@@ -75,7 +75,8 @@ class Scorer:
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
-        references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
+        unscored = [None] * len(trajectories)
+        references = [logprobs for rewarded in groups for logprobs in rewarded.reference or ()] or unscored
         return [
             ScoredTrajectory.of(
                 trajectory,
@@ -130,7 +131,3 @@ def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
         return trajectory.response_tokens
     start, end = trajectory.conversation.turns[-1]
     return trajectory.response_tokens[start:end]
-
-
-def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
-    return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)

@@ -71,7 +71,7 @@ class EngineSupervisor:
                 self._starts[number] = EngineStart(index, self.engines.actor(index))
                 self._living.add(number)
 
-    # ------------------------------------------------------------------------------------------------- who is there
+    # ------------------------------------------------------------------------------------------------------ members
     @property
     def serving(self) -> list[int]:
         """Numbers of the starts that requests may be sent to. A number is never used twice."""

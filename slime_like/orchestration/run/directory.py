@@ -2,6 +2,7 @@
 
 import json
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(
             [
                 f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
-                "choose another run_dir, or set resume: never to start anew"
+                "choose another run_dir, or set resume: never to start over"
             ]
         )
 
@@ -111,7 +112,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
         f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
         "another run_dir"
         for name in _READ
-        for path in _paths(_value(config, name))
+        for path in _paths(attrgetter(name)(config))
         if path.resolve().is_relative_to(place)
     ]
     if inside:
@@ -176,15 +177,6 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
 
 
 def _differences(before: RunConfig, now: RunConfig) -> list[str]:
-    return [
-        f"{name}: {value_text(_value(before, name))} -> {value_text(_value(now, name))}"
-        for name in all_fields()
-        if name not in ("resume", "run_dir", "cluster.address") and _value(before, name) != _value(now, name)
-    ]
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
+    values = {name: (attrgetter(name)(before), attrgetter(name)(now)) for name in names}
+    return [f"{name}: {value_text(old)} -> {value_text(new)}" for name, (old, new) in values.items() if old != new]

@@ -112,7 +112,7 @@ def _elsewhere(path: Path) -> str:
     """Remedy where ``path`` cannot be read."""
     names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
-    return f"give the path{whole} or start anew with resume: never"
+    return f"give the path{whole} or start over with resume: never"
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -33,7 +33,7 @@ class RankExport:
         self._in_flight: deque[BucketMetadata] = deque()
 
     def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
-        """Open the sending side of the weight transport, anew if it was open; returns what receivers need to join.
+        """Open the sending side of the weight transport, again if it was open; returns what receivers need to join.
 
         ``None`` from ranks that send nothing: only the first of a pipeline stage does.
         """
@@ -47,7 +47,7 @@ class RankExport:
         return self._sender.rendezvous()
 
     def begin_export(self) -> None:
-        """Start over. Engines have loaded whatever was sent before, or the transport was opened anew."""
+        """Start over. Engines have loaded whatever was sent before, or the transport was opened again."""
         self._release(keep=0)
         self._buckets = self._backend.export_weights()
 

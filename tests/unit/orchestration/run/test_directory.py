@@ -166,7 +166,7 @@ def test_an_empty_directory_does_not_hinder_the_trained_model(tmp_path: Path) ->
 
 
 def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path) -> None:
-    """Object stores and some ways to copy have no links: training must not silently begin anew."""
+    """Object stores and some ways to copy have no links: training must not silently start over."""
     prepare_run_dir(config(tmp_path))
     for step in (2, 3):
         write_checkpoint(tmp_path / "run", step)
