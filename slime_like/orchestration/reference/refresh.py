@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, link_tree
@@ -114,12 +113,8 @@ class MovingReference(Reference):
             return
         source, partial = checkpoint.path / REFERENCE, self._root / _PARTIAL
         if not source.is_dir():
-            raise CheckpointError(
-                f"{source} is missing, the reference's weights since step {step}",
-                code="checkpoint-incomplete",
-                who="resume",
-                remedy=f"resume from an older checkpoint in {checkpoint.path.parent}",
-            )
+            problem = f"{source} is missing, the reference's weights since step {step}"
+            raise checkpoint.unusable(problem, "checkpoint-incomplete")
         shutil.rmtree(partial, ignore_errors=True)
         link_tree(source, partial)
         self._adopt(partial, step)

@@ -60,20 +60,15 @@ class Checkpoint:
         try:
             intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
         except (OSError, LookupError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} is missing ({error})",
-                code="checkpoint-incomplete",
-                who="resume",
-                remedy=f"resume from an older checkpoint in {self.path.parent}",
-            ) from error
+            raise self.unusable(f"{path} is missing ({error})", "checkpoint-incomplete") from error
         if not intact:
-            raise CheckpointError(
-                f"{path} is not as it was written",
-                code="checkpoint-damaged",
-                who="resume",
-                remedy=f"resume from an older checkpoint in {self.path.parent}",
-            )
+            raise self.unusable(f"{path} is not as it was written", "checkpoint-damaged")
         return path
+
+    def unusable(self, problem: str, code: str) -> CheckpointError:
+        """Describe a fault of the checkpoint's files."""
+        remedy = f"resume from an older checkpoint in {self.path.parent}"
+        return CheckpointError(problem, code=code, who="resume", remedy=remedy)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -84,35 +79,23 @@ class Checkpoint:
         """
         file = path / _STATE
         if not path.is_dir():
-            raise CheckpointError(
-                f"{path} is no checkpoint (no directory)", code="no-checkpoint", who="resume", remedy=_elsewhere(path)
-            )
+            raise _no_checkpoint(path, "no directory")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
                 raise ValueError("it is not as it was written")
             return cls(path.resolve(), int(state["step"]), state)
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} is no checkpoint ({_STATE} is missing)",
-                code="no-checkpoint",
-                who="resume",
-                remedy=_elsewhere(path),
-            ) from error
+            raise _no_checkpoint(path, f"{_STATE} is missing") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{file} is damaged ({error})",
-                code="checkpoint-damaged",
-                who="resume",
-                remedy=f"resume from an older checkpoint in {path.parent}",
-            ) from error
+            raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
 
 
-def _elsewhere(path: Path) -> str:
-    """Remedy where ``path`` cannot be read."""
+def _no_checkpoint(path: Path, why: str) -> CheckpointError:
     names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
-    return f"give the path{whole} or start over with resume: never"
+    remedy = f"give the path{whole} or start over with resume: never"
+    return CheckpointError(f"{path} is no checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -193,16 +193,6 @@ def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
     pool.close()
 
 
-def test_the_last_failure_is_the_pools(rejects: Rejects) -> None:
-    pool, bad = ReferencePool(request_tokens=16), Worker("bad")
-    bad.fails = True
-    pool.join(bad)
-    pool.submit(group(0))
-    with rejects(TrainerError, "no-reference-worker"):
-        list(drain(pool))
-    pool.close()
-
-
 def test_discarded_groups_come_out_nowhere() -> None:
     pool, worker = ReferencePool(request_tokens=16), Worker("one", False)
     pool.join(worker)
