@@ -38,10 +38,7 @@ class Agreement:
     facts: dict[str, str]
 
     def require(self, config: RunConfig) -> None:
-        """
-        Raises:
-            LaunchError: this node differs.
-        """
+        """Raises ``LaunchError``: this node differs."""
         expected = facts(config)
         for name in sorted({*self.facts, *expected}):
             here, there = expected.get(name, "(none)"), self.facts.get(name, "(none)")

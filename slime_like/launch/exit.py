@@ -53,10 +53,7 @@ class ExitNotes:
     """The note of this node, and those that others leave from now on."""
 
     def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
-        """
-        Raises:
-            LaunchError: this node's note of an earlier start cannot be removed.
-        """
+        """Raises ``LaunchError``: this node's note of an earlier start cannot be removed."""
         self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
         self._own = self._paths[options.node_rank]
         try:

@@ -98,10 +98,7 @@ class _Head:
         self._notes = notes
 
     def claim_rank(self, nodes: int) -> None:
-        """
-        Raises:
-            RefusedError: the rank is taken, or there is no such rank.
-        """
+        """Raises ``RefusedError``: the rank is taken, or there is no such rank."""
         rank, reason = self._place.rank, f"of NODES={nodes} it is 1 to {nodes - 1}"
         if rank < nodes:
             if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):

@@ -41,20 +41,13 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def resolve(host: str) -> str:
-    """The first address of ``host``; an address is its own.
-
-    Raises:
-        OSError: the name does not resolve.
-    """
+    """The first address of ``host``; an address is its own. Raises ``OSError``: the name does not resolve."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(found[0][4][0])
 
 
 def is_loopback(address: str) -> bool:
-    """
-    Raises:
-        ValueError: it is no address.
-    """
+    """Raises ``ValueError``: it is no address."""
     return ipaddress.ip_address(address).is_loopback
 
 

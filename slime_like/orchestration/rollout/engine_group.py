@@ -33,11 +33,7 @@ class EngineAnswers:
     watch: Callable[[], None]
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all of them, in the order of the engines.
-
-        Raises:
-            EngineError: the first failure.
-        """
+        """Wait for all of them, in the order of the engines. Raises ``EngineError``: the first failure."""
         bound = timeout_s or self.timeout_s
         asked, names = list(self.references.values()), list(self.references)
         return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)
@@ -89,11 +85,7 @@ class EngineGroup:
         self._start(range(len(self)), "starting")
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
-        """End these engines, and start others in their places.
-
-        Raises:
-            EngineError: one did not start.
-        """
+        """End these engines, and start others in their places. Raises ``EngineError``: one did not start."""
         for index in indexes:
             old = self._actors[index]
             ray.wait([old.stop.remote()], timeout=_STOP_TIMEOUT_S)

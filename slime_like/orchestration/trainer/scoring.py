@@ -6,12 +6,11 @@ from typing import Literal, Protocol
 import torch
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
-from slime_like.algorithms.packing.partition import partition_by_tokens
 from slime_like.config import TrainerConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.trainer.batcher import fill_to_equal_counts
+from slime_like.orchestration.trainer.batcher import fill_to_equal_counts, partition_over_replicas
 from slime_like.trajectory import PackedTrajectory, Trajectory
 
 # A window this long keeps a pipeline's bubble small, and the packs' lengths average out over replicas.
@@ -65,7 +64,8 @@ def score_sequences(
     """
     if not sequences:
         return []
-    partition = _partition(sequences, trainer, scorer.data_parallel_size)
+    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
+    partition = partition_over_replicas(lengths, budget, scorer.data_parallel_size)
     packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
     answers = scorer.score(fill_to_equal_counts(packs), weights)
     scores: dict[int, ScoredLogprobs] = {}
@@ -76,13 +76,6 @@ def score_sequences(
             for index, *pair in zip(members, logprobs, entropy, strict=True):
                 scores[index] = _finite(ScoredLogprobs(*pair), sequences[index].sequence_id)
     return [scores[index] for index in range(len(sequences))]
-
-
-def _partition(sequences: Sequence[Trajectory], trainer: TrainerConfig, replicas: int) -> list[list[list[int]]]:
-    """[replica][pack] indices; replicas beyond the number of sequences get none."""
-    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
-    used = min(replicas, len(sequences))
-    return partition_by_tokens(lengths, budget, used) + [[] for _ in range(replicas - used)]
 
 
 def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:
