@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -59,7 +58,7 @@ class Cluster:
         make_room(self._logs)
         if self._config.address is not None:
             _require_reachable(self._config.address)
-        ray_directory = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
+        ray_directory = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray")
         sessions = Sessions.from_now_on(ray_directory, os.getpid())
         self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
@@ -70,6 +69,7 @@ class Cluster:
             self._session = session_directory()
             link_logs(self._session, self._logs)
         except SystemExit as error:  # of Ray's handler of SIGTERM, which `ray.init` installs
+            take_signals_back()
             self._end(in_order=False)
             raise KeyboardInterrupt from error
         except Exception as error:  # Ray raises what it likes, Exception itself among it
