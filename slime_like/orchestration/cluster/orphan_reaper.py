@@ -88,9 +88,9 @@ def end_orphans(sessions: Sessions) -> None:
     _end(lambda: writers_below(sessions.directories(), but=sessions.driver), _QUIET_S)
 
 
-def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
-    """Kill every other process that writes below ``directories``, until none has shown up for ``quiet_s`` seconds."""
-    _end(lambda: writers_below(directories, but=os.getpid()), quiet_s)
+def end_writers(directory: Path) -> None:
+    """Kill every other process that writes below ``directory``, until none has shown up for a second."""
+    _end(lambda: writers_below([directory], but=os.getpid()), quiet_s=1.0)
 
 
 def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:

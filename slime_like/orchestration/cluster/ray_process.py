@@ -40,7 +40,7 @@ def main(spec: RayNodeSpec) -> int:
     finally:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-        end_writers([directory])
+        end_writers(directory)
         if node is not None and directory in (session := Path(node.get_session_dir_path())).parents:
             keep_logs_only(session)
     if died:
