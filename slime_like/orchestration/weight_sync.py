@@ -24,47 +24,29 @@ from slime_like.weights.transports.registry import join_rendezvous
 from slime_like.weights.verification_cost import Round, exposed_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport(SyncRecord):
     """One finished sync.
 
+    ``verification_s`` is the engines' part of the probe, and what of the trainers' part and of the hashing on both
+    sides was not hidden behind other work (``slime_like.weights.verification_cost``).
+
     Attributes:
-        wire_nbytes: bytes sent to each engine; fewer, where only changes are.
-        changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        verify_s: by how much verification lengthened it, at most: the engines' part of the probe, and what of the
-            trainers' part and of the hashing on both sides was not hidden behind other work
-            (``slime_like.weights.verification_cost``).
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
     """
 
-    version: int
     transport: str
-    nbytes: int
-    wire_nbytes: int
-    changed_fraction: float | None
-    seconds: float
     gather_s: float
-    verify_s: float
     probe_gap: float | None
 
-    def record(self) -> SyncRecord:
-        """Convert to a log record."""
-        return SyncRecord(
-            total_s=self.seconds,
-            verification_s=self.verify_s,
-            nbytes=self.nbytes,
-            wire_nbytes=self.wire_nbytes,
-            changed_fraction=self.changed_fraction,
-        )
-
     def __str__(self) -> str:
-        share = 100 * self.verify_s / self.seconds
+        share = 100 * self.verification_s / self.total_s
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
             sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
         verified = f"at most {share:.0f} % of it verification" if self.probe_gap is not None else "not verified"
-        return f"weight sync: {sent} in {self.seconds:.2f} s, {verified}"
+        return f"weight sync: {sent} in {self.total_s:.2f} s, {verified}"
 
 
 @dataclass(slots=True)
@@ -162,14 +144,13 @@ class WeightSync:
         finished = time.perf_counter()
         hashing_s = exposed_seconds(sent.rounds, max((receipt.hash_s for receipt in receipts), default=0.0))
         return SyncReport(
-            version=version,
             transport=self._transport,
             nbytes=sent.nbytes,
             wire_nbytes=sent.wire_nbytes,
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
-            seconds=finished - started,
+            total_s=finished - started,
             gather_s=sent.gather_s,
-            verify_s=hashing_s + (0.0 if gap is None else finished - verifying),
+            verification_s=hashing_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
         )
 

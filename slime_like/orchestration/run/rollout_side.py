@@ -133,7 +133,7 @@ class EngineSide(RolloutSide):
             dropped_prompts=self._dropped_prompts - before,
             gather_s=self._report.gather_s,
             probe_gap=self._report.probe_gap,
-            sync=self._report.record(),
+            sync=self._report,
             sync_line=str(self._report),
             reference=reference,
             notes=notes,
