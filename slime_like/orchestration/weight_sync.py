@@ -155,7 +155,7 @@ class WeightSync:
         )
 
     def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        """Once more, with everything, if an engine no longer holds what the changes are made for."""
+        """Transfer; once more, with everything, if an engine no longer holds what the changes are made for."""
         try:
             return self._transfer(version)
         except WeightSyncError as error:

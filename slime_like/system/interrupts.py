@@ -46,7 +46,7 @@ def take_signals_back() -> None:
 
 
 def take_interrupt() -> None:
-    """A ``KeyboardInterrupt`` was caught, and is dealt with: waiting on the way out does not raise it once more."""
+    """Record that a caught ``KeyboardInterrupt`` is dealt with: waiting on the way out does not raise it once more."""
     for handler in _handlers():
         handler.noted = False
 

@@ -16,7 +16,7 @@ _ANSWER_S = 10.0
 
 
 class Liveness:
-    """Asks actors repeatedly whether they live, and never waits for an answer: a busy actor answers later.
+    """Repeated check of actors that never waits for an answer: a busy actor answers later.
 
     Args:
         actors: Ray actors that run one call after the other.

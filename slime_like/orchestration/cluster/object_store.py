@@ -9,7 +9,7 @@ from slime_like.config import ClusterConfig
 
 _MIB = 2**20
 _LEFT_FOR_WORK = 100 * _MIB
-"""What Ray wants to be left beside the store."""
+"""Memory that Ray requires to be left beside the store."""
 
 _ON_DISK = 10**10
 """A store up to this size Ray keeps on disk where /dev/shm has no room for it."""
@@ -21,7 +21,7 @@ _DEFAULT = ClusterConfig().object_store_mb
 
 
 def object_store_problem(size_mb: int) -> str | None:
-    """Why a store of ``cluster.object_store_mb`` cannot be had here, in one sentence; ``None`` where it can."""
+    """Reason why a store of ``cluster.object_store_mb`` does not fit here, in one sentence; ``None`` where it does."""
     return _problem(size_mb, _available_memory(Path("/sys/fs/cgroup")), shutil.disk_usage("/dev/shm").free)
 
 

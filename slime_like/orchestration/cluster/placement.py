@@ -1,4 +1,4 @@
-"""Where trainer ranks and engines run: one Ray placement group over the cluster, its bundles in the order of nodes."""
+"""Places of trainer ranks and engines: one Ray placement group over the cluster, its bundles in the order of nodes."""
 
 import ipaddress
 import time

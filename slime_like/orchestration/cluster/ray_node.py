@@ -136,7 +136,7 @@ class RayNode:
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:
-        """Why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
+        """Reason why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
         if self._process.poll() is None:
             return None
         return f"Ray ended on {self._spec.address} by itself: {self._last_output()}"

@@ -78,7 +78,7 @@ def put_away(session: Path, logs: Path) -> None:
 
 
 def _remove(session: Path) -> None:
-    """Again where something of it is left: a daemon that ends this moment may still write a file."""
+    """Remove it, again if something of it is left: a daemon that ends this moment may still write a file."""
     deadline = time.monotonic() + _REMOVE_S
     shutil.rmtree(session, ignore_errors=True)
     while session.exists() and time.monotonic() < deadline:

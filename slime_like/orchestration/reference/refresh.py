@@ -43,7 +43,7 @@ class Reference:
     """Null object of a run without a reference."""
 
     def refresh(self, step: int) -> None:
-        """Training step ``step`` has been made: where a refresh is due, what is scored from now on is by its weights.
+        """Replace the reference by the weights after training step ``step``, where a refresh is due.
 
         Raises:
             CheckpointError: the disk refused.

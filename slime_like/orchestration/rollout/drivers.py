@@ -33,7 +33,7 @@ class RolloutDriver(ABC):
         self._supervisor = supervisor
 
     def start(self) -> None:  # noqa: B027
-        """Sampling may begin: the engines serve weights. Later calls change nothing."""
+        """Begin sampling: the engines serve weights. Later calls change nothing."""
 
     @abstractmethod
     def groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:

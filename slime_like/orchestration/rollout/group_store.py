@@ -54,7 +54,7 @@ class GroupStore:
         return self._gate.formed
 
     def serve(self, version: int) -> None:
-        """The engines serve ``version`` from now on."""
+        """Record that the engines serve ``version`` from now on."""
         with self.changed:
             self._gate.serve(version)
             self.changed.notify_all()

@@ -216,7 +216,7 @@ class ReferencePool:
         return count, tokens
 
     def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """In the worker's thread."""
+        """Run in the worker's thread."""
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
@@ -266,7 +266,7 @@ class ReferencePool:
             raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
     def _restart(self, worker: ReferenceWorker) -> None:
-        """In the worker's thread."""
+        """Run in the worker's thread."""
         with self.weights.reading() as weights:
             worker.restart(weights)
 

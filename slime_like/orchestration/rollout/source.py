@@ -53,7 +53,7 @@ class RolloutSource:
             self._driver = SynchronousDriver(pipeline, self.store, supervisor, turns, config.rollout.oversample)
 
     def synced(self, version: int) -> None:
-        """The engines serve ``version``; the first call starts the sampling thread, if there is to be one."""
+        """Record that the engines serve ``version``; the first call starts the sampling thread, where there is one."""
         self.store.serve(version)
         self._driver.start()
 

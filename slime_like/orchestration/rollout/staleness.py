@@ -35,7 +35,7 @@ class StalenessGate:
         return self._batch_size - self.taken
 
     def serve(self, version: int) -> None:
-        """The engines serve ``version``: training has made that many steps."""
+        """Record that the engines serve ``version``: training has made that many steps."""
         self.version = version
         self.formed = max(self.formed, version)
 

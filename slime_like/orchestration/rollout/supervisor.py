@@ -91,7 +91,7 @@ class EngineSupervisor:
 
     @property
     def last_death(self) -> str:
-        """Why there is no engine."""
+        """Reason why there is no engine."""
         return str(next(iter(self._dead.values()), "no engine has been started"))
 
     # ------------------------------------------------------------------------------------------------------- deaths

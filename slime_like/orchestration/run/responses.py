@@ -140,6 +140,6 @@ def _without_advantage(trajectories: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
-    """Step n trains version n - 1."""
+    """Versions between the oldest token and the weights that step n trains, n - 1."""
     versions = trajectory.weight_versions
     return 0 if versions is None else step - 1 - int(versions.min())

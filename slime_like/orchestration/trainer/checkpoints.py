@@ -243,7 +243,7 @@ class CheckpointStore:
         link.replace(self._root / "latest")
 
     def _remove_old(self, newest: Path) -> None:
-        """Those of later steps than ``newest`` are older than it: a run that went on from before them left them."""
+        """Remove old ones, first those of later steps than ``newest``, left by a run that resumed before them."""
         left_behind = _step(newest)
         saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
         for old in saved[: -self._keep]:

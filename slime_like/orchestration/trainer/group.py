@@ -78,7 +78,7 @@ class TrainerGroup:
         self.ranks.place(started.result(timeout))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
-        """Checkpoints are written by all ranks into one directory: every node must see it."""
+        """Require that every node sees the run directory: all ranks write checkpoints into it."""
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
