@@ -8,11 +8,15 @@ import sys
 from contextlib import ExitStack
 
 from slime_like.config import RunConfig
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.model import ReferenceConfig
+from slime_like.config.rollout import RolloutConfig, SyncConfig
+from slime_like.config.run import DebugConfig
+from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.rollout.engines_alone import engines_alone
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
@@ -40,6 +44,24 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
         pool.start()  # engines load the model meanwhile
         engines.supervisor.start()
         return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(step=0)
+
+
+def engines_alone(config: RunConfig) -> RunConfig:
+    """The run's configuration as engines see it that no trainer shares devices or weights with: they exist whatever the
+    run trains and how, on devices that they keep, and batches are not those of a step."""
+    trainer = config.trainer
+    samples = RolloutConfig.model_fields["samples_per_prompt"].get_default()
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"samples_per_prompt": samples}),
+            "cluster": config.cluster.model_copy(update={"placement": "separate"}),
+            "trainer": TrainerConfig(start_timeout_s=trainer.start_timeout_s, cpu_kernels=trainer.cpu_kernels),
+            "reference": ReferenceConfig(),
+            "sync": SyncConfig(),
+            "algorithm": AlgorithmConfig(),
+            "debug": DebugConfig(),
+        }
+    )
 
 
 def _note(sentence: str) -> None:

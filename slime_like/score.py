@@ -63,7 +63,7 @@ def score(config: RunConfig, request: ScoreRequest) -> ScoreSummary:
     rows = TokenRows(request.input, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     totals = rows.totals()
     if not totals.rows:
-        raise DataError(f"{request.input}: holds no row; give at least one")
+        raise DataError("holds no row", code="empty-input", who=str(request.input), remedy="give at least one")
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
         progress = stack.enter_context(Progress(config.logging.progress, totals.rows, unit="sequence"))
@@ -93,7 +93,9 @@ def _run(
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != totals.rows:
         raise DataError(
-            f"the input had {totals.rows} rows when it was checked and {done} now; leave it alone meanwhile"
+            f"the input had {totals.rows} rows when it was checked and {done} now",
+            code="input-changed",
+            remedy="leave it alone meanwhile",
         )
     return ScoreSummary(done, tokens, total_logprob / responses, time.monotonic() - started)
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 
 from slime_like.config import RunConfig
@@ -29,10 +29,7 @@ class Agreement:
     """Facts that other nodes compare with node 0's.
 
     Attributes:
-        head: node 0, as in messages.
-        nodes: how many nodes take part.
         marker: a file that exists beside the run directory while the run lasts.
-        facts: installed versions and settings, as text.
     """
 
     head: str
@@ -41,16 +38,18 @@ class Agreement:
     facts: dict[str, str]
 
     def require(self, config: RunConfig) -> None:
-        """
-        Raises:
-            LaunchError: this node differs.
-        """
+        """Raises ``LaunchError``: this node differs."""
         expected = facts(config)
         for name in sorted({*self.facts, *expected}):
             here, there = expected.get(name, "(none)"), self.facts.get(name, "(none)")
             if here != there:
                 remedy = "use one environment, or one image," if name in _DISTRIBUTIONS else "give the same settings"
-                raise LaunchError(f"{name}={here}: {self.head} has {there}; {remedy} on all nodes")
+                raise LaunchError(
+                    f"{self.head} has {there}",
+                    code="nodes-differ",
+                    who=f"{name}={here}",
+                    remedy=f"{remedy} on all nodes",
+                )
         self._require_marker(config.run_dir)
 
     def _require_marker(self, run_dir: Path) -> None:
@@ -58,8 +57,9 @@ class Agreement:
         while not path.exists():
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there); put it "
-                    "on a file system that all nodes share"
+                    f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there)",
+                    code="run-dir-not-shared",
+                    remedy="put it on a file system that all nodes share",
                 )
             time.sleep(_POLL_S)
 
@@ -71,7 +71,7 @@ def marker(run_dir: Path) -> Iterator[Path]:
     try:
         write_private(path, "")
     except OSError as error:
-        raise LaunchError(f"{path} cannot be written ({error.strerror})") from error
+        raise LaunchError(f"{path} cannot be written ({error.strerror})", code="marker-not-written") from error
     try:
         yield path
     finally:
@@ -80,7 +80,7 @@ def marker(run_dir: Path) -> Iterator[Path]:
 
 def facts(config: RunConfig) -> dict[str, str]:
     """Versions by distribution, and settings by field but for those that are a node's own."""
-    settings = {name: reduce(getattr, name.split("."), config) for name in all_fields() if name not in _PER_NODE}
+    settings = {name: attrgetter(name)(config) for name in all_fields() if name not in _PER_NODE}
     return {name: value_text(value) for name, value in settings.items()} | {n: _version(n) for n in _DISTRIBUTIONS}
 
 

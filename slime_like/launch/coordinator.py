@@ -66,8 +66,9 @@ def _require_free(address: str, port: int) -> None:
         listen(address, port).close()
     except OSError as error:
         raise LaunchError(
-            f"port {port} of {address} cannot be listened on ({error.strerror}); end what uses it, or give another "
-            "PORT to every node"
+            f"port {port} of {address} cannot be listened on ({error.strerror})",
+            code="port-taken",
+            remedy="end what uses it, or give another PORT to every node",
         ) from error
 
 
@@ -101,7 +102,7 @@ class _Members:
             if self._missing and time.monotonic() > deadline:
                 missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
                 away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
-                raise LaunchError(f"{away}; start the same command there with its NODE_RANK")
+                raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
             time.sleep(_POLL_S)
         self._during = "slime-like train"
         self._place.report(f"all {nodes} nodes have joined; training")
@@ -116,14 +117,20 @@ class _Members:
             problem = self._gcs.get("problem")
         except UnreachableError as error:
             why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
-            raise LaunchError(f"{self._place}, during `{self._during}`: {why}; {_REMEDY}") from error
+            raise LaunchError(
+                why, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
+            ) from error
         if fault := self._node.problem():
-            raise LaunchError(f"{self._place}, during `{self._during}`: {fault}; {_REMEDY}")
+            raise LaunchError(
+                fault, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
+            )
         if problem:
             raise NodeEndedError(Verdict(**problem))
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
             if not member.alive:
-                raise LaunchError(f"{member.name} was lost during `{self._during}`: {member.end}; {_REMEDY}")
+                raise LaunchError(
+                    f"{member.name} was lost during `{self._during}`: {member.end}", code="node-lost", remedy=_REMEDY
+                )
             if rank in self._missing:
                 self._place.report(f"{member.name} is here")
                 self._missing.remove(rank)

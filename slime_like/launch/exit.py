@@ -28,6 +28,8 @@ class Verdict:
 class NodeEndedError(LaunchError):
     """Another node has ended the run; this one ends with the same ``verdict``."""
 
+    code = "node-ended"
+
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
         super().__init__(verdict.sentence)
@@ -35,6 +37,8 @@ class NodeEndedError(LaunchError):
 
 class RefusedError(LaunchError):
     """Rejection of this node by a run, which continues without it."""
+
+    code = "rank-refused"
 
 
 def failure(error: SlimeLikeError, who: str = "") -> Verdict:
@@ -49,10 +53,7 @@ class ExitNotes:
     """The note of this node, and those that others leave from now on."""
 
     def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
-        """
-        Raises:
-            LaunchError: this node's note of an earlier start cannot be removed.
-        """
+        """Raises ``LaunchError``: this node's note of an earlier start cannot be removed."""
         self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
         self._own = self._paths[options.node_rank]
         try:
@@ -61,7 +62,8 @@ class ExitNotes:
             pass
         except OSError as error:
             raise LaunchError(
-                f"{self._own} cannot be removed ({error.strerror}), and reports to the other nodes that this one ended"
+                f"{self._own} cannot be removed ({error.strerror}), and reports to the other nodes that this one ended",
+                code="note-not-removed",
             ) from error
         self._earlier = [_modified(path) for path in self._paths]
         self._return_at = time.monotonic() + 2 * options.silence_s

@@ -50,7 +50,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
             while (problem := node.problem()) is None:
                 head.require_runs()
                 time.sleep(_POLL_S)
-            raise LaunchError(problem)
+            raise LaunchError(problem, code="ray-ended")
         except NodeEndedError:
             raise
         except SlimeLikeError as error:
@@ -75,14 +75,17 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
             why = str(error)
         except WrongTokenError as error:
             raise LaunchError(
-                f"{place}: {where} answers, but does not accept this node's key; give every node the same TOKEN_FILE, "
-                "or another PORT where another cluster uses this one"
+                f"{where} answers, but does not accept this node's key",
+                code="wrong-token",
+                who=str(place),
+                remedy="give every node the same TOKEN_FILE, or another PORT where another cluster uses this one",
             ) from error
         notes.require_none_ended()
         time.sleep(_POLL_S)
     raise LaunchError(
-        f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why}); is HEAD_ADDR right, and was node 0 "
-        "started there?"
+        f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why})",
+        code="head-silent",
+        remedy="is HEAD_ADDR right, and was node 0 started there?",
     )
 
 
@@ -95,10 +98,7 @@ class _Head:
         self._notes = notes
 
     def claim_rank(self, nodes: int) -> None:
-        """
-        Raises:
-            RefusedError: the rank is taken, or there is no such rank.
-        """
+        """Raises ``RefusedError``: the rank is taken, or there is no such rank."""
         rank, reason = self._place.rank, f"of NODES={nodes} it is 1 to {nodes - 1}"
         if rank < nodes:
             if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):

@@ -11,11 +11,11 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import SyncRecord
-from slime_like.orchestration.cluster.pending import Pending
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
@@ -23,53 +23,29 @@ from slime_like.weights.transports.reach import Situation, choose_transport, use
 from slime_like.weights.transports.registry import join_rendezvous
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport(SyncRecord):
     """One finished sync.
 
+    ``verification_s`` is an upper bound: hashing on the slowest trainer and on the slowest engine, which other work
+    partly hides, and the engines' part of the probe.
+
     Attributes:
-        version: what the engines now serve.
-        transport: what carried the buckets.
-        nbytes: bytes of the weights.
-        wire_nbytes: bytes sent to each engine; fewer, where only changes are.
-        num_tensors: tensors sent.
-        changed_fraction: share of the elements that differ from the last sync's; ``None`` where they were not compared.
-        seconds: the whole sync, verification included.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        verify_s: by how much verification lengthened it, at most: hashing on the slowest trainer and on the slowest
-            engine, which other work partly hides, and the engines' part of the probe.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
     """
 
-    version: int
     transport: str
-    nbytes: int
-    wire_nbytes: int
-    num_tensors: int
-    changed_fraction: float | None
-    seconds: float
     gather_s: float
-    verify_s: float
     probe_gap: float | None
 
-    def record(self) -> SyncRecord:
-        """Convert to a log record."""
-        return SyncRecord(
-            total_s=self.seconds,
-            verification_s=self.verify_s,
-            nbytes=self.nbytes,
-            wire_nbytes=self.wire_nbytes,
-            changed_fraction=self.changed_fraction,
-        )
-
     def __str__(self) -> str:
-        """Format as one line."""
-        share = 100 * self.verify_s / self.seconds
+        share = 100 * self.verification_s / self.total_s
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
             sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
         verified = f"at most {share:.0f} % of it verification" if self.probe_gap is not None else "not verified"
-        return f"weight sync: {sent} in {self.seconds:.2f} s, {verified}"
+        return f"weight sync: {sent} in {self.total_s:.2f} s, {verified}"
 
 
 @dataclass(slots=True)
@@ -123,7 +99,7 @@ class WeightSync:
         self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:
-        """Open the transport on both sides, anew if it was open. Replaced engines join by this, too."""
+        """Open the transport on both sides, again if it was open. Replaced engines join by this, too."""
         rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
         self._engines.connect(self._transport, join_rendezvous(rendezvous))
         self._connected = self._supervisor.generation
@@ -155,7 +131,6 @@ class WeightSync:
             return report
 
     def resend(self) -> None:
-        """See ``WeightSource``."""
         self.run(self._version)
 
     def _send(self, version: int) -> SyncReport:
@@ -167,20 +142,18 @@ class WeightSync:
         finished = time.perf_counter()
         hash_s = sent.hash_s + max(receipt.hash_s for receipt in receipts)
         return SyncReport(
-            version=version,
             transport=self._transport,
             nbytes=sent.nbytes,
             wire_nbytes=sent.wire_nbytes,
-            num_tensors=len(sent.checksums),
             changed_fraction=sent.changed / sent.compared if sent.compared else None,
-            seconds=finished - started,
+            total_s=finished - started,
             gather_s=sent.gather_s,
-            verify_s=hash_s + (0.0 if gap is None else finished - verifying),
+            verification_s=hash_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
         )
 
     def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        """Once more, with everything, if an engine no longer holds what the changes are made for."""
+        """Transfer; once more, with everything, if an engine no longer holds what the changes are made for."""
         try:
             return self._transfer(version)
         except WeightSyncError as error:
@@ -200,11 +173,7 @@ class WeightSync:
         return sent, receipts
 
     def _stream(self, gathered_next: Callable[[], list[BucketMetadata | None]]) -> _Sent:
-        """Gather bucket k+1 on the trainers while the engines load bucket k.
-
-        Args:
-            gathered_next: waits for the first buckets.
-        """
+        """Gather bucket k+1 on the trainers while the engines load bucket k."""
         sent = _Sent()
         loading: EngineAnswers | None = None
         while True:
@@ -240,8 +209,11 @@ class WeightSync:
             gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(
-                    f"weight sync to version {version}: engine {engine}'s logprobs differ from the trainer's {gap}: "
-                    "it does not serve the weights it received; report this, with the engine's version and log"
+                    f"engine {engine}'s logprobs differ from the trainer's {gap}: it does not serve the "
+                    "weights it received",
+                    code="probe-gap",
+                    who=f"weight sync to version {version}",
+                    remedy="report this, with the engine's version and log",
                 )
             worst = max(worst, gap.largest)
         return worst
@@ -259,8 +231,10 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"weight sync to version {receipt.version}, engine {engine}: {names[0]} {what}"
-                f" ({len(names)} tensors in all); the engine is stopped rather than served with mixed weights"
+                f"{names[0]} {what} ({len(names)} tensors in all); the engine is stopped rather than "
+                "served with mixed weights",
+                code="tensors-differ",
+                who=f"weight sync to version {receipt.version}, engine {engine}",
             )
 
 
@@ -270,19 +244,15 @@ def transport_of(config: RunConfig, placement: Placement) -> str:
     Raises:
         WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.
     """
-    return choose_transport(config.sync.transport, _situation(config, placement))
-
-
-def _situation(config: RunConfig, placement: Placement) -> Situation:
     shared, rollout = config.cluster.placement == "colocated", config.rollout
-    return Situation(
+    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
+    situation = Situation(
         on_cuda=placement.device == "GPU",
         num_hosts=placement.num_nodes,
         shared_devices=shared,
-        devices_are_visible=(
-            shared and rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
-        ),
+        devices_are_visible=shared and one_engine,
     )
+    return choose_transport(config.sync.transport, situation)
 
 
 def probe_sequences(config: RunConfig) -> list[list[int]]:
@@ -301,5 +271,7 @@ def _probe_request(version: int, index: int, tokens: list[int]) -> GenerationReq
 def _prompt_logprobs(generation: object, engine: int) -> np.ndarray:
     logprobs = getattr(generation, "prompt_logprobs", None)
     if logprobs is None:
-        raise WeightSyncError(f"engine {engine} returned no prompt logprobs for the probe; its adapter must")
+        raise WeightSyncError(
+            f"engine {engine} returned no prompt logprobs for the probe; its adapter must", code="no-probe-logprobs"
+        )
     return np.asarray(logprobs, dtype=np.float64)

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM that are not lost: libraries swallow a KeyboardInterrupt that reaches them at the wrong moment."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ class InterruptHandler:
         signal.signal(signal.SIGTERM, self)
         sys.unraisablehook = self._swallowed
 
-    def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
+    def _swallowed(self, unraisable: "sys.UnraisableHookArgs") -> None:
         """Suppress the report of an ignored interrupt, e.g. in a fork's callbacks: it is noted already."""
         if not (self.noted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
@@ -48,7 +46,7 @@ def take_signals_back() -> None:
 
 
 def take_interrupt() -> None:
-    """A ``KeyboardInterrupt`` was caught, and is dealt with: waiting on the way out does not raise it once more."""
+    """Record that a caught ``KeyboardInterrupt`` is dealt with: waiting on the way out does not raise it once more."""
     for handler in _handlers():
         handler.noted = False
 

@@ -51,10 +51,7 @@ def resolve(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """
-    Raises:
-        ValueError: it is no address.
-    """
+    """Raises ``ValueError``: it is no address."""
     return ipaddress.ip_address(address).is_loopback
 
 

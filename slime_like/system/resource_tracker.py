@@ -25,7 +25,7 @@ def start_tracker() -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Leave those alone that are: they end by themselves, after all others have."""
+    """Return whether the process is a tracker: those end by themselves, after all others have."""
     try:
         return any(_MODULE in part for part in process.cmdline())
     except psutil.NoSuchProcess:

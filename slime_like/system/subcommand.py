@@ -1,7 +1,5 @@
 """A ``slime-like`` command as a child process: its output is passed on, its closing sentence is kept."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from slime_like.system.interrupts import raise_if_interrupted
 
@@ -39,7 +38,7 @@ class Child:
         self._pump = threading.Thread(target=self._copy, name="stderr", daemon=True)
         self._pump.start()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

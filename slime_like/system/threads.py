@@ -21,7 +21,7 @@ class StoppedError(Exception):
 
 
 class Tracker:
-    """Bytes done by all jobs, and the word that they must stop."""
+    """Bytes done by all jobs, and whether they must stop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

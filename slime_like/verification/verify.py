@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ray
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -82,8 +81,8 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
         run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
         progress = stack.enter_context(Progress(config.logging.progress, 1 + len(request.layouts), unit="layout"))
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
-        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
-        resources = ray.cluster_resources()
+        cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
+        resources = cluster.resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(request, reasons)
         progress.note(f"{request.baseline.name}: the one that the others are compared with")

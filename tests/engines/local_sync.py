@@ -19,7 +19,7 @@ from torch import Tensor
 from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt, WeightBucket
-from slime_like.orchestration.rollout.colocation import OwnDevices
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
@@ -165,6 +165,6 @@ class LocalSupervisor:
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
     placement: Any = SimpleNamespace(device="CPU", num_nodes=1)
     mixed: Any = (trainers, LocalSupervisor(engines))
-    sync = WeightSync(config, mixed[0], mixed[1], placement, OwnDevices(), SESSION)
+    sync = WeightSync(config, mixed[0], mixed[1], placement, Turns(), SESSION)
     sync.connect()
     return sync

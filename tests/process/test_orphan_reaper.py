@@ -47,7 +47,7 @@ def test_only_those_who_write_the_sessions_logs_are_ended(
     tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
 ) -> None:
     sessions = Sessions(tmp_path, DRIVER, SINCE)
-    assert [p.pid for p in orphan_reaper.session_processes(sessions)] == [processes["agent"].pid]
+    assert [p.pid for p in orphan_reaper.writers_below(sessions.directories(), but=DRIVER)] == [processes["agent"].pid]
     orphan_reaper.end_orphans(sessions)
     assert processes["agent"].wait(30) == -9
     assert all(process.poll() is None for name, process in processes.items() if name != "agent")
@@ -60,9 +60,9 @@ def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, 
     assert processes["agent"].poll() is None
 
 
-@pytest.mark.parametrize("driver_told", [False, True])
-def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_said(
-    tmp_path: Path, processes: dict[str, subprocess.Popen[str]], capfd: pytest.CaptureFixture[str], driver_told: bool
+@pytest.mark.parametrize("driver_reports", [False, True])
+def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_the_kill(
+    tmp_path: Path, processes: dict[str, subprocess.Popen[str]], capfd: pytest.CaptureFixture[str], driver_reports: bool
 ) -> None:
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
@@ -71,7 +71,7 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     link_logs(session, tmp_path / "worker_logs")
     watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
     assert watching.stdin is not None
-    if driver_told:
+    if driver_reports:
         orphan_reaper.hand_over(watching)
     else:
         watching.stdin.close()  # as the kernel does for a process that is killed
@@ -81,5 +81,5 @@ def test_without_a_driver_in_good_order_it_cleans_up_and_says_what_nobody_has_sa
     assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
     assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()
     said = capfd.readouterr().err
-    assert said.count("\n") == (0 if driver_told else 1)
-    assert driver_told or said.startswith(f"slime-like: the driver (process {DRIVER}) was ended from outside")
+    assert said.count("\n") == (0 if driver_reports else 1)
+    assert driver_reports or said.startswith(f"slime-like: the driver (process {DRIVER}) was ended from outside")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slime_like.config import RunConfig
 
 RANK_LABEL = "slime-like.io/node-rank"
-"""Label of Ray's nodes that says in which order they are filled."""
+"""Label of Ray's nodes: the order in which they are filled."""
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
@@ -50,19 +50,14 @@ def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:
 
 @dataclass(slots=True)
 class NodeRoom:
-    """Free devices of one node.
-
-    Attributes:
-        address: the node's.
-        free: number of unused devices.
-    """
+    """Free devices of one node."""
 
     address: str
     free: int
 
 
 class NoRoomError(Exception):
-    """A piece that must lie on one node fits on none; says how many devices it takes."""
+    """A piece that must lie on one node, of ``size`` devices, fits on none."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -37,7 +37,7 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
 
 
 def devices_per_node(config: RunConfig, nodes: int, given: int | None) -> int:
-    """What a plan counts with: the devices given, else GPUs of this node, else those of the recipe, else CPU slots."""
+    """Devices that a plan counts with: those given, else this node's GPUs, else those of the recipe, else CPU slots."""
     count = given or local_gpus()
     if not count and "gpus_per_node" in config.cluster.model_fields_set:
         count = config.cluster.gpus_per_node

@@ -13,6 +13,7 @@ from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a connection that ends is a line on the terminal
 
+# Ray's public clients need a node of Ray on this machine, have no bound, and end the process where the GCS is gone.
 import grpc  # type: ignore[import-untyped]
 from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
@@ -35,6 +36,8 @@ class UnreachableError(LaunchError):
         refused: nothing listens there.
     """
 
+    code = "gcs-unreachable"
+
     def __init__(self, why: str) -> None:
         self.refused = why == "Connection refused"
         super().__init__(why)
@@ -43,13 +46,14 @@ class UnreachableError(LaunchError):
 class WrongTokenError(LaunchError):
     """The GCS does not accept this node's token."""
 
+    code = "wrong-token"
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """A node of Ray that a launch started.
 
     Attributes:
-        name: as in messages.
         alive: Ray's health checks succeed, and it has not left.
         end: why it is not alive.
     """

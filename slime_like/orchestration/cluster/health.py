@@ -16,13 +16,10 @@ _ANSWER_S = 10.0
 
 
 class Liveness:
-    """Asks actors repeatedly whether they live, and never waits for an answer: a busy actor answers later.
+    """Repeated check of actors that never waits for an answer: a busy actor answers later.
 
     Args:
         actors: Ray actors that run one call after the other.
-        names: theirs, for messages.
-        phase: their phase, for messages.
-        error: class of the error to raise.
     """
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], phase: str, error: type[SlimeLikeError]) -> None:

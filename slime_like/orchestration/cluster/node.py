@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import ray
-import ray._private.worker
 
 from slime_like.errors import SlimeLikeError
 from slime_like.system.network import interface_of
@@ -15,13 +14,15 @@ from slime_like.system.network import interface_of
 
 def node_address() -> str:
     """This node's address in the cluster."""
-    address: str = ray._private.worker.global_worker.node_ip_address
+    address: str = ray.util.get_node_ip_address()
     return address
 
 
 def session_directory() -> Path:
     """Directory of Ray's files of this cluster on this node."""
-    return Path(ray._private.worker._global_node.get_session_dir_path())
+    this = ray.get_runtime_context().get_node_id()
+    (socket_file,) = (node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == this)
+    return Path(socket_file).parent.parent
 
 
 def use_session_directory() -> None:
@@ -47,7 +48,8 @@ def use_cluster_interface(gloo: bool) -> None:
     interface = interface_of(address)
     if interface is None:
         raise SlimeLikeError(
-            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it"
+            f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it",
+            code="no-interface",
         )
     if gloo:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

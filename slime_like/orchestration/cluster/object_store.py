@@ -1,20 +1,28 @@
 """Check that this machine has room for Ray's object store, before Ray starts."""
 
-from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
-from ray._private.utils import estimate_available_memory, get_shared_memory_bytes
+import shutil
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from slime_like.config import ClusterConfig
 
 _MIB = 2**20
 _LEFT_FOR_WORK = 100 * _MIB
-"""What Ray wants to be left beside the store."""
+"""Memory that Ray requires to be left beside the store."""
+
+_ON_DISK = 10**10
+"""A store up to this size Ray keeps on disk where /dev/shm has no room for it."""
+
+_CGROUPS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""Of version 2 and 1: files with limit and usage, prefix of the fields in memory.stat."""
 
 _DEFAULT = ClusterConfig().object_store_mb
 
 
 def object_store_problem(size_mb: int) -> str | None:
-    """Why a store of ``cluster.object_store_mb`` cannot be had here, in one sentence; ``None`` where it can."""
-    return _problem(size_mb, int(estimate_available_memory()), get_shared_memory_bytes())
+    """Reason why a store of ``cluster.object_store_mb`` does not fit here, in one sentence; ``None`` where it does."""
+    return _problem(size_mb, _available_memory(Path("/sys/fs/cgroup")), shutil.disk_usage("/dev/shm").free)
 
 
 def _problem(size_mb: int, memory: int, shared: int) -> str | None:
@@ -30,9 +38,22 @@ def _problem(size_mb: int, memory: int, shared: int) -> str | None:
             f"{field}: of this machine's memory {memory // _MIB} MiB are free, and the run needs some, too; lower it "
             f"({_DEFAULT} is the default), or free memory"
         )
-    if nbytes > max(shared, REQUIRE_SHM_SIZE_THRESHOLD):
+    if nbytes > max(shared, _ON_DISK):
         return (
             f"{field}: /dev/shm, where it lies, has {shared // _MIB} MiB left; use at most "
-            f"{max(shared, REQUIRE_SHM_SIZE_THRESHOLD) // _MIB}, or make /dev/shm larger (Docker's --shm-size)"
+            f"{max(shared, _ON_DISK) // _MIB}, or make /dev/shm larger (Docker's --shm-size)"
         )
     return None
+
+
+def _available_memory(cgroup: Path) -> int:
+    """Bytes that are not in use, of the container where this is one, else of the machine; files' caches are free."""
+    memory = psutil.virtual_memory()
+    for directory, (limit, usage, prefix) in zip((cgroup, cgroup / "memory"), _CGROUPS, strict=True):
+        if (directory / usage).is_file():
+            fields = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            caches = int(fields[f"{prefix}inactive_file"]) + int(fields[f"{prefix}active_file"])
+            most = (directory / limit).read_text().strip()
+            total = min(memory.total, int(most)) if most.isdecimal() else memory.total
+            return int(total - int((directory / usage).read_text()) + caches)
+    return int(memory.total - memory.used)

@@ -38,18 +38,9 @@ def start(
     sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
-    module = "slime_like.orchestration.cluster.orphan_reaper"
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        str(sessions.driver),
-        str(sessions.ray_directory),
-        sessions.since,
-        str(logs.absolute()),
-        run_name,
-        *map(str, bucket_directories),
-    ]
+    session = (sessions.driver, sessions.ray_directory, sessions.since)
+    arguments = map(str, (*session, logs.absolute(), run_name, *bucket_directories))
+    command = [sys.executable, "-m", __name__, *arguments]
     # A separate session: Ctrl-C on the terminal is handled by the driver.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -92,14 +83,14 @@ def end_orphans(sessions: Sessions) -> None:
     """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
 
     Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
-    itself. Who only reads there is left alone.
+    itself. Processes that only read there are left alone.
     """
-    _end(lambda: session_processes(sessions), _QUIET_S)
+    _end(lambda: writers_below(sessions.directories(), but=sessions.driver), _QUIET_S)
 
 
-def end_writers(directories: Sequence[Path], quiet_s: float = 1.0) -> None:
-    """Kill every other process that writes below ``directories``, until none has shown up for ``quiet_s`` seconds."""
-    _end(lambda: writers_below(directories, but=os.getpid()), quiet_s)
+def end_writers(directory: Path) -> None:
+    """Kill every other process that writes below ``directory``, until none has shown up for a second."""
+    _end(lambda: writers_below([directory], but=os.getpid()), quiet_s=1.0)
 
 
 def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
@@ -113,11 +104,6 @@ def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(_LOOK_EVERY_S)
-
-
-def session_processes(sessions: Sessions) -> list[psutil.Process]:
-    """Living processes of the Ray session that the driver started."""
-    return writers_below(sessions.directories(), but=sessions.driver)
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:

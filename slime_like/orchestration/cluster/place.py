@@ -15,11 +15,7 @@ class Place:
     """This node in its cluster.
 
     Attributes:
-        rank: its number.
-        head: node 0's address.
         address: its address, on which everything of the run that others must reach listens.
-        interface: name of the interface with that address.
-        host: its name.
     """
 
     rank: int

@@ -1,21 +1,14 @@
-"""Where trainer ranks and engines run: one Ray placement group over the cluster, its bundles in the order of nodes."""
-
-from __future__ import annotations
+"""Places of trainer ranks and engines: one Ray placement group over the cluster, its bundles in the order of nodes."""
 
 import ipaddress
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import ray
 import ray._private.state
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.config import RunConfig
@@ -55,9 +48,9 @@ class Placement:
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
-        self._nodes: list[str] = []
+        self._nodes: set[str] = set()
 
-    def __enter__(self) -> Placement:
+    def __enter__(self) -> Self:
         self._require_enough()
         device = self.device
         deadline = time.monotonic() + self._config.trainer.start_timeout_s
@@ -72,9 +65,7 @@ class Placement:
             remove_placement_group(self._group)
             raise self._busy_error() from error
         self._order = self._order_by_device(wanted)
-        bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        self._nodes = [bundle_nodes[bundle] for bundle in self._order]
-        self._require_whole_nodes()
+        self._nodes = set(wanted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,30 +80,28 @@ class Placement:
     @property
     def num_nodes(self) -> int:
         """Nodes in use."""
-        return len(set(self._nodes))
+        return len(self._nodes)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one trainer rank's actor."""
-        return self._options(rank, gpus=1)
+        return self._in_bundle(self._order[rank], gpus=1)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one engine's actor. A colocated one owns no device: the caller names the one to use."""
         if self._shared:
-            return self._options(self.shared_ranks(engine).start, gpus=0)
-        return self._options(self._num_ranks + engine, gpus=self._config.rollout.tensor)
+            return self._in_bundle(self._order[self.shared_ranks(engine).start], gpus=0)
+        return self._in_bundle(self._order[self._num_ranks + engine], gpus=self._config.rollout.tensor)
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Ray options of one rank of one reference worker."""
         first = len(self._sizes) - num_reference_ranks(self._config)
-        return self._options(first + worker * self._config.reference.parallel.world_size + rank, gpus=1)
+        place = first + worker * self._config.reference.parallel.world_size + rank
+        return self._in_bundle(self._order[place], gpus=1)
 
     def shared_ranks(self, engine: int) -> range:
         """Trainer ranks whose devices a colocated engine uses."""
         tensor = self._config.rollout.tensor
         return range(engine * tensor, (engine + 1) * tensor)
-
-    def _options(self, place: int, gpus: int) -> dict[str, Any]:
-        return self._in_bundle(self._order[place], gpus)
 
     def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
         return {
@@ -127,15 +116,13 @@ class Placement:
     def _require_enough(self) -> None:
         there, needed = int(ray.cluster_resources().get(self.device, 0)), sum(self._sizes)
         if there < needed:
-            engines = len(self._sizes) > self._num_ranks
+            lower = "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
             raise SlimeLikeError(
-                f"cluster: {needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of "
-                f"{self._sizes}), the cluster has {there}; add nodes, "
-                + (
-                    "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
-                    if engines
-                    else "or lower trainer.parallel"
-                )
+                f"{needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of {self._sizes}), the "
+                f"cluster has {there}",
+                code="too-few-devices",
+                who="cluster",
+                remedy="add nodes, " + (lower if len(self._sizes) > self._num_ranks else "or lower trainer.parallel"),
             )
 
     @property
@@ -160,17 +147,23 @@ class Placement:
         largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
         if size > largest:
             raise SlimeLikeError(
-                f"cluster: {size} {self.device}s are needed on one node (trainer.parallel.tensor="
-                f"{self._config.trainer.parallel.tensor}, rollout.tensor={self._config.rollout.tensor}), and no node "
-                f"has more than {largest}; use sizes that one node holds"
+                f"{size} {self.device}s are needed on one node "
+                f"(trainer.parallel.tensor={self._config.trainer.parallel.tensor}, "
+                f"rollout.tensor={self._config.rollout.tensor}), and no node has more than {largest}",
+                code="node-too-small",
+                who="cluster",
+                remedy="use sizes that one node holds",
             )
 
     def _busy_error(self) -> SlimeLikeError:
         rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
         return SlimeLikeError(
-            f"cluster: bundles of {self._sizes} {self.device} were not free together within trainer.start_timeout_s="
-            f"{self._config.trainer.start_timeout_s:g} s, tensor-parallel groups whole ({self.device}s free on "
-            f"{rooms}); end what else runs on the cluster, or lower the layout"
+            f"bundles of {self._sizes} {self.device} were not free together within "
+            f"trainer.start_timeout_s={self._config.trainer.start_timeout_s:g} s, tensor-parallel "
+            f"groups whole ({self.device}s free on {rooms})",
+            code="devices-busy",
+            who="cluster",
+            remedy="end what else runs on the cluster, or lower the layout",
         )
 
     def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
@@ -186,32 +179,10 @@ class Placement:
             ranks = along_devices(wanted[: self._num_ranks], devices)
         return ranks + list(range(self._num_ranks, len(self._sizes)))
 
-    def _require_whole_nodes(self) -> None:
-        nodes = self._nodes[: self._num_ranks]
-        require_whole_nodes("trainer.parallel.tensor", self._config.trainer.parallel.tensor, nodes)
-        if self._shared:
-            require_whole_nodes("rollout.tensor", self._config.rollout.tensor, nodes)
-        if count := sum(self._reference_blocks):
-            tensor = self._config.reference.parallel.tensor
-            require_whole_nodes("reference.parallel.tensor", tensor, self._nodes[-count:])
-
-
-def require_whole_nodes(field: str, size: int, nodes: Sequence[str]) -> None:
-    """Tensor parallelism moves data within every layer: between nodes it is a mistake, not a choice.
-
-    Raises:
-        SlimeLikeError: of ``nodes``, one per rank, ``size`` neighbours are not the same.
-    """
-    for start in range(0, len(nodes) - size + 1, size):
-        if len(set(nodes[start : start + size])) > 1:
-            raise SlimeLikeError(
-                f"cluster: {field}={size}, but ranks {start} to {start + size - 1} lie on several nodes; use a size "
-                "that divides the devices of every node"
-            )
-
 
 def node_rooms(device: str) -> list[NodeRoom]:
     """Free devices of every living node, in the order of nodes."""
+    # `ray.available_resources` adds up all nodes, and `ray.util.state` asks a server that runs do not start.
     free = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
     return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]

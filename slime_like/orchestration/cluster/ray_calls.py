@@ -37,15 +37,12 @@ def gather(
     """Wait for every reference; the first failure ends the wait.
 
     Args:
-        references: Ray object references, one per named worker.
         names: who answers each reference, for messages ("trainer rank 3").
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
-        error: class of the error to raise.
         watch: called every few seconds of waiting; raises where an answer needs a dead worker.
 
     Raises:
-        error: a worker died, raised, or did not answer in time.
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}
@@ -61,7 +58,11 @@ def gather(
             continue
         if not ready:
             late = ", ".join(waiting.values())
-            raise error(f"{late} gave no answer within {timeout_s:.0f} s while {phase}; the worker logs say more")
+            raise error(
+                f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
+                code="no-answer",
+                remedy="the worker logs say more",
+            )
         values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
     return [values[reference] for reference in references]
 
@@ -73,13 +74,13 @@ def one(
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as cause:
-        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}") from cause
+        raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}", code="no-answer") from cause
     except RayTaskError as cause:
         raise _from_worker(cause, name, phase, error) from cause
     except RayActorError as cause:
-        raise error(f"{name} died while {phase}: {_death(cause)}") from cause
+        raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
     except RayError as cause:
-        raise error(f"{name} failed while {phase}: {_first_line(cause)}") from cause
+        raise error(f"{name} failed while {phase}: {_first_line(cause)}", code="worker-failed") from cause
 
 
 def located(original: _Error, name: str, phase: str) -> _Error:
@@ -100,7 +101,9 @@ def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLi
     if isinstance(original, SlimeLikeError):
         # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
         return located(original, name, phase)
-    return error(f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}")
+    return error(
+        f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}", code="worker-failed"
+    )
 
 
 def _death(cause: RayActorError) -> str:

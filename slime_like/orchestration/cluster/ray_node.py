@@ -1,7 +1,5 @@
 """This node's Ray processes: started, watched and ended by process id."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
@@ -31,12 +29,9 @@ class RayNodeSpec:
     """Specification of one Ray node.
 
     Attributes:
-        rank: the node's rank.
-        address: this node's address in the cluster.
         gcs: ADDRESS:PORT of the head to join; ``None`` makes this node the head.
         directory: for its sockets and logs; on this host alone.
         slots: CPU slots to offer; ``None`` is one per core.
-        object_store_mb: size of its object store, in MiB.
         port: of the GCS, on the head; 0 is any that is free.
     """
 
@@ -51,13 +46,7 @@ class RayNodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Ray runs.
-
-    Attributes:
-        gcs: ADDRESS:PORT of its head.
-        gpus: GPUs of this node.
-        logs: directory of the node's logs.
-    """
+    """Ray runs."""
 
     gcs: str
     gpus: int
@@ -93,7 +82,7 @@ class RayNode:
         self._environment = environment
         self._timeout_s = timeout_s
 
-    def __enter__(self) -> RayNode:
+    def __enter__(self) -> Self:
         # Not in the directory: at the end, processes that write there are taken for parts of Ray.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
@@ -106,9 +95,7 @@ class RayNode:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -136,17 +123,20 @@ class RayNode:
             watch()
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are in "
-                    f"{self._spec.directory}"
+                    f"Ray did not start on {self._spec.address} within {self._timeout_s:.0f} s; its logs are "
+                    f"in {self._spec.directory}",
+                    code="ray-not-started",
                 )
         line = output.readline()
         if not line:
             self._process.wait(_STOP_S)
-            raise LaunchError(f"Ray did not start on {self._spec.address}: {self._last_output()}")
+            raise LaunchError(
+                f"Ray did not start on {self._spec.address}: {self._last_output()}", code="ray-not-started"
+            )
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:
-        """Why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
+        """Reason why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
         if self._process.poll() is None:
             return None
         return f"Ray ended on {self._spec.address} by itself: {self._last_output()}"

@@ -6,21 +6,17 @@ process, whatever ends it, and this process ends with the pipe that is its stand
 """
 
 import json
-import os
+import logging
 import select
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import ray
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-
 from slime_like.errors import LaunchError
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
+from slime_like.orchestration.cluster.lean_node import LeanNode
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.orphan_reaper import end_writers
-from slime_like.orchestration.cluster.ray_helpers import without_dashboard
 from slime_like.orchestration.cluster.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.cluster.ray_session import keep_logs_only
 
@@ -31,12 +27,11 @@ _VITAL = ("gcs_server", "raylet")
 def main(spec: RayNodeSpec) -> int:
     """Start, say ``Ready`` on standard output, and stay until standard input ends or a daemon does; the exit code."""
     directory = Path(spec.directory)
-    node: Node | None = None
+    node: LeanNode | None = None
     try:
         if problem := object_store_problem(spec.object_store_mb):
-            raise LaunchError(problem)
-        with without_dashboard():
-            node = Node(_parameters(spec), head=spec.gcs is None, shutdown_at_exit=False, spawn_reaper=True)
+            raise LaunchError(problem, code="object-store-size")
+        node = _start(spec)
         gpus = node.get_resource_and_label_spec().num_gpus or 0
         _say(Ready(node.gcs_address, int(gpus), node.get_logs_dir_path()))
         died = _stay(node)
@@ -45,7 +40,7 @@ def main(spec: RayNodeSpec) -> int:
     finally:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-        end_writers([directory])
+        end_writers(directory)
         if node is not None and directory in (session := Path(node.get_session_dir_path())).parents:
             keep_logs_only(session)
     if died:
@@ -53,10 +48,10 @@ def main(spec: RayNodeSpec) -> int:
     return int(bool(died))
 
 
-def _parameters(spec: RayNodeSpec) -> RayParams:
-    gcs = {} if spec.gcs is not None else {"gcs_server_port": spec.port, "include_dashboard": False, "no_monitor": True}
-    return RayParams(
-        **gcs,
+def _start(spec: RayNodeSpec) -> LeanNode:
+    return LeanNode.start(
+        head=spec.gcs is None,
+        gcs_server_port=spec.port if spec.gcs is None else None,
         gcs_address=spec.gcs,
         redis_address=spec.gcs,
         node_ip_address=spec.address,
@@ -65,11 +60,10 @@ def _parameters(spec: RayNodeSpec) -> RayParams:
         num_cpus=spec.slots,
         object_store_memory=spec.object_store_mb * 1024 * 1024,
         labels={RANK_LABEL: str(spec.rank)},
-        include_log_monitor=False,
     )
 
 
-def _stay(node: Node) -> str:
+def _stay(node: LeanNode) -> str:
     """Wait for standard input to end (""), or for a daemon of Ray to end by itself (which one)."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         for kind, process in node.dead_processes():
@@ -83,8 +77,5 @@ def _say(ready: Ready) -> None:
 
 
 if __name__ == "__main__":
-    ray._private.ray_logging.setup_logger("error", "%(message)s")
-    code = main(RayNodeSpec(**json.loads(sys.argv[1])))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # Ray's threads would keep the process
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    sys.exit(main(RayNodeSpec(**json.loads(sys.argv[1]))))

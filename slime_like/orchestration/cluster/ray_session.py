@@ -1,12 +1,11 @@
 """Files of a Ray session: logs are kept in the run's directory, all else is removed."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
@@ -25,8 +24,6 @@ class Sessions:
     would not do: an earlier driver may have had the same, or one in another container that shares the directory.
 
     Attributes:
-        ray_directory: where Ray puts them.
-        driver: process id.
         since: local time, as it stands in the name.
     """
 
@@ -35,7 +32,7 @@ class Sessions:
     since: str
 
     @classmethod
-    def from_now_on(cls, ray_directory: Path, driver: int) -> Sessions:
+    def from_now_on(cls, ray_directory: Path, driver: int) -> Self:
         return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
     def directories(self) -> list[Path]:
@@ -81,7 +78,7 @@ def put_away(session: Path, logs: Path) -> None:
 
 
 def _remove(session: Path) -> None:
-    """Again where something of it is left: a daemon that ends this moment may still write a file."""
+    """Remove it, again if something of it is left: a daemon that ends this moment may still write a file."""
     deadline = time.monotonic() + _REMOVE_S
     shutil.rmtree(session, ignore_errors=True)
     while session.exists() and time.monotonic() < deadline:

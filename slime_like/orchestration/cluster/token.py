@@ -25,7 +25,9 @@ def create_token(path: Path) -> str:
         if not path.exists():
             write_private(path, secrets.token_urlsafe(32))
     except OSError as error:
-        raise LaunchError(f"the cluster's key {path} cannot be made ({error.strerror}); give TOKEN_FILE") from error
+        raise LaunchError(
+            f"the cluster's key {path} cannot be made ({error.strerror})", code="key-not-made", remedy="give TOKEN_FILE"
+        ) from error
     return _read(path)
 
 
@@ -41,9 +43,10 @@ def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda
         watch()
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either node 0 was not "
-                "started, or this directory is not on a file system that all nodes share; share it, or copy a key to "
-                "every node and give TOKEN_FILE"
+                f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either "
+                "node 0 was not started, or this directory is not on a file system that all nodes share",
+                code="key-missing",
+                remedy="share it, or copy a key to every node and give TOKEN_FILE",
             )
         time.sleep(_POLL_S)
     return _read(path)
@@ -53,9 +56,17 @@ def _read(path: Path) -> str:
     try:
         about, token = path.stat(), path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        raise LaunchError(f"the cluster's key {path} cannot be read ({error})") from error
+        raise LaunchError(f"the cluster's key {path} cannot be read ({error})", code="key-unreadable") from error
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise LaunchError(f"the cluster's key {path} may be read by others than you; chown it to you, and chmod 600 it")
+        raise LaunchError(
+            f"the cluster's key {path} may be read by others than you",
+            code="key-unsafe",
+            remedy="chown it to you, and chmod 600 it",
+        )
     if len(token) < _SHORTEST:
-        raise LaunchError(f"the cluster's key {path} is shorter than {_SHORTEST} characters; remove it, or write one")
+        raise LaunchError(
+            f"the cluster's key {path} is shorter than {_SHORTEST} characters",
+            code="key-short",
+            remedy="remove it, or write one",
+        )
     return token

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, link_tree
@@ -44,7 +43,7 @@ class Reference:
     """Null object of a run without a reference."""
 
     def refresh(self, step: int) -> None:
-        """Training step ``step`` has been made: where a refresh is due, what is scored from now on is by its weights.
+        """Replace the reference by the weights after training step ``step``, where a refresh is due.
 
         Raises:
             CheckpointError: the disk refused.
@@ -70,7 +69,6 @@ def reference_of(config: RunConfig, trainers: TrainerGroup, pool: ReferencePool 
 
     Args:
         trainers: hold the policy, and the reference where there is no ``pool``.
-        pool: the reference workers, if there are any.
     """
     if pool is None and not config.reference_in_trainer:
         return Reference()
@@ -83,10 +81,6 @@ class MovingReference(Reference):
     Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
     there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints hold links to
     these files.
-
-    Args:
-        trainers: hold the policy.
-        user: scores with the reference.
 
     Attributes:
         step: after which the reference was refreshed last; ``None`` while it is the one that the run began with.
@@ -119,10 +113,8 @@ class MovingReference(Reference):
             return
         source, partial = checkpoint.path / REFERENCE, self._root / _PARTIAL
         if not source.is_dir():
-            raise CheckpointError(
-                f"resume: {source} is missing, the reference's weights since step {step}; resume from an older "
-                f"checkpoint in {checkpoint.path.parent}"
-            )
+            problem = f"{source} is missing, the reference's weights since step {step}"
+            raise checkpoint.unusable(problem, "checkpoint-incomplete")
         shutil.rmtree(partial, ignore_errors=True)
         link_tree(source, partial)
         self._adopt(partial, step)

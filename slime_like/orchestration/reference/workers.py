@@ -43,29 +43,25 @@ class RankedReference:
         self._trainers.setup_for_scoring(self._weights)
 
     def use(self, weights: Path) -> None:
-        """See ``ReferenceWorker``."""
         if weights != self._weights:
             self._trainers.ranks.call("loading the policy weights", TrainerBackend.load_weights, weights, "policy")
             self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """See ``ReferenceWorker``."""
         scores = score_sequences(self._trainers.training, trajectories, self._config.trainer)
         return [score.logprobs for score in scores]
 
     def restart(self, weights: Path | None) -> None:
-        """See ``ReferenceWorker``."""
         self._trainers.shutdown()
         self._weights = weights
         with self._guard:  # a concurrent close finds either all new ranks or none
             if self._closed:
-                raise TrainerError(f"{self.name}, starting again: the run has ended")
+                raise TrainerError("the run has ended", code="run-ended", who=self.name, phase="starting again")
             self._trainers = self._new_trainers()
             self._trainers.launch()
         self.setup()
 
     def close(self) -> None:
-        """See ``ReferenceWorker``."""
         with self._guard:
             closed, self._closed = self._closed, True
         if not closed:

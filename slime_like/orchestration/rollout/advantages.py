@@ -35,9 +35,13 @@ def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int],
     try:
         advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
     except Exception as error:
-        failure = RewardError(f"step {step}: {_format_error(name, error)}; correct it")
-        failure.users_traceback = full_traceback(error)
-        raise failure from error
+        raise RewardError(
+            _format_error(name, error),
+            code="estimator-failed",
+            who=f"step {step}",
+            remedy="correct it",
+            users_traceback=full_traceback(error),
+        ) from error
     if config.debug.shuffle_advantages:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         advantages = advantages[torch.randperm(len(advantages), generator=generator)]

@@ -1,13 +1,13 @@
 """Turns of trainers and engines on the devices that they share (``cluster.placement: colocated``)."""
 
-from typing import Literal, Protocol
+from typing import Literal
 
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 
 
-class Turns(Protocol):
-    """Called before each phase; what must move has moved on return."""
+class Turns:
+    """Separate devices: nothing moves. Each method is called before a phase; what must move has moved on return."""
 
     def starting_engines(self) -> None:
         """Prepare the devices for starting engines."""
@@ -25,21 +25,7 @@ class Turns(Protocol):
         """Give the devices to the engines after a sync."""
 
 
-class OwnDevices:
-    """Trainers and engines have separate devices: nothing moves."""
-
-    def starting_engines(self) -> None: ...
-
-    def training(self) -> None: ...
-
-    def generation(self) -> None: ...
-
-    def begin_sync(self) -> None: ...
-
-    def end_sync(self) -> None: ...
-
-
-class SharedDevices:
+class SharedDevices(Turns):
     """Takes turns, so that a device never holds optimizer state and KV cache at once.
 
     A sync is the hand-over: gradients and optimizer state leave, engine weights come, buckets travel, trainer weights

@@ -1,7 +1,5 @@
 """Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,71 @@ Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 Abort = Callable[[str], Awaitable[None]]
 
 
+@dataclass(slots=True)
+class _Running:
+    """The conversations of one request: the turns at the engine, and whether they were aborted."""
+
+    turns: set[str] = field(default_factory=set)
+    aborted: bool = False
+
+
+class _Response:
+    """The prompt's continuation so far, token by token."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._logprobs: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._turns: list[tuple[int, int]] = []
+        self._steps: list[dict[str, Any]] = []
+        self._reward = 0.0
+        self._success = False
+        self._failure: dict[str, str] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def sampled(self, generation: Generation) -> None:
+        """Append a turn of the model; a turn that was aborted before its first token is ignored."""
+        if len(generation.token_ids) == 0:
+            return
+        self._turns.append((self.length, self.length + len(generation.token_ids)))
+        self.tokens += generation.token_ids.tolist()
+        self._logprobs.append(generation.logprobs)
+        self._versions.append(generation.weight_versions)
+
+    def observe(self, observation: Sequence[int]) -> None:
+        """Append tokens that were not sampled: no logprob, and the version of the turn before."""
+        self.tokens += observation
+        self._logprobs.append(np.zeros(len(observation), np.float32))
+        self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
+
+    def stepped(self, step: Step, cut_tokens: int) -> None:
+        self._reward += step.reward
+        self._success = step.success
+        self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
+
+    def failed(self, error: StepFailed, environment: str) -> Generation:
+        self._failure = {"reason": error.reason, "function": environment}
+        if error.detail:
+            self._failure["detail"] = error.detail
+        return self.finished("stop")
+
+    def finished(self, reason: Any) -> Generation:
+        """Build the response up to the last sampled token: an observation without an answer cannot be trained on."""
+        length = self._turns[-1][1] if self._turns else 0
+        return Generation(
+            token_ids=np.asarray(self.tokens[:length], np.int64),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
+            weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
+            finish_reason=reason,
+            conversation=Conversation(
+                tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)
+            ),
+        )
+
+
 class Conversations:
     """Turns of the model through one engine and turns of the environment through its workers.
 
@@ -28,7 +91,6 @@ class Conversations:
     weights, as any request; later turns are sampled by the new weights alone.
 
     Args:
-        tokenizer: Hugging Face tokenizer of the model.
         generate, abort: methods of the engine; ``generate`` waits while weights are updated.
     """
 
@@ -62,7 +124,11 @@ class Conversations:
             EnvironmentFailure: the environment has failed.
         """
         if request.request_id in self._running:
-            raise EngineError(f"request {request.request_id} is already running; ids must be unique")
+            raise EngineError(
+                f"request {request.request_id} is already running",
+                code="duplicate-request",
+                remedy="ids must be unique",
+            )
         running = self._running[request.request_id] = _Running()
         try:
             return await _all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])
@@ -126,75 +192,6 @@ class Conversations:
         finally:
             running.turns.discard(turn_request.request_id)
         return generation
-
-
-@dataclass(slots=True)
-class _Running:
-    """The conversations of one request: the turns at the engine, and whether they were aborted."""
-
-    turns: set[str] = field(default_factory=set)
-    aborted: bool = False
-
-
-class _Response:
-    """The prompt's continuation so far, token by token.
-
-    Attributes:
-        tokens: sampled and observed ids.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
-        self._turns: list[tuple[int, int]] = []
-        self._steps: list[dict[str, Any]] = []
-        self._reward = 0.0
-        self._success = False
-        self._failure: dict[str, str] | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def sampled(self, generation: Generation) -> None:
-        """Append a turn of the model; a turn that was aborted before its first token is ignored."""
-        if len(generation.token_ids) == 0:
-            return
-        self._turns.append((self.length, self.length + len(generation.token_ids)))
-        self.tokens += generation.token_ids.tolist()
-        self._logprobs.append(generation.logprobs)
-        self._versions.append(generation.weight_versions)
-
-    def observe(self, observation: Sequence[int]) -> None:
-        """Append tokens that were not sampled: no logprob, and the version of the turn before."""
-        self.tokens += observation
-        self._logprobs.append(np.zeros(len(observation), np.float32))
-        self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
-
-    def stepped(self, step: Step, cut_tokens: int) -> None:
-        self._reward += step.reward
-        self._success = step.success
-        self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
-
-    def failed(self, error: StepFailed, environment: str) -> Generation:
-        self._failure = {"reason": error.reason, "function": environment}
-        if error.detail:
-            self._failure["detail"] = error.detail
-        return self.finished("stop")
-
-    def finished(self, reason: Any) -> Generation:
-        """Build the response up to the last sampled token: an observation without an answer cannot be trained on."""
-        length = self._turns[-1][1] if self._turns else 0
-        return Generation(
-            token_ids=np.asarray(self.tokens[:length], np.int64),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
-            weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
-            finish_reason=reason,
-            conversation=Conversation(
-                tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)
-            ),
-        )
 
 
 def _turn_seed(seed: int, sample: int, turn: int) -> int:

@@ -1,8 +1,8 @@
 """Drivers of the pipeline: inside the training loop, or in a thread beside it."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
@@ -20,12 +20,22 @@ _CHECK_EVERY_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
 
 
-class RolloutDriver(Protocol):
-    """Yields the groups of each training step."""
+class RolloutDriver(ABC):
+    """Yields the groups of each training step.
 
-    def start(self) -> None:
-        """Sampling may begin: the engines serve weights. Later calls change nothing."""
+    Args:
+        supervisor: has engines serve again when none is left.
+    """
 
+    def __init__(self, pipeline: GroupPipeline, store: GroupStore, supervisor: EngineSupervisor) -> None:
+        self._pipeline = pipeline
+        self._store = store
+        self._supervisor = supervisor
+
+    def start(self) -> None:  # noqa: B027
+        """Begin sampling: the engines serve weights. Later calls change nothing."""
+
+    @abstractmethod
     def groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
         """The groups of ``step`` as they become ready, at least ``at_least`` at a time.
 
@@ -33,35 +43,30 @@ class RolloutDriver(Protocol):
             EngineError, RewardError: from engines and reward workers.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End sampling, within a bound. Groups under way stay so in the ledger."""
 
 
-class SynchronousDriver:
+class SynchronousDriver(RolloutDriver):
     """Samples while the training loop waits for its groups (``rollout.max_staleness`` 0).
 
     Args:
         oversample: groups issued per group trained; above 1, a complete batch aborts all others.
-        supervisor: has engines serve again when none is left.
     """
 
     def __init__(
         self,
         pipeline: GroupPipeline,
         store: GroupStore,
+        supervisor: EngineSupervisor,
         turns: Turns,
         oversample: float,
-        supervisor: EngineSupervisor,
     ) -> None:
-        self._pipeline = pipeline
-        self._store = store
+        super().__init__(pipeline, store, supervisor)
         self._turns = turns
         self._aborts = oversample > 1
-        self._supervisor = supervisor
-
-    def start(self) -> None: ...
 
     def groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        """See ``RolloutDriver``."""
         with clock.phase("sync"):
             self._turns.generation()
         while self._store.formed < step:
@@ -102,23 +107,16 @@ class SynchronousDriver:
             self._supervisor.revive()
             return []
 
-    def close(self) -> None: ...
 
-
-class ThreadedDriver:
+class ThreadedDriver(RolloutDriver):
     """Samples in a thread, as far ahead of training as ``rollout.max_staleness`` allows.
 
     The thread shares the store with the training loop. Errors of the thread are raised in the loop, and the loop
     has the engines replaced.
-
-    Args:
-        supervisor: see ``SynchronousDriver``.
     """
 
     def __init__(self, pipeline: GroupPipeline, store: GroupStore, supervisor: EngineSupervisor) -> None:
-        self._pipeline = pipeline
-        self._store = store
-        self._supervisor = supervisor
+        super().__init__(pipeline, store, supervisor)
         # Below: shared by both threads, under ``store.changed``.
         self._needs_engines = False
         self._failure: BaseException | None = None
@@ -127,20 +125,17 @@ class ThreadedDriver:
 
     # --------------------------------------------------------------------------------------------------- training loop
     def start(self) -> None:
-        """See ``RolloutDriver``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
             self._thread.start()
 
     def groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        """See ``RolloutDriver``."""
         while self._store.formed < step:
             with clock.phase("wait"):
                 groups = self._take(at_least)
             yield groups
 
     def close(self) -> None:
-        """End the thread, within a bound. Groups under way stay so in the ledger."""
         with self._store.changed:
             self._stopping = True
             self._store.changed.notify_all()
@@ -148,7 +143,6 @@ class ThreadedDriver:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        """Wait for ``at_least`` groups; return as many as the batch may take."""
         while True:
             with self._store.changed:
                 self._store.changed.wait_for(lambda: self._has_news(at_least), _CHECK_EVERY_S)

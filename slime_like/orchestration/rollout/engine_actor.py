@@ -9,17 +9,48 @@ from typing import Any, Literal
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
     Generation,
     GenerationRequest,
+    RolloutEngine,
     UpdateReceipt,
 )
+from slime_like.interfaces.installed import load_engine
 from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
-from slime_like.orchestration.rollout.answers import Answer, Mailbox
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.engine_class import engine_class
+from slime_like.orchestration.rollout.engine_client import Answer
+
+_TOGETHER_S = 0.001
+"""Requests that end with the same token do so one after the other, within less."""
+
+
+class Mailbox:
+    """Answers for one asker. Belongs to one event loop.
+
+    Attributes:
+        expected: answers that have not been taken, those included that are not ready.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self._answers: list[Answer] = []
+        self._filled = asyncio.Event()
+
+    def put(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        self._filled.set()
+
+    async def take(self) -> list[Answer]:
+        """Wait for an answer; return all that are ready."""
+        await self._filled.wait()
+        await asyncio.sleep(_TOGETHER_S)
+        answers, self._answers = self._answers, []
+        self._filled.clear()
+        self.expected -= len(answers)
+        return answers
 
 
 class EngineActor:
@@ -36,7 +67,8 @@ class EngineActor:
         use_session_directory()
         self._config = config
         self._index = index
-        self._engine = engine_class(config)(config, index)
+        python, name = config.rollout.python, config.rollout.engine
+        self._engine: RolloutEngine = (HostedEngine if python is not None else load_engine(name))(config, index)
         self._conversations: Conversations | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself forgets them
@@ -49,8 +81,9 @@ class EngineActor:
             await asyncio.wait_for(self._engine.start(), timeout)
         except TimeoutError as error:
             raise EngineError(
-                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s; "
-                "raise rollout.start_timeout_s or read its log in the run directory"
+                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s",
+                code="engine-start-timeout",
+                remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
         if self._config.rollout.environment.name is not None:
             await self._start_conversations()
@@ -83,7 +116,9 @@ class EngineActor:
         except SlimeLikeError as error:
             mailbox.put(Answer(request.request_id, error=error))
         except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
-            failure = EngineError(f"{request.request_id} failed: {type(error).__name__}: {error}")
+            failure = EngineError(
+                f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
+            )
             mailbox.put(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -95,8 +130,9 @@ class EngineActor:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise EngineError(
-                f"{request.request_id} was not answered within {timeout:.0f} s; raise rollout.request_timeout_s, or "
-                "lower rollout.max_concurrent_requests"
+                f"{request.request_id} was not answered within {timeout:.0f} s",
+                code="request-timeout",
+                remedy="raise rollout.request_timeout_s, or lower rollout.max_concurrent_requests",
             ) from error
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:

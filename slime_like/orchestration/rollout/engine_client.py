@@ -4,16 +4,26 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.orchestration.rollout.answers import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of one request: its responses, or the error."""
+
+    request_id: str
+    generations: list[Generation] = field(default_factory=list)
+    error: SlimeLikeError | None = None
 
 
 class NoEngineLeft(EngineError):
     """Death of the pool's last engine. Requests wait until an engine joins."""
+
+    code = "no-engine"
 
 
 class EnginePool(Protocol):
@@ -145,7 +155,6 @@ class EngineClient:
         return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
 
     def _end(self, request_id: str) -> _Running | None:
-        """Remove a request that has been answered; none if it was aborted."""
         running = self._running.pop(request_id)
         self._pool.release(running.member, running.tokens)
         if request_id in self._aborted:
@@ -175,4 +184,7 @@ class EngineClient:
             self._last_answer = time.monotonic()
         elif time.monotonic() - self._last_answer > self._silence_s:
             silent = sorted({self._pool.describe(running.member) for running in self._running.values()})
-            raise EngineError(f"{', '.join(silent)} answered nothing for {self._silence_s:.0f} s while generating")
+            raise EngineError(
+                f"{', '.join(silent)} answered nothing for {self._silence_s:.0f} s while generating",
+                code="engines-silent",
+            )

@@ -1,7 +1,5 @@
 """The actors of all engines: created, called together, and ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,27 @@ from slime_like.orchestration.rollout.engine_actor import EngineActor
 
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswers:
+    """Answers that several engines owe.
+
+    Attributes:
+        references: by the engine's name.
+        timeout_s: the bound where ``result`` is given none.
+    """
+
+    references: dict[str, Any]
+    phase: str
+    timeout_s: float
+    watch: Callable[[], None]
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all of them, in the order of the engines. Raises ``EngineError``: the first failure."""
+        bound = timeout_s or self.timeout_s
+        asked, names = list(self.references.values()), list(self.references)
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)
 
 
 class EngineGroup:
@@ -66,11 +85,7 @@ class EngineGroup:
         self._start(range(len(self)), "starting")
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
-        """End these engines, and start others in their places.
-
-        Raises:
-            EngineError: one did not start.
-        """
+        """End these engines, and start others in their places. Raises ``EngineError``: one did not start."""
         for index in indexes:
             old = self._actors[index]
             ray.wait([old.stop.remote()], timeout=_STOP_TIMEOUT_S)
@@ -152,30 +167,3 @@ class EngineGroup:
         asked = range(len(self)) if indexes is None else indexes
         references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
         return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAnswers:
-    """Answers that several engines owe.
-
-    Attributes:
-        references: by the engine's name.
-        phase: what the engines are doing, for messages.
-        timeout_s: the bound where ``result`` is given none.
-        watch: see ``EngineGroup``.
-    """
-
-    references: dict[str, Any]
-    phase: str
-    timeout_s: float
-    watch: Callable[[], None]
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all of them, in the order of the engines.
-
-        Raises:
-            EngineError: the first failure.
-        """
-        bound = timeout_s or self.timeout_s
-        asked, names = list(self.references.values()), list(self.references)
-        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)

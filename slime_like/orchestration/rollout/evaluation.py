@@ -1,11 +1,9 @@
 """Held-out accuracy, with the engines and reward workers of training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
@@ -62,7 +60,7 @@ class _Sample:
     truncated: bool
 
     @classmethod
-    def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> _Sample:
+    def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> Self:
         return cls(outcome.successes[0] > 0, trajectory.sampled_len, trajectory.finish_reason == "length")
 
 

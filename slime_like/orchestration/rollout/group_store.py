@@ -10,7 +10,6 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError, TrainerError
-from slime_like.orchestration.rollout.replay import ReplayBuffer
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.staleness import StalenessGate
 
@@ -39,7 +38,8 @@ class GroupStore:
         self._max_drops = rollout.max_drops_per_step
         self._interrupted: deque[Prompt] = deque()
         self._under_way: dict[int, _Issued] = {}
-        self._ready: ReplayBuffer[tuple[Prompt, RewardedGroup]] = ReplayBuffer(rollout.max_staleness)
+        self._ready: dict[int, tuple[_Issued, RewardedGroup]] = {}  # in order of arrival
+        self._max_staleness = rollout.max_staleness
         self._dropped = 0
 
     # ------------------------------------------------------------------------------------------------------- position
@@ -54,7 +54,7 @@ class GroupStore:
         return self._gate.formed
 
     def serve(self, version: int) -> None:
-        """The engines serve ``version`` from now on."""
+        """Record that the engines serve ``version`` from now on."""
         with self.changed:
             self._gate.serve(version)
             self.changed.notify_all()
@@ -94,8 +94,8 @@ class GroupStore:
         with self.changed:
             self._ledger.scored([rewarded.group.group_id for rewarded in groups])
             for rewarded in groups:
-                issued = self._under_way.pop(rewarded.group.group_id)
-                self._ready.add(rewarded.group.group_id, issued.version, (issued.prompt, rewarded))
+                group_id = rewarded.group.group_id
+                self._ready[group_id] = (self._under_way.pop(group_id), rewarded)
             self.changed.notify_all()
 
     def drop_without_spread(self, group_ids: Sequence[int]) -> None:
@@ -118,25 +118,26 @@ class GroupStore:
     def _require_few_drops(self) -> None:
         if self._dropped > self._max_drops:
             raise RewardError(
-                f"{self._dropped} groups for one step were dropped because all their samples had the same reward, more "
-                f"than rollout.max_drops_per_step={self._max_drops}; choose prompts that are neither always nor never "
-                "solved, or set rollout.drop_zero_spread=false"
+                f"{self._dropped} groups for one step were dropped because all their samples had the same "
+                f"reward, more than rollout.max_drops_per_step={self._max_drops}",
+                code="too-many-drops",
+                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
             )
 
     def drop_oversampled(self) -> None:
         """Drop the groups left over from a complete batch."""
         with self.changed:
-            rest = [*self._under_way, *(held.group_id for held in self._ready.take(len(self._ready)))]
+            rest = [*self._under_way, *sorted(self._ready)]
             self._under_way.clear()
+            self._ready.clear()
             self._ledger.dropped(rest, "oversampled")
 
     # ---------------------------------------------------------------------------------------------------------- batch
     def may_take(self) -> int:
         """Number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
-            return self._gate.may_take(
-                (held.version for held in self._ready), (issued.version for issued in self._under_way.values())
-            )
+            ready = (issued.version for issued, _ in self._ready.values())
+            return self._gate.may_take(ready, (issued.version for issued in self._under_way.values()))
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
         """Return all groups that the batch may take, in order of id; none while there are fewer than ``at_least``."""
@@ -145,22 +146,26 @@ class GroupStore:
             if count < at_least:
                 return []
             step = self._gate.formed + 1
-            if stale := self._ready.drop_stale(step - 1):
+            oldest_first = sorted(self._ready, key=lambda group_id: self._ready[group_id][0].version)
+            oldest_allowed = step - 1 - self._max_staleness
+            if stale := [group_id for group_id in oldest_first if self._ready[group_id][0].version < oldest_allowed]:
                 raise TrainerError(
-                    f"step {step}: groups {stale} are older than rollout.max_staleness allows; report this"
+                    f"groups {stale} are older than rollout.max_staleness allows",
+                    code="stale-groups",
+                    who=f"step {step}",
+                    remedy="report this",
                 )
-            groups = self._ready.take(count)
             self._gate.take(count)
             if self._gate.formed == step:
                 self._dropped = 0
-            return [rewarded for _, rewarded in (held.content for held in groups)]
+            return [self._ready.pop(group_id)[1] for group_id in sorted(oldest_first[:count])]
 
     # ---------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """Position of the prompts, and those that were issued and not trained; expressible in JSON."""
         with self.changed:
             unfinished = [issued.prompt for issued in self._under_way.values()]
-            unfinished += [prompt for prompt, _ in (held.content for held in self._ready)]
+            unfinished += [issued.prompt for issued, _ in self._ready.values()]
             unfinished += self._interrupted
             return {
                 "data": self._prompts.state_dict(),

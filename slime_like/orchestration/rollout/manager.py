@@ -9,8 +9,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.orchestration.cluster.ray_calls import located, one
-from slime_like.orchestration.rollout.answers import Answer
-from slime_like.orchestration.rollout.engine_client import EngineClient, NoEngineLeft
+from slime_like.orchestration.rollout.engine_client import Answer, EngineClient, NoEngineLeft
 from slime_like.orchestration.rollout.registry import WorkerRegistry
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
@@ -20,11 +19,7 @@ _POLL_S = 5.0
 
 
 class RolloutManager:
-    """Places requests on the engines that serve (``EnginePool``). Thread-safe.
-
-    Attributes:
-        supervisor: starts the engines, and replaces those that die.
-    """
+    """Places requests on the engines that serve (``EnginePool``). Thread-safe."""
 
     def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
         self.supervisor = supervisor

@@ -16,7 +16,6 @@ class GroupPipeline:
     """The stages of a group; training steps are the caller's. Use from one thread.
 
     Args:
-        store: gives the prompts, and takes the groups that are ready for training.
         references: score groups before they are ready; none where trainers do it.
     """
 

@@ -1,9 +1,12 @@
 """ReferencePool: adds the reference's logprobs to rewarded groups."""
 
 import itertools
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.orchestration.rollout.reference_weights import ReferenceWeights
 from slime_like.orchestration.rollout.registry import WorkerRegistry
 from slime_like.orchestration.rollout.scoring import RewardedGroup
-from slime_like.orchestration.rollout.work_meter import ReferenceWork, WorkMeter
 from slime_like.trajectory import UnscoredTrajectory
 
 _REQUESTS_PER_WORKER = 2
@@ -53,6 +54,54 @@ class ReferenceWorker(Protocol):
 
     def close(self) -> None:
         """End the worker. May be called twice, and from another thread."""
+
+
+class ReferenceWeights:
+    """Shared by the training loop, which replaces the weights, and the workers' threads, which read them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: Path | None = None
+        self._readers: Counter[Path] = Counter()
+
+    def use(self, weights: Path) -> None:
+        """Score with the weights in this directory, from the next request on."""
+        with self._lock:
+            self._newest = weights
+
+    def in_use(self) -> set[Path]:
+        """Directories that a worker may be reading."""
+        with self._lock:
+            return {weights for weights, readers in self._readers.items() if readers}
+
+    @contextmanager
+    def reading(self) -> Iterator[Path | None]:
+        """The weights to use, in use inside the block; none until ``use`` is called."""
+        with self._lock:
+            weights = self._newest
+            if weights is not None:
+                self._readers[weights] += 1
+        try:
+            yield weights
+        finally:
+            with self._lock:
+                if weights is not None:
+                    self._readers[weights] -= 1
+
+
+@dataclass(slots=True)
+class ReferenceWork:
+    """Work that was done in a period."""
+
+    busy_s: float = 0.0
+    response_tokens: int = 0
+    total_tokens: int = 0
+
+    def add(self, busy_s: float, trajectories: Sequence[UnscoredTrajectory]) -> None:
+        """Count the trajectories that one worker has scored in ``busy_s``."""
+        self.busy_s += busy_s
+        self.response_tokens += sum(trajectory.response_len for trajectory in trajectories)
+        self.total_tokens += sum(trajectory.total_len for trajectory in trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +143,8 @@ class ReferencePool:
         self._members: dict[int, _Member] = {}
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Tensor]], _Request] = {}
-        self._meter = WorkMeter()
+        self._work = ReferenceWork()
+        self._work_lock = threading.Lock()
         self.weights = ReferenceWeights()
         self.news: list[str] = []
 
@@ -134,7 +184,8 @@ class ReferencePool:
 
     def take_work(self) -> ReferenceWork:
         """Return the work since the last call, with mean seconds of the workers that are left; reset the counters."""
-        work = self._meter.take()
+        with self._work_lock:
+            work, self._work = self._work, ReferenceWork()
         return replace(work, busy_s=work.busy_s / max(1, len(self._registry.workers)))
 
     def close(self) -> None:
@@ -165,13 +216,14 @@ class ReferencePool:
         return count, tokens
 
     def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """In the worker's thread."""
+        """Run in the worker's thread."""
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
         started = time.perf_counter()
         logprobs = worker.score(trajectories)
-        self._meter.add(time.perf_counter() - started, trajectories)
+        with self._work_lock:
+            self._work.add(time.perf_counter() - started, trajectories)
         return logprobs
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
@@ -211,10 +263,10 @@ class ReferencePool:
             member.thread.submit(member.worker.close)
         member.thread.shutdown(wait=False)
         if not self._registry.workers and not self._restarting:
-            raise TrainerError(f"no reference worker is left: {error}") from error
+            raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
     def _restart(self, worker: ReferenceWorker) -> None:
-        """In the worker's thread."""
+        """Run in the worker's thread."""
         with self.weights.reading() as weights:
             worker.restart(weights)
 

@@ -83,8 +83,11 @@ def _to_trajectory(
     sequence_id = f"{prompt.group_id}-{index}"
     if length == 0 or len(generation.logprobs) != length or len(generation.weight_versions) != length:
         raise EngineError(
-            f"sequence {sequence_id}: the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
-            f"{len(generation.weight_versions)} versions; a response has at least one token and one of each per token"
+            f"the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
+            f"{len(generation.weight_versions)} versions; a response has at least one token and one "
+            "of each per token",
+            code="bad-response",
+            who=f"sequence {sequence_id}",
         )
     versions = _copy(generation.weight_versions, np.int64)
     return UnscoredTrajectory(

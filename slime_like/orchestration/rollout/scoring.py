@@ -21,10 +21,8 @@ class RewardedGroup:
     """A group with its rewards; its advantages may depend on the rest of the batch.
 
     Attributes:
-        group: its N samples.
         rewards, successes: (N, F) float32, one column per reward function.
         totals: (N,) float32, the rewards that advantages come from.
-        metadata: one per sample.
         reference: (response_len,) logprobs of each sample under the reference, where a worker has scored them.
     """
 
@@ -45,10 +43,6 @@ class Scorer:
         self._tokenizer = tokenizer
         self._names = [function.name for function in config.reward.functions]
         self._lock = threading.Lock()
-
-    @property
-    def function_names(self) -> list[str]:
-        return self._names
 
     def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
         """Results of all reward functions for every response, in order; of a conversation they get the last turn."""
@@ -81,7 +75,8 @@ class Scorer:
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
-        references = [logprobs for rewarded in groups for logprobs in _references(rewarded)]
+        unscored = [None] * len(trajectories)
+        references = [logprobs for rewarded in groups for logprobs in rewarded.reference or ()] or unscored
         return [
             ScoredTrajectory.of(
                 trajectory,
@@ -136,7 +131,3 @@ def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
         return trajectory.response_tokens
     start, end = trajectory.conversation.turns[-1]
     return trajectory.response_tokens[start:end]
-
-
-def _references(rewarded: RewardedGroup) -> Sequence[Tensor | None]:
-    return rewarded.reference if rewarded.reference is not None else [None] * len(rewarded.group.trajectories)

@@ -1,7 +1,6 @@
 """RolloutSource: the batches of a run, sampled and rewarded."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger
@@ -25,9 +24,10 @@ class RolloutSource:
     time, as far ahead as ``StalenessGate`` allows.
 
     Args:
-        client: of the run's engines, without requests.
-        supervisor: has engines serve again when none is left.
         references: score groups before they are ready for training; none where trainers do it.
+
+    Attributes:
+        store: the groups that are under way or ready, and the position of the prompts.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class RolloutSource:
         self._batch_size = config.rollout.prompts_per_step
         self._scorer = scorer
         self._ledger = ledger
-        self._store = GroupStore(config, prompts, ledger)
-        pipeline = GroupPipeline(config, self._store, client, scorer, references)
+        self.store = GroupStore(config, prompts, ledger)
+        pipeline = GroupPipeline(config, self.store, client, scorer, references)
         self._driver: RolloutDriver
         if config.rollout.max_staleness > 0:
-            self._driver = ThreadedDriver(pipeline, self._store, supervisor)
+            self._driver = ThreadedDriver(pipeline, self.store, supervisor)
         else:
-            self._driver = SynchronousDriver(pipeline, self._store, turns, config.rollout.oversample, supervisor)
+            self._driver = SynchronousDriver(pipeline, self.store, supervisor, turns, config.rollout.oversample)
 
     def synced(self, version: int) -> None:
-        """The engines serve ``version``; the first call starts the sampling thread, if there is to be one."""
-        self._store.serve(version)
+        """Record that the engines serve ``version``; the first call starts the sampling thread, where there is one."""
+        self.store.serve(version)
         self._driver.start()
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
@@ -81,18 +81,6 @@ class RolloutSource:
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Record that every update of the step has been made."""
         self._ledger.trained(dict.fromkeys(trajectory.group_id for trajectory in trajectories), step)
-
-    def queue_sizes(self) -> tuple[int, int]:
-        """(groups under way, groups ready for training)."""
-        return self._store.sizes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position of the prompts, and those that were issued and not trained; expressible in JSON."""
-        return self._store.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state_dict``: what was under way is issued again before anything new."""
-        self._store.load_state_dict(state)
 
     def close(self) -> None:
         """End the sampling thread, within a bound. Groups under way stay so in the ledger."""

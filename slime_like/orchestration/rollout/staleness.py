@@ -14,8 +14,6 @@ class StalenessGate:
     waits as long as what it would leave behind could not all be trained in time: no group is dropped for its age.
 
     Args:
-        batch_size: groups per training step.
-        steps: training steps of the run.
         oversample: groups issued per group trained; above 1, what a batch leaves behind is dropped.
 
     Attributes:
@@ -37,7 +35,7 @@ class StalenessGate:
         return self._batch_size - self.taken
 
     def serve(self, version: int) -> None:
-        """The engines serve ``version``: training has made that many steps."""
+        """Record that the engines serve ``version``: training has made that many steps."""
         self.version = version
         self.formed = max(self.formed, version)
 

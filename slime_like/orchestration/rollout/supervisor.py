@@ -38,12 +38,10 @@ class EngineSupervisor:
     engine serves the weights that it loads when it starts.
 
     Args:
-        engines: the actors.
         max_restarts: budget of the run (``rollout.max_engine_restarts``).
         note: called with a sentence about every engine that was replaced.
 
     Attributes:
-        engines: the actors.
         generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
         weights: brings a replacement up to date.
     """
@@ -73,7 +71,7 @@ class EngineSupervisor:
                 self._starts[number] = EngineStart(index, self.engines.actor(index))
                 self._living.add(number)
 
-    # ------------------------------------------------------------------------------------------------- who is there
+    # ------------------------------------------------------------------------------------------------------ members
     @property
     def serving(self) -> list[int]:
         """Numbers of the starts that requests may be sent to. A number is never used twice."""
@@ -93,7 +91,7 @@ class EngineSupervisor:
 
     @property
     def last_death(self) -> str:
-        """Why there is no engine."""
+        """Reason why there is no engine."""
         return str(next(iter(self._dead.values()), "no engine has been started"))
 
     # ------------------------------------------------------------------------------------------------------- deaths
@@ -111,7 +109,7 @@ class EngineSupervisor:
         """Check all engines as ``lose`` does. True if some are dead, and all of them may be replaced."""
         with self._lock:
             living = sorted(self._living)
-        self._bury(living, EngineError(str(error)))
+        self._bury(living, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
     def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
@@ -164,7 +162,7 @@ class EngineSupervisor:
         if self.serving:
             return
         if not self.has_dead:
-            raise EngineError("no engine has been started")
+            raise EngineError("no engine has been started", code="no-engine")
         if self.weights is not None:
             self.weights.resend()
             return

@@ -2,6 +2,7 @@
 
 import json
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,6 @@ def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the checkpoint lies in the run's directory."""
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
 
@@ -101,7 +101,7 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(
             [
                 f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
-                "choose another run_dir, or set resume: never to start anew"
+                "choose another run_dir, or set resume: never to start over"
             ]
         )
 
@@ -112,7 +112,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
         f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
         "another run_dir"
         for name in _READ
-        for path in _paths(_value(config, name))
+        for path in _paths(attrgetter(name)(config))
         if path.resolve().is_relative_to(place)
     ]
     if inside:
@@ -153,8 +153,10 @@ def _move_aside(run_dir: Path) -> Path:
         run_dir.rename(aside)
     except OSError as error:
         raise SlimeLikeError(
-            f"run_dir={run_dir}: the earlier run there could not be moved aside to {aside} ({error.strerror}); choose "
-            "another run_dir, or move it yourself"
+            f"the earlier run there could not be moved aside to {aside} ({error.strerror})",
+            code="run-dir-not-moved",
+            who=f"run_dir={run_dir}",
+            remedy="choose another run_dir, or move it yourself",
         ) from error
     return aside
 
@@ -175,15 +177,6 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
 
 
 def _differences(before: RunConfig, now: RunConfig) -> list[str]:
-    return [
-        f"{name}: {value_text(_value(before, name))} -> {value_text(_value(now, name))}"
-        for name in all_fields()
-        if name not in ("resume", "run_dir", "cluster.address") and _value(before, name) != _value(now, name)
-    ]
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
+    values = {name: (attrgetter(name)(before), attrgetter(name)(now)) for name in names}
+    return [f"{name}: {value_text(old)} -> {value_text(new)}" for name, (old, new) in values.items() if old != new]

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces.installed import load_engine
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
-from slime_like.orchestration.rollout.colocation import OwnDevices, SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
@@ -21,19 +24,26 @@ from slime_like.sandbox.rewards.pool import RewardPool
 
 @dataclass(frozen=True, slots=True)
 class StartedEngines:
-    """Engines that have loaded the model, with trainers that are set up.
-
-    Attributes:
-        engines: the generation pool.
-        rewards: the reward workers.
-        references: the reference workers, where the run has some.
-        devices: moves trainers and engines, where they share devices.
-    """
+    """Engines that have loaded the model, with trainers that are set up."""
 
     engines: RolloutManager
     rewards: RewardPool
     references: ReferencePool | None
     devices: Turns
+
+
+def require_servable(config: RunConfig, on_cuda: bool) -> None:
+    """Reject a model that the engine's class does not support on these devices, before any engine is started.
+
+    The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
+
+    Raises:
+        EngineError: with the engine's reason.
+    """
+    refusal = getattr(load_engine(config.rollout.engine), "refusal", None)
+    reason = refusal and refusal(ModelDimensions.from_checkpoint(config.model.path), on_cuda)
+    if reason:
+        raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={config.rollout.engine}")
 
 
 def launch_engines(
@@ -44,12 +54,7 @@ def launch_engines(
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = watch_none,
 ) -> tuple[RolloutManager, RewardPool]:
-    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both.
-
-    Args:
-        note: see ``EngineSupervisor``.
-        watch: see ``EngineGroup``.
-    """
+    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both."""
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
     group.launch(shared_devices)
@@ -83,7 +88,7 @@ def start_engines(
     if references is not None:
         stack.callback(references.close)
     if not colocated:
-        return StartedEngines(engines, rewards, references, OwnDevices())
+        return StartedEngines(engines, rewards, references, Turns())
     supervisor.sleep()
     trainers.onload()
     return StartedEngines(engines, rewards, references, SharedDevices(trainers, supervisor))

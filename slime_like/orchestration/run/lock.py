@@ -1,14 +1,12 @@
 """Lock of a run directory: two runs would move, overwrite and remove each other's files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import socket
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from slime_like.errors import ConfigError
 
@@ -22,9 +20,6 @@ class RunLock:
 
     The kernel ends the lock with the process, however that ends, so that a killed run never bars the next.
 
-    Args:
-        run_dir: the run's directory.
-
     Attributes:
         warning: set where the file system has no locks, so that no run is kept out; else ``None``.
 
@@ -37,7 +32,7 @@ class RunLock:
         self._held: TextIOWrapper | None = None
         self.warning: str | None = None
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Self:
         self.take()
         return self
 
@@ -85,9 +80,7 @@ class RunLock:
             "run_dir"
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._held is not None:
             self._path.unlink(missing_ok=True)  # while it is held: a process that has opened it checks again
             self._held.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,14 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference, reference_of
 from slime_like.orchestration.rollout.advantages import require_group_scope
-from slime_like.orchestration.rollout.colocation import OwnDevices, Turns
-from slime_like.orchestration.rollout.engine_class import require_servable
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.directory import latest_checkpoint
-from slime_like.orchestration.run.engines import start_engines
+from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.run.rollout_side import EngineSide, Metrics, RolloutSide, held_out_metrics, no_metrics
+from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start import Start, start_of
@@ -69,7 +67,6 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _report_resume_point(run: Run) -> None:
-    """Name the checkpoint that the run resumes from."""
     latest = latest_checkpoint(run.config.run_dir)
     if latest is not None:
         run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
@@ -82,7 +79,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
     placed.trainers.setup()
-    return placed.run(RolloutSide(source, dict), OwnDevices(), reference_of(base.config, placed.trainers))
+    return placed.run(RolloutSide(source, dict), Turns(), reference_of(base.config, placed.trainers))
 
 
 def _open_supervised(base: _Base) -> Run:
@@ -93,7 +90,7 @@ def _open_supervised(base: _Base) -> Run:
     placed.launch_trainers()
     side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
-    return placed.run(side, OwnDevices(), reference_of(base.config, placed.trainers))
+    return placed.run(side, Turns(), reference_of(base.config, placed.trainers))
 
 
 def _open_rl(base: _Base) -> Run:
@@ -117,10 +114,8 @@ def _open_rl(base: _Base) -> Run:
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
     source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
-    evaluate: Callable[[int], Metrics] = no_metrics
-    if datasets:
-        evaluate = partial(held_out_metrics, Evaluator(config, engines, scorer, datasets), devices)
-    side = EngineSide(source, prompts, sync, ledger, evaluate, pool)
+    evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
+    side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, reference_of(config, trainers, pool))
 
 
@@ -141,11 +136,7 @@ class _Base:
         return PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
 
     def place(self, note: str) -> _Placed:
-        """Make the run directory, start Ray, and reserve the devices.
-
-        Args:
-            note: what is being started, for the user.
-        """
+        """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
         self.start.make_directory(self.lock)
         metrics = MetricLogger(config.logging, config.run_dir)

@@ -12,11 +12,7 @@ from slime_like.orchestration.run.step import TrainedStep
 
 
 class StepRecorder:
-    """Records training steps.
-
-    Attributes:
-        responses: records what depends on the kind of trajectories.
-    """
+    """Records training steps."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -1,6 +1,7 @@
 """Figures, tables and warnings about a step's responses; demonstrations have none."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,13 +10,13 @@ from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.flat_reward import FlatSteps
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord
-from slime_like.observability.tables import SAMPLE_TABLE
-from slime_like.orchestration.run.debug_tables import debug_tables
+from slime_like.observability.tables import SAMPLE_TABLE, Decode, Table, per_sample_table, per_token_table
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.schedule import Schedule
 from slime_like.orchestration.run.step import TrainedStep
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 
 class ResponseRecorder:
@@ -79,7 +80,7 @@ class SampledResponses(ResponseRecorder):
         if self._schedule.shows_tables(step):
             limit = run.config.debug.samples_per_step
             training = run.trainers.training
-            for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
+            for table in _debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
                 run.metrics.log_table(step, table.name, table.columns, table.rows)
         self._note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
 
@@ -101,6 +102,28 @@ def response_recorder(run: Run) -> ResponseRecorder:
     return ResponseRecorder() if run.config.supervised else SampledResponses(run)
 
 
+def _debug_tables(
+    step: int,
+    trajectories: Sequence[ScoredTrajectory],
+    trainers: GroupTraining,
+    stats: GRPOStats,
+    decode: Decode,
+    limit: int,
+) -> list[Table]:
+    """Tables of the first ``limit`` samples; policy and reference logprobs are those frozen at the step's start."""
+    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories[:limit]])
+    samples = [
+        replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference)
+        for trajectory in trajectories[:limit]
+    ]
+    pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
+    tables = [
+        per_sample_table(step, samples, pi, stats, decode),
+        per_token_table(step, samples, pi, decode),
+    ]
+    return [table for table in tables if table.rows]
+
+
 def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:
     reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
     details = [t.reward_metadata["detail"] for t in trajectories if "detail" in t.reward_metadata]
@@ -117,6 +140,6 @@ def _without_advantage(trajectories: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
-    """Step n trains version n - 1."""
+    """Versions between the oldest token and the weights that step n trains, n - 1."""
     versions = trajectory.weight_versions
     return 0 if versions is None else step - 1 - int(versions.min())

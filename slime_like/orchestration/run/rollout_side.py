@@ -28,11 +28,6 @@ class RolloutFigures:
     Attributes:
         queued_groups: groups on their way through the engines.
         ready_groups: groups that wait for training.
-        dropped_prompts: prompts dropped since the last step.
-        gather_s, probe_gap, sync: of the weight sync after the step.
-        sync_line: the weight sync in one line.
-        reference: work of the reference workers since the last step.
-        notes: sentences about the reference workers.
     """
 
     queued_groups: int = 0
@@ -50,7 +45,6 @@ class RolloutSide:
     """Trajectories from disk: no engine is synced, evaluated or reported on.
 
     Args:
-        source: yields the trajectories of a step.
         state: the part of a checkpoint's state; expressible in JSON.
     """
 
@@ -80,16 +74,7 @@ class RolloutSide:
 
 
 class EngineSide(RolloutSide):
-    """Trajectories that engines sample.
-
-    Args:
-        source: samples them.
-        prompts: what the source reads.
-        sync: sends the weights to the engines.
-        ledger: holds the state of every prompt.
-        evaluate: metrics of held-out prompts after a step.
-        references: the reference workers, where the run has some.
-    """
+    """Trajectories that engines sample."""
 
     _report: SyncReport
 
@@ -99,15 +84,17 @@ class EngineSide(RolloutSide):
         prompts: PromptSource,
         sync: WeightSync,
         ledger: Ledger,
-        evaluate: Callable[[int], Metrics],
+        evaluator: Evaluator | None,
+        devices: Turns,
         references: ReferencePool | None,
     ) -> None:
-        super().__init__(source, source.state_dict)
+        super().__init__(source, source.store.state_dict)
         self._samples = source
         self._prompts = prompts
         self._sync = sync
         self._ledger = ledger
-        self._evaluate = evaluate
+        self._evaluator = evaluator
+        self._devices = devices
         self._references = references
         self._dropped_prompts = 0
 
@@ -123,45 +110,37 @@ class EngineSide(RolloutSide):
         self._samples.synced(step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        self._samples.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._samples.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._ledger.restore(checkpoint.file(LEDGER))
 
     def evaluate(self, step: int) -> Metrics:
-        return self._evaluate(step)
+        if self._evaluator is None:
+            return {}
+        self._devices.generation()
+        result = self._evaluator.run(step)
+        metrics = evaluation_metrics(result.overall)
+        for name, record in result.datasets.items():
+            metrics |= evaluation_metrics(record, name)
+        return metrics
 
     def figures(self, step_s: float) -> RolloutFigures:
-        queued, ready = self._samples.queue_sizes()
+        queued, ready = self._samples.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        reference, notes = reference_work(self._references, step_s)
+        reference, notes = _reference_work(self._references, step_s)
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
             dropped_prompts=self._dropped_prompts - before,
             gather_s=self._report.gather_s,
             probe_gap=self._report.probe_gap,
-            sync=self._report.record(),
+            sync=self._report,
             sync_line=str(self._report),
             reference=reference,
             notes=notes,
         )
 
 
-def no_metrics(step: int) -> Metrics:
-    """Evaluate nothing, without an evaluation file."""
-    return {}
-
-
-def held_out_metrics(evaluator: Evaluator, devices: Turns, step: int) -> Metrics:
-    """Held-out accuracy by the engines, over all files and of each."""
-    devices.generation()
-    result = evaluator.run(step)
-    metrics = evaluation_metrics(result.overall)
-    for name, record in result.datasets.items():
-        metrics |= evaluation_metrics(record, name)
-    return metrics
-
-
-def reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
+def _reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
     """Work of the reference workers since the last call, and sentences about workers that left or joined."""
     if pool is None:
         return None, []

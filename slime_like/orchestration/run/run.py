@@ -19,15 +19,11 @@ class Run:
     """An opened run; see ``slime_like.orchestration.run.opening``.
 
     Attributes:
-        config: the run's configuration.
         finished_steps: steps that the resumed checkpoint has behind it; 0 in a new run.
         decode: token ids to text, by the model's own tokenizer.
         rollout: gives a step's trajectories; syncs and evaluates where engines run.
-        batcher: packs trajectories.
-        trainers: all trainer ranks.
         devices: moves trainers and engines, where they share devices.
         reference: refreshes the reference's weights where ``reference.update_interval`` is set.
-        checkpoints, metrics, progress: where results go.
     """
 
     config: RunConfig

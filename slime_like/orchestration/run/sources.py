@@ -65,8 +65,10 @@ class DumpedSource:
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
         if largest >= self._vocab_size:
             raise DataError(
-                f"{path}: holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}; give "
-                "rollouts of this model"
+                f"holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}",
+                code="unknown-token",
+                who=str(path),
+                remedy="give rollouts of this model",
             )
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
@@ -77,7 +79,9 @@ class DumpedSource:
 def _demonstration(prompt: Prompt) -> ScoredTrajectory:
     if prompt.response_tokens is None:
         raise DataError(
-            f"prompt group {prompt.group_id} has no demonstration; supervised mode needs data.response_key in every row"
+            f"prompt group {prompt.group_id} has no demonstration",
+            code="no-demonstration",
+            remedy="supervised mode needs data.response_key in every row",
         )
     return ScoredTrajectory.unrewarded(
         f"{prompt.group_id}-0",

@@ -25,7 +25,6 @@ class Start:
         """Move ``prompts`` to where they go on; ``files`` must be there. Rejects what does not fit."""
 
     def make_directory(self, lock: RunLock) -> None:
-        """See ``make_run_dir``."""
         make_run_dir(self._config, None, lock)
 
     def restore(self, run: Run) -> None:

@@ -1,18 +1,15 @@
 """One training step on the trainers: frozen logprobs, then the optimizer steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ReferenceRecord
 from slime_like.orchestration.rollout.advantages import penalise_kl
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import TrainingBatch
-from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank_training import StreamedStep
 from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
@@ -37,7 +34,7 @@ class TrainedStep:
     busy_s: float | None = None
 
     @classmethod
-    def of_stream(cls, windows: WindowStream, streamed: StreamedStep, with_reference: bool) -> TrainedStep:
+    def of_stream(cls, windows: WindowStream, streamed: StreamedStep, with_reference: bool) -> Self:
         """The step that ``windows`` were of."""
         assert streamed.stats is not None  # the group's, not a single rank's
         trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
@@ -49,24 +46,18 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
     """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
     reference's where a KL term is on, in loss or reward, and trajectories have not come with them. Supervised steps
     need neither."""
-    if run.config.supervised:
+    config, training, record = run.config, run.trainers.training, None
+    if config.supervised:
         return None
     with clock.phase("score"):
-        return _score(run.config, run.trainers.training, trajectories, step)
-
-
-def _score(
-    config: RunConfig, training: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
-) -> ReferenceRecord | None:
-    if config.algorithm.scores_policy:
-        training.score_batch("policy")
-    record = None
-    if config.reference_in_trainer:
-        started = time.perf_counter()
-        training.score_batch("reference")
-        record = _reference_record(trajectories, time.perf_counter() - started)
-    if config.algorithm.kl_reward_coef > 0:
-        penalise_kl(config, training, trajectories, step)
+        if config.algorithm.scores_policy:
+            training.score_batch("policy")
+        if config.reference_in_trainer:
+            started = time.perf_counter()
+            training.score_batch("reference")
+            record = _reference_record(trajectories, time.perf_counter() - started)
+        if config.algorithm.kl_reward_coef > 0:
+            penalise_kl(config, training, trajectories, step)
     return record
 
 

@@ -18,7 +18,6 @@ class TrainSummary:
             evaluation.
         tokens_per_second: response tokens trained on per second of training steps.
         wall_s: the whole run, start-up included.
-        files: what was written, by name.
     """
 
     accuracy_before: float | None

@@ -103,13 +103,13 @@ class ExperienceBatcher:
         """
         if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
-                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas; raise "
-                "rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data"
+                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas",
+                code="too-few-sequences",
+                remedy="raise rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data",
             )
         lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
-        used = min(self._replicas, len(sequences))
-        partition = partition_by_tokens(lengths, budget, used, costs=self._costs(lengths))
-        return fill_to_equal_counts(self._packed(sequences, partition + [[] for _ in range(self._replicas - used)]))
+        partition = partition_over_replicas(lengths, budget, self._replicas, self._costs(lengths))
+        return fill_to_equal_counts(self._packed(sequences, partition))
 
     def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
         return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]
@@ -147,9 +147,21 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
         by_group.setdefault(trajectory.group_id, []).append(trajectory)
     groups = list(by_group.values())
     if len(groups) < parts:
-        raise DataError(f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}; lower it")
+        raise DataError(
+            f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}",
+            code="too-few-groups",
+            remedy="lower it",
+        )
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
+
+
+def partition_over_replicas(
+    lengths: Sequence[int], budget: int, replicas: int, costs: Sequence[float] | None = None
+) -> Partition:
+    """[replica][pack] indices; replicas beyond the number of sequences get none."""
+    used = min(replicas, len(lengths))
+    return partition_by_tokens(lengths, budget, used, costs=costs) + [[] for _ in range(replicas - used)]
 
 
 def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:

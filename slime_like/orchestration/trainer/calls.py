@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 
@@ -12,8 +13,28 @@ from slime_like.interfaces import RankCoordinates
 from slime_like.orchestration.cluster.ray_calls import gather, one
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
+
+
+class Pending(Protocol[T_co]):
+    """The outcome of a call that has returned before its work was done."""
+
+    def result(self, timeout_s: float | None = None) -> T_co:
+        """Wait for the value, by default as long as the call's own bound; raise what the work raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(Generic[S, T]):
+    """A pending value, converted when it is asked for."""
+
+    pending: Pending[S]
+    convert: Callable[[S], T]
+
+    def result(self, timeout_s: float | None = None) -> T:
+        return self.convert(self.pending.result(timeout_s))
 
 
 class Answers(Generic[T]):
@@ -53,10 +74,6 @@ class RankCalls:
 
     A method is given as ``Class.method``, so that arguments and answers are typed: see ``TrainerRank.call``. Every call
     names its phase ("scoring"), for messages.
-
-    Attributes:
-        names: of the ranks, for messages.
-        timeout_s: default bound on a call, in seconds.
     """
 
     def __init__(self, owner: str, timeout_s: float) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
@@ -44,8 +42,10 @@ class Checkpoint:
         """
         if "data" not in self.state:
             raise CheckpointError(
-                f"resume: {self.path} is of a run on kept rollouts and has no position in data.train; resume it with "
-                "debug.load_rollouts, or start from its Hugging Face export"
+                f"{self.path} is of a run on kept rollouts and has no position in data.train",
+                code="no-data-position",
+                who="resume",
+                remedy="resume it with debug.load_rollouts, or start from its Hugging Face export",
             )
         position: dict[str, Any] = self.state["data"]
         return position
@@ -60,17 +60,18 @@ class Checkpoint:
         try:
             intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
         except (OSError, LookupError, TypeError) as error:
-            raise CheckpointError(
-                f"resume: {path} is missing ({error}); resume from an older checkpoint in {self.path.parent}"
-            ) from error
+            raise self.unusable(f"{path} is missing ({error})", "checkpoint-incomplete") from error
         if not intact:
-            raise CheckpointError(
-                f"resume: {path} is not as it was written; resume from an older checkpoint in {self.path.parent}"
-            )
+            raise self.unusable(f"{path} is not as it was written", "checkpoint-damaged")
         return path
 
+    def unusable(self, problem: str, code: str) -> CheckpointError:
+        """Describe a fault of the checkpoint's files."""
+        remedy = f"resume from an older checkpoint in {self.path.parent}"
+        return CheckpointError(problem, code=code, who="resume", remedy=remedy)
+
     @classmethod
-    def read(cls, path: Path) -> Checkpoint:
+    def read(cls, path: Path) -> Self:
         """Open the checkpoint at ``path``.
 
         Raises:
@@ -78,27 +79,23 @@ class Checkpoint:
         """
         file = path / _STATE
         if not path.is_dir():
-            raise CheckpointError(f"resume: {path} is no checkpoint (no directory); {_elsewhere(path)}")
+            raise _no_checkpoint(path, "no directory")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
                 raise ValueError("it is not as it was written")
             return cls(path.resolve(), int(state["step"]), state)
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"resume: {path} is no checkpoint ({_STATE} is missing); {_elsewhere(path)}"
-            ) from error
+            raise _no_checkpoint(path, f"{_STATE} is missing") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"resume: {file} is damaged ({error}); resume from an older checkpoint in {path.parent}"
-            ) from error
+            raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
 
 
-def _elsewhere(path: Path) -> str:
-    """Remedy where ``path`` cannot be read."""
+def _no_checkpoint(path: Path, why: str) -> CheckpointError:
     names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
-    return f"give the path{whole} or start anew with resume: never"
+    remedy = f"give the path{whole} or start over with resume: never"
+    return CheckpointError(f"{path} is no checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -120,9 +117,7 @@ class CheckpointStore:
     """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint.
 
     Args:
-        run_dir: the run's directory.
         keep: newest checkpoints that stay after a save.
-        trainers: whose state is saved.
     """
 
     def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup) -> None:
@@ -238,7 +233,7 @@ class CheckpointStore:
             refused = refusal(_partial(final), error.strerror or str(error)) if isinstance(error, OSError) else None
             shutil.rmtree(_partial(final), ignore_errors=True)
             if refused is not None:
-                raise CheckpointError(refused) from error
+                raise CheckpointError(refused, code="disk-refused") from error
             raise
 
     def _point_latest(self, final: Path) -> None:
@@ -248,7 +243,7 @@ class CheckpointStore:
         link.replace(self._root / "latest")
 
     def _remove_old(self, newest: Path) -> None:
-        """Those of later steps than ``newest`` are older than it: a run that went on from before them left them."""
+        """Remove old ones, first those of later steps than ``newest``, left by a run that resumed before them."""
         left_behind = _step(newest)
         saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
         for old in saved[: -self._keep]:

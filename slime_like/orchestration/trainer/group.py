@@ -27,13 +27,10 @@ class TrainerGroup:
     """One Ray actor per rank, ordered by rank.
 
     Args:
-        placement: where they run.
         reference: index of the reference worker that they are, if they are one.
 
     Attributes:
         ranks: calls methods of all ranks' backends.
-        training: scores and trains.
-        export: gives out weights and gradients.
     """
 
     def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
@@ -81,7 +78,7 @@ class TrainerGroup:
         self.ranks.place(started.result(timeout))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
-        """Checkpoints are written by all ranks into one directory: every node must see it."""
+        """Require that every node sees the run directory: all ranks write checkpoints into it."""
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
@@ -92,8 +89,9 @@ class TrainerGroup:
         blind = sorted({address for seen, address in answers if not seen})
         if blind:
             raise TrainerError(
-                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}; put it on a file "
-                "system that all nodes share"
+                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}",
+                code="run-dir-not-shared",
+                remedy="put it on a file system that all nodes share",
             )
 
     def _environment(self) -> dict[str, str]:

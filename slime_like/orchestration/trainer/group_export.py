@@ -7,8 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from slime_like.interfaces import BucketMetadata
-from slime_like.orchestration.cluster.pending import Mapped, Pending
-from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.calls import Mapped, Pending, RankCalls
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 

@@ -46,8 +46,9 @@ class TrainerRank:
         port = self._config.trainer.rendezvous_port
         if port is not None and not is_free(host, port):
             raise TrainerError(
-                f"trainer.rendezvous_port={port} is taken on {host}; give another one, or none to have a free one "
-                "chosen"
+                f"trainer.rendezvous_port={port} is taken on {host}",
+                code="port-taken",
+                remedy="give another one, or none to have a free one chosen",
             )
         return host, port or _free_port(host)
 
@@ -104,5 +105,6 @@ def _free_port(host: str) -> int:
         if is_free(host, port):
             return port
     raise TrainerError(
-        f"no free port among 50 tried between {_RENDEZVOUS_PORTS[0]} and {_RENDEZVOUS_PORTS[-1]} on {host}"
+        f"no free port among 50 tried between {_RENDEZVOUS_PORTS[0]} and {_RENDEZVOUS_PORTS[-1]} on {host}",
+        code="no-free-port",
     )

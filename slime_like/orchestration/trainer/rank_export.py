@@ -19,8 +19,6 @@ class RankExport:
 
     Args:
         backend: set up already.
-        place: of this rank on the parallel axes.
-        training: holds the batch that gradients are computed from.
     """
 
     def __init__(
@@ -35,7 +33,7 @@ class RankExport:
         self._in_flight: deque[BucketMetadata] = deque()
 
     def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
-        """Open the sending side of the weight transport, anew if it was open; returns what receivers need to join.
+        """Open the sending side of the weight transport, again if it was open; returns what receivers need to join.
 
         ``None`` from ranks that send nothing: only the first of a pipeline stage does.
         """
@@ -49,7 +47,7 @@ class RankExport:
         return self._sender.rendezvous()
 
     def begin_export(self) -> None:
-        """Start over. Engines have loaded whatever was sent before, or the transport was opened anew."""
+        """Start over. Engines have loaded whatever was sent before, or the transport was opened again."""
         self._release(keep=0)
         self._buckets = self._backend.export_weights()
 

@@ -30,7 +30,11 @@ class FrozenLogprobs:
     @property
     def required_reference(self) -> Tensor:
         if self.reference is None:
-            raise TrainerError("a sequence has no reference logprobs; score the batch with the reference first")
+            raise TrainerError(
+                "a sequence has no reference logprobs",
+                code="no-reference-logprobs",
+                remedy="score the batch with the reference first",
+            )
         return self.reference
 
 
@@ -54,7 +58,6 @@ class RankTraining:
 
     Args:
         backend: set up already.
-        place: of this rank on the parallel axes.
     """
 
     def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
@@ -110,7 +113,6 @@ class RankTraining:
         """Score what the loss needs scored, then accumulate; the weights are those of the start of the step.
 
         Args:
-            packs: this replica's micro-batches of one window.
             last: no window follows in this step.
         """
         started = time.perf_counter()

@@ -6,12 +6,11 @@ from typing import Literal, Protocol
 import torch
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
-from slime_like.algorithms.packing.partition import partition_by_tokens
 from slime_like.config import TrainerConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.trainer.batcher import fill_to_equal_counts
+from slime_like.orchestration.trainer.batcher import fill_to_equal_counts, partition_over_replicas
 from slime_like.trajectory import PackedTrajectory, Trajectory
 
 # A window this long keeps a pipeline's bubble small, and the packs' lengths average out over replicas.
@@ -54,10 +53,7 @@ def score_sequences(
     """Logprob and entropy of every response token, at each sequence's own temperature.
 
     Args:
-        scorer: holds the weights.
         sequences: all scored or all unscored; memory is theirs and that of one packed copy, so hand over windows.
-        trainer: layout and token budget to pack for.
-        weights: which of the scorer's weights.
 
     Returns:
         (response_len,) float32 each, on the CPU, in the order of ``sequences``.
@@ -68,7 +64,8 @@ def score_sequences(
     """
     if not sequences:
         return []
-    partition = _partition(sequences, trainer, scorer.data_parallel_size)
+    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
+    partition = partition_over_replicas(lengths, budget, scorer.data_parallel_size)
     packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
     answers = scorer.score(fill_to_equal_counts(packs), weights)
     scores: dict[int, ScoredLogprobs] = {}
@@ -81,17 +78,11 @@ def score_sequences(
     return [scores[index] for index in range(len(sequences))]
 
 
-def _partition(sequences: Sequence[Trajectory], trainer: TrainerConfig, replicas: int) -> list[list[list[int]]]:
-    """[replica][pack] indices; replicas beyond the number of sequences get none."""
-    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
-    used = min(replicas, len(sequences))
-    return partition_by_tokens(lengths, budget, used) + [[] for _ in range(replicas - used)]
-
-
 def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:
     if not bool(torch.isfinite(score.logprobs).all() and torch.isfinite(score.entropy).all()):
         raise TrainerError(
-            f"sequence {sequence_id}: a logprob or entropy is not finite; the weights hold NaN or infinity, or "
-            "overflow in this model.dtype"
+            "a logprob or entropy is not finite; the weights hold NaN or infinity, or overflow in this model.dtype",
+            code="not-finite",
+            who=f"sequence {sequence_id}",
         )
     return score

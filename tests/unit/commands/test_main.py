@@ -18,10 +18,10 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
+from slime_like.evaluate import engines_alone
 from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.cluster.bundles import bundle_sizes
-from slime_like.orchestration.rollout.engines_alone import engines_alone
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.unit.checks.checkpoint import write_checkpoint
 

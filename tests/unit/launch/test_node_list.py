@@ -3,6 +3,7 @@
 import pytest
 
 from slime_like.system.node_list import MOST_NODES, expand_node_list
+from tests.support.rejections import Rejects
 
 
 @pytest.mark.parametrize(
@@ -25,22 +26,12 @@ def test_expanded(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "text",
     [
-        ("", "an empty name"),
-        ("a,,b", "an empty name before position 3"),
-        ("n[1-2", "a bracket is not closed"),
-        ("n1]", "bracket at 3 opens or closes none"),
-        ("n[[1]]", "bracket at 3 opens or closes none"),
-        ("n[3-1]", "'3-1' counts down"),
-        ("n[]", "'' is neither a number"),
-        ("n[a-b]", "'a-b' is neither a number"),
-        ("n[1-2-3]", "'1-2-3' is neither a number"),
-        (f"n[0-{MOST_NODES}]", "counts down, or too far"),
-        ("n[1-1000]m[1-1000]", f"more than {MOST_NODES} nodes"),
+        *("", "a,,b", "n[1-2", "n1]", "n[[1]]", "n[3-1]", "n[]", "n[a-b]", "n[1-2-3]"),
+        *(f"n[0-{MOST_NODES}]", "n[1-1000]m[1-1000]"),
     ],
 )
-def test_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=r"node list") as error:
+def test_refused(text: str, rejects: Rejects) -> None:
+    with rejects(ValueError):
         expand_node_list(text)
-    assert problem in str(error.value)

@@ -11,6 +11,7 @@ from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
+from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_placement import config
 
 
@@ -24,20 +25,14 @@ def options(**fields: object) -> LaunchOptions:
 
 
 @pytest.mark.parametrize(
-    ("fields", "problem"),
+    "fields",
     [
-        ({"nodes": 0}, "--nodes=0"),
-        ({"node_rank": 2}, "--node_rank=2 is not 0 to 1"),
-        ({"head": ""}, "--head is needed with --nodes=2"),
-        ({"port": 70_000}, "--port=70000 must be 1024 to 65535"),
-        ({"port": 0}, "--port=0 must be 1024 to 65535"),
-        ({"silence_s": 0.0}, "--silence_s=0 must be a number of seconds above 0"),
-        ({"nodes_timeout_s": math.nan}, "--nodes_timeout_s=nan must be a number of seconds"),
-        ({"stop_s": math.inf}, "--stop_s=inf must be a number of seconds"),
+        *({"nodes": 0}, {"node_rank": 2}, {"head": ""}, {"port": 70_000}, {"port": 0}),
+        *({"silence_s": 0.0}, {"nodes_timeout_s": math.nan}, {"stop_s": math.inf}),
     ],
 )
-def test_refused(fields: dict[str, object], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+def test_refused(fields: dict[str, object], rejects: Rejects) -> None:
+    with rejects(ConfigError):
         options(**fields)
 
 
@@ -114,19 +109,15 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    "arguments",
     [
-        (["--slurm_nodes", "gpu[1-"], "--slurm_nodes: node list"),
-        (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "--nodes=3, but --slurm_nodes names 2 nodes"),
-        (["--head", "10.0.0.1"], "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes"),
-        (
-            ["--nodes", "2", "--silence_s", "3"],
-            "--silence_s=3 (SILENCE_S) is too short: Ray checks the health",
-        ),
-        (["--", "--cluster.address", "10.0.0.1:1"], "cluster.address is not for you to give"),
+        ["--slurm_nodes", "gpu[1-"],
+        ["--slurm_nodes", "gpu[1-2]", "--nodes", "3"],
+        ["--head", "10.0.0.1"],
+        ["--nodes", "2", "--silence_s", "3"],
+        ["--", "--cluster.address", "10.0.0.1:1"],
     ],
 )
-def test_contradictions_are_refused(arguments: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_contradictions_are_refused(arguments: list[str], rejects: Rejects) -> None:
+    with rejects(ConfigError):
         command.run(arguments)
-    assert problem in str(error.value)

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.bundles import bundle_sizes
-from slime_like.orchestration.cluster.placement import require_whole_nodes
 
 REFERENCES = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}}
 
@@ -37,9 +35,3 @@ def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) 
 def test_evaluation_reserves_engines_alone(tmp_path: Path) -> None:
     colocated = config(tmp_path, rollout={"num_engines": 3}, cluster={"placement": "colocated"})
     assert bundle_sizes(colocated, with_trainers=False) == [1, 1, 1]
-
-
-def test_tensor_parallel_ranks_share_a_node() -> None:
-    require_whole_nodes("trainer.parallel.tensor", 2, ["a", "a", "b", "b"])
-    with pytest.raises(SlimeLikeError, match=r"trainer\.parallel\.tensor=2, but ranks 2 to 3 lie on several nodes"):
-        require_whole_nodes("trainer.parallel.tensor", 2, ["a", "a", "a", "b", "b", "b"])

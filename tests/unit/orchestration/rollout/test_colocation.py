@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-import pytest
-
 from slime_like.orchestration.rollout.colocation import SharedDevices
 
 
@@ -34,32 +32,23 @@ class Device:
         assert not {"trainer state", "kv_cache"} <= self.there
 
 
-@pytest.fixture
-def device() -> Device:
-    return Device()
-
-
-def test_a_step_takes_turns(device: Device) -> None:
+def test_a_step_takes_turns() -> None:
+    """The second one saves between sync and sampling."""
+    device = Device()
     turns = SharedDevices(cast(Any, device), cast(Any, device))
-    for _ in range(2):
+    for saves in (False, True):
         turns.begin_sync()
         assert device.there == {"trainer weights", "weights"}
         turns.end_sync()
+        if saves:
+            turns.training()
+            assert device.there == {"trainer weights", "trainer state"}
         turns.generation()
         turns.generation()  # evaluation asks again
         assert device.there == {"weights", "kv_cache"}
         turns.training()
         turns.training()
         assert device.there == {"trainer weights", "trainer state"}
-
-
-def test_saving_between_sync_and_sampling(device: Device) -> None:
-    turns = SharedDevices(cast(Any, device), cast(Any, device))
-    turns.begin_sync()
-    turns.end_sync()
-    turns.training()
-    assert device.there == {"trainer weights", "trainer state"}
     turns.generation()
-    assert device.there == {"weights", "kv_cache"}
     turns.begin_sync()
     assert device.there == {"trainer weights", "weights"}

@@ -6,8 +6,8 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.evaluate import engines_alone
 from slime_like.orchestration.cluster.bundles import bundle_sizes
-from slime_like.orchestration.rollout.engines_alone import engines_alone
 from tests.unit.checks.checkpoint import sound_flags
 
 OF_TRAINING = [

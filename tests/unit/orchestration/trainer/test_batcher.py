@@ -9,6 +9,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, split_by_group
 from slime_like.trajectory import ScoredTrajectory
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
@@ -78,10 +79,10 @@ def test_minibatches_hold_whole_groups() -> None:
     assert not groups[0] & groups[1] and not groups[1] & groups[2]
 
 
-def test_too_few_sequences_are_refused_with_a_remedy() -> None:
-    with pytest.raises(DataError, match=r"2 sequences for 3 data-parallel replicas; raise rollout\.prompts_per_step"):
+def test_too_few_sequences_are_refused_with_a_remedy(rejects: Rejects) -> None:
+    with rejects(DataError, "too-few-sequences"):
         ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
-    with pytest.raises(DataError, match=r"1 groups cannot be split into algorithm\.minibatches=2"):
+    with rejects(DataError, "too-few-groups"):
         split_by_group(batch_of(1, 2), 2)
 
 

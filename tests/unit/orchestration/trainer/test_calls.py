@@ -11,6 +11,7 @@ from slime_like.interfaces import RankCoordinates, ScoredLogprobs
 from slime_like.orchestration.trainer import calls as module
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.group_training import GroupTraining
+from tests.support.rejections import Rejects
 
 OUT_OF_MEMORY = TrainerError("out of memory")
 
@@ -100,18 +101,18 @@ def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> N
     assert cluster.phases == [window, window, ("updating", 5.0)]  # the answered ones are not waited for again
 
 
-def test_a_failed_window_ends_the_stream(cluster: Cluster) -> None:
+def test_a_failed_window_ends_the_stream(cluster: Cluster, rejects: Rejects) -> None:
     def answer(method: str, *rest: Any) -> Any:
         return OUT_OF_MEMORY if method == "RankTraining.train_window" else None
 
     training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
     training.begin_stream()
     training.send_window([[]])
-    with pytest.raises(TrainerError, match="trainer rank 1: out of memory"):
+    with rejects(TrainerError):
         training.send_window([[]])
     training.set_advantages({})  # raised once: a failing run may still commit a checkpoint that is written
     training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
     training.send_window([[]], last=True)
-    with pytest.raises(TrainerError, match="trainer rank 1: out of memory"):
+    with rejects(TrainerError):
         training.finish_stream(1.0)
     assert cluster.phases[-1][0] == "training on a window"

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, TrainerBackend
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
+from tests.support.rejections import Rejects
 
 
 class Backend:
@@ -26,10 +25,10 @@ class Backend:
         self.ended = True
 
 
-def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path) -> None:
+def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, rejects: Rejects) -> None:
     rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), 3)
     for method in (TrainerBackend.save, RankTraining.load_batch, RankExport.next_bucket):
-        with pytest.raises(RuntimeError, match="trainer rank 3 is used before setup"):
+        with rejects(RuntimeError):
             rank.call(method.__qualname__, tmp_path)
     assert rank.call(TrainerRank.peak_memory_bytes.__qualname__) > 0
     backend = Backend()
@@ -38,7 +37,7 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path) -> None:
     rank.call(TrainerBackend.save.__qualname__, tmp_path)
     assert backend.saved == [tmp_path]
     rank.call(RankTraining.load_batch.__qualname__, [])
-    with pytest.raises(RuntimeError, match="before begin_export"):
+    with rejects(RuntimeError):
         rank.call(RankExport.next_bucket.__qualname__)
     rank.call(TrainerRank.shutdown.__qualname__)
     assert backend.ended

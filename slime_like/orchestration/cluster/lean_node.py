@@ -1,0 +1,59 @@
+"""Ray's processes of one node, without those that a run does not need, and outside of the driver's process group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+# Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
+import ray._private.node
+from ray._private import services
+from ray._private.parameter import RayParams
+
+_LOOPBACK = "127.0.0.1"
+
+
+class LeanNode(ray._private.node.Node):
+    """Neither an autoscaler's monitor, a server of pages and job requests, nor a log monitor."""
+
+    def __init__(self, ray_params: RayParams, **options: Any) -> None:
+        ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
+        ray_params.update(no_monitor=True, include_log_monitor=False)
+        with _replaced(services, "ConsolePopen", _SeparateGroupProcess):
+            super().__init__(ray_params, **options)
+
+    @classmethod
+    def start(cls, head: bool, **parameters: Any) -> Self:
+        """Start one that ends with this process; ``parameters`` as in ``RayParams``."""
+        return cls(RayParams(**parameters), head=head, shutdown_at_exit=False, spawn_reaper=True)
+
+    def start_api_server(self, **_: Any) -> None:
+        """Start none."""
+
+
+class _SeparateGroupProcess(services.ConsolePopen):
+    """Process of a daemon of Ray that gets no signal sent to the driver's process group.
+
+    ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
+    gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
+    driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, process_group=0)
+
+
+@contextmanager
+def lean_start() -> Iterator[None]:
+    """Inside, a cluster that ``ray.init`` starts is a ``LeanNode`` on loopback."""
+    with _replaced(ray._private.node, "Node", LeanNode):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, usual)
