@@ -1,26 +1,33 @@
 """The bookkeeping of every engine: requests, pauses, sleep, the state of its weights."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
-
-from pydantic import ValidationError
+from typing import TypeVar
 
 from rollout.hooks import MEMORY_PARTS, EngineHooks, MemoryPart, Running
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
-from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.hosting.calls import one_line
+from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
 
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
+_HEALTH_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
+
+
+async def answers(call: Awaitable[object]) -> bool:
+    """True if the call has a result within a bound; dead and hung processes have none."""
+    try:
+        await asyncio.wait_for(call, _HEALTH_TIMEOUT_S)
+    except Exception:  # of whatever kind: the answer to "alive?" is no
+        return False
+    return True
 
 
 class EngineBase(EngineHooks[Running]):
@@ -34,14 +41,28 @@ class EngineBase(EngineHooks[Running]):
         self._config = config
         self._index = engine_index
         self._name = f"{kind} engine {engine_index}"
-        self._log = f"its log is in {config.run_dir}/worker_logs"
-        self._death = f"most often the kernel has killed it for want of memory (dmesg tells), and {self._log}"
+        self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._expected = expected_tensors(config.model.path)
         self._promised: dict[str, int] = {}
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """Inside, the engine starts, within ``rollout.start_timeout_s``; where that fails it is stopped."""
+        self._reset()
+        timeout = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except BaseException as error:
+            await self.stop()
+            raise self._faults.start_timeout(timeout) if isinstance(error, TimeoutError) else error from error
+
+    async def stop(self) -> None:
+        raise NotImplementedError
+
+    def _reset(self) -> None:
         """Weight version 0, awake and not paused."""
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
@@ -53,7 +74,8 @@ class EngineBase(EngineHooks[Running]):
         running = self._alive()
         self._state.require_serving()
         if self._asleep:
-            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
+            parts = ", ".join(sorted(self._asleep))
+            raise EngineError(f"{self._name} sleeps ({parts})", code="engine-asleep", remedy="call wake first")
         return running
 
     @asynccontextmanager
@@ -63,15 +85,15 @@ class EngineBase(EngineHooks[Running]):
         running = self._serving()
         name, timeout = request.request_id, self._config.rollout.request_timeout_s
         if name in self._promised:
-            raise EngineError(f"request {name} is already running on {self._name}; ids must be unique")
+            problem = f"request {name} is already running on {self._name}"
+            raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
         self._promised[name] = request.num_samples * request.sampling.max_new_tokens
         try:
             async with asyncio.timeout(timeout):
                 yield running
         except TimeoutError as error:
-            raise EngineError(
-                f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
-            ) from error
+            problem = f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
+            raise EngineError(problem, code="request-timeout") from error
         finally:
             del self._promised[name]
 
@@ -164,7 +186,8 @@ class EngineBase(EngineHooks[Running]):
         try:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError as error:
-            raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
+            problem = f"no end of {phase} within {timeout:g} s"
+            raise EngineError(problem, code="engine-timeout", who=self._name) from error
 
     async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
         """One step of a weight update; if it fails the update has failed."""
@@ -173,23 +196,6 @@ class EngineBase(EngineHooks[Running]):
             return await asyncio.wait_for(call, timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
-            reason = reason.removeprefix(f"{self._name}: ")
+            reason = reason.removeprefix(f"{self._name}: ")  # it is said once
             self._state.fail(reason)
-            raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
-
-
-def one_line(error: Exception) -> str:
-    """The error on one line, with its type unless it is this distribution's."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
-    return " ".join(text.split())[:500]
-
-
-def _error_text(error: Exception) -> str:
-    """The text of an error; of pydantic's without the count and the addresses."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    places = (".".join(map(str, detail["loc"])) for detail in details)
-    return "; ".join(
-        f"{place}: {detail['msg']}" if place else detail["msg"] for place, detail in zip(places, details, strict=True)
-    )
+            raise WeightSyncError(f"{phase} failed: {reason}", code="sync-call-failed", who=self._name) from error

@@ -162,7 +162,7 @@ class Host:
         finally:
             del self._sampling[submission.rid]
             ended.set()
-        raise EngineError(f"request {request.request_id} ended without an output")
+        raise EngineError(f"request {request.request_id} ended without an output", code="no-output")
 
     def _abort(self, running: _Running) -> None:
         running.aborted.set()
@@ -200,7 +200,7 @@ class _Ranks:
             await asyncio.to_thread(socket.poll, None, zmq.POLLIN)
             answer = sock_recv(socket)
             if not answer.success:
-                raise WeightSyncError(answer.message)
+                raise WeightSyncError(answer.message, code="rank-failed")
             reports = [self._reports.get() for _ in range(self._count)]
         require_success(reports)
         return reports
@@ -229,4 +229,4 @@ class _Running:
 def _require(answer: tuple[bool, str]) -> None:
     success, message = answer
     if not success:
-        raise WeightSyncError(message)
+        raise WeightSyncError(message, code="rank-failed")

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rollout.arguments import on_cpu
 from rollout.sglang import stand_ins
-from rollout.sglang.arguments import engine_arguments, on_cpu
+from rollout.sglang.arguments import engine_arguments
 from rollout.sglang.reports import Reports
 from slime_like.errors import EngineError
 

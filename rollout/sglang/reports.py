@@ -30,7 +30,7 @@ def require_success(reports: Sequence[RankReport]) -> None:
     """Raises ``WeightSyncError`` with the first rank's failure, if any failed."""
     for report in reports:
         if report.error is not None:
-            raise WeightSyncError(report.error)
+            raise WeightSyncError(report.error, code="rank-failed")
 
 
 def common_checksums(reports: Sequence[RankReport]) -> tuple[dict[str, int], float]:
@@ -41,5 +41,5 @@ def common_checksums(reports: Sequence[RankReport]) -> tuple[dict[str, int], flo
     """
     first = reports[0].received or {}
     if any((report.received or {}) != first for report in reports):
-        raise WeightSyncError("its tensor-parallel ranks received different bytes")
+        raise WeightSyncError("its tensor-parallel ranks received different bytes", code="ranks-differ")
     return first, max(report.hash_s for report in reports)

@@ -18,17 +18,12 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from torch import Tensor
 
+from rollout.arguments import on_cpu
+from rollout.receiving import WeightReceiver
 from rollout.sglang import sampler
-from rollout.sglang.arguments import on_cpu
 from rollout.sglang.reports import RankReport, Reports
-from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.received import Arrivals
-from slime_like.weights.transport import Receiver
-from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
@@ -75,8 +70,7 @@ class EngineScheduler(Scheduler):
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
-        self._receivers: dict[str, Receiver] = {}
-        self._arrivals = Arrivals()
+        self._receiver = WeightReceiver()
         # A flush collects garbage, on a CPU; what was imported is none, and looking through it takes half a second.
         gc.freeze()
 
@@ -112,17 +106,17 @@ class EngineScheduler(Scheduler):
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
     def connect_transport(self, transport: str, rendezvous: str) -> None:
-        self._answer(lambda: self._connect(transport, json.loads(rendezvous)))
+        self._answer(lambda: self._receiver.connect(transport, json.loads(rendezvous)))
 
     def begin_update(self) -> None:
-        self._arrivals = Arrivals()
+        self._receiver.begin_update()
         self.reports.put(RankReport())
 
     def update(self, metadata: str) -> None:
-        self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
+        self._answer(lambda: self._load(json.loads(metadata)))
 
     def received(self) -> None:
-        self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hashing.seconds))
+        self.reports.put(RankReport(None, *self._receiver.received()))
 
     def _answer(self, action: Callable[[], None]) -> None:
         """Run the call and report; SGLang itself would pass on the first rank's failure only."""
@@ -133,23 +127,10 @@ class EngineScheduler(Scheduler):
         else:
             self.reports.put(RankReport())
 
-    def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        previous = self._receivers.pop(transport, None)
-        if previous is not None:
-            previous.close()
-        self._receivers[transport] = open_receiver(transport, rendezvous)
-
-    def _load(self, metadata: BucketMetadata) -> None:
+    def _load(self, metadata: dict[str, Any]) -> None:
+        runner = self.tp_worker.model_runner
         with torch.inference_mode():
-            self.tp_worker.model_runner.model.load_weights(self._fetch(metadata))
-
-    def _fetch(self, metadata: BucketMetadata) -> list[tuple[str, Tensor]]:
-        """The bucket's tensors on this rank's device, every one verified before any is loaded."""
-        receiver = self._receivers.get(metadata.transport)
-        if receiver is None:
-            raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
-        device = self.tp_worker.model_runner.device
-        return self._arrivals.copies(metadata.entries, receiver.receive(metadata), device)
+            runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
 
 
 def _is_meant(recv_req: AbortReq, req: Req) -> bool:

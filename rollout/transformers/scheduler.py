@@ -127,9 +127,10 @@ class DecodeScheduler:
         try:
             while not self._stopping:
                 self._turn()
-            self._fail_all(EngineError("the engine was stopped"))
+            self._fail_all(EngineError("the engine was stopped", code="engine-stopped"))
         except BaseException as error:  # handed to every caller, and to all that come later
-            self._fail_all(EngineError(f"the decode thread died: {type(error).__name__}: {error}"))
+            problem = f"the decode thread died: {type(error).__name__}: {error}"
+            self._fail_all(EngineError(problem, code="engine-died"))
             raise
 
     def _turn(self) -> None:
