@@ -33,8 +33,7 @@ async def answers(call: Awaitable[object]) -> bool:
 class EngineBase(EngineHooks[Running]):
     """The half of ``RolloutEngine`` that is the same for all.
 
-    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the hooks that raise
-    ``NotImplementedError``.
+    An engine adds ``generate``, ``abort``, ``connect``, and the hooks that raise ``NotImplementedError``.
     """
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
@@ -47,23 +46,26 @@ class EngineBase(EngineHooks[Running]):
         self._promised: dict[str, int] = {}
         self._reset()
 
-    @asynccontextmanager
-    async def _starting(self) -> AsyncIterator[None]:
-        """Inside, the engine starts, within ``rollout.start_timeout_s``; where that fails it is stopped."""
+    async def start(self) -> None:
+        """Load the model as weight version 0, awake and not paused.
+
+        Raises:
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
+                ``rollout.start_timeout_s``.
+        """
         self._reset()
         timeout = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout):
-                yield
-        except BaseException as error:
+                await self._start()
+        except TimeoutError as error:
             await self.stop()
-            raise self._faults.start_timeout(timeout) if isinstance(error, TimeoutError) else error from error
-
-    async def stop(self) -> None:
-        raise NotImplementedError
+            raise self._faults.start_timeout(timeout) from error
+        except BaseException:
+            await self.stop()
+            raise
 
     def _reset(self) -> None:
-        """Weight version 0, awake and not paused."""
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
@@ -146,7 +148,6 @@ class EngineBase(EngineHooks[Running]):
         return dict(self._state.checksums)
 
     async def _close_failed(self, reason: str) -> None:
-        """Give up the open update, if there is one."""
         if self._state.is_open:
             self._state.fail(reason)
             await self._close_update()
@@ -196,6 +197,6 @@ class EngineBase(EngineHooks[Running]):
             return await asyncio.wait_for(call, timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
-            reason = reason.removeprefix(f"{self._name}: ")  # it is said once
+            reason = reason.removeprefix(f"{self._name}: ")  # which the new error names
             self._state.fail(reason)
             raise WeightSyncError(f"{phase} failed: {reason}", code="sync-call-failed", who=self._name) from error

@@ -30,13 +30,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None
 
-    async def start(self) -> None:
-        """Start SGLang's processes and load the model.
-
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
-        """
+    async def _start(self) -> None:
         check_arguments("sglang", self._config)
         longest, limit = self._config.max_model_len, self._dimensions.max_position_embeddings
         if longest > limit:
@@ -49,14 +43,13 @@ class SglangEngine(EngineBase[ChildProcess]):
                 who=self._name,
                 remedy="use rollout.engine=transformers there",
             )
-        async with self._starting():
-            self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
-            try:
-                await self._process.start(self._config, self._index)
-            except ProcessEnded as error:
-                raise self._faults.start_failed("its process ended", self._faults.log) from error
-            except EngineError as error:
-                raise self._faults.start_failed(str(error), self._faults.log) from error
+        self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
+        try:
+            await self._process.start(self._config, self._index)
+        except ProcessEnded as error:
+            raise self._faults.start_failed("its process ended", self._faults.log) from error
+        except EngineError as error:
+            raise self._faults.start_failed(str(error), self._faults.log) from error
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         async with self._promising(request) as process:
@@ -76,7 +69,6 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call_in_sync("connect", "connect", transport, rendezvous)
 
     async def stop(self) -> None:
-        """End SGLang's processes, by process id, within seconds. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.end, _END_S)

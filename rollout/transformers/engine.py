@@ -19,6 +19,7 @@ from rollout.hooks import MemoryPart
 from rollout.receiving import WeightReceiver
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
+from rollout.transformers.samples import Sample
 from slime_like.config import RunConfig
 from slime_like.cpu.choice import kernels_are_used
 from slime_like.cpu.onednn import use_onednn
@@ -27,7 +28,6 @@ from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest,
 from slime_like.system.memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from rollout.transformers.samples import Sample
     from rollout.transformers.scheduler import DecodeScheduler
 
 _STOP_TIMEOUT_S = 10.0
@@ -46,18 +46,12 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
 
-    async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineError: an engine argument or ``rollout.tensor`` is rejected, or loading fails or takes too long.
-        """
+    async def _start(self) -> None:
         check_arguments("transformers", self._config)
-        async with self._starting():
-            try:
-                self._scheduler = await asyncio.to_thread(self._load)
-            except (OSError, ValueError, RuntimeError, ImportError) as error:
-                raise self._faults.start_failed(f"{type(error).__name__}: {error}") from error
+        try:
+            self._scheduler = await asyncio.to_thread(self._load)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            raise self._faults.start_failed(f"{type(error).__name__}: {error}") from error
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         from rollout.transformers.scheduler import PendingRequest
@@ -81,7 +75,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         await self._sync_call("connect", asyncio.to_thread(self._receiver.connect, transport, rendezvous))
 
     async def stop(self) -> None:
-        """End the decode thread and free the model. May be called twice."""
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             ended = await asyncio.to_thread(scheduler.stop, _STOP_TIMEOUT_S)
@@ -101,7 +94,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         return self._scheduler is not None and self._scheduler.is_alive
 
     async def _freeze(self, mode: PauseMode) -> None:
-        """Between two tokens."""
         await self._bounded(f"pause({mode})", asyncio.wrap_future(self._alive().pause(mode)))
 
     async def _thaw(self) -> None:
@@ -168,14 +160,11 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        """Copy every tensor into the model, and hash it on the way."""
         self._receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
         if not on_cpu():
             torch.cuda.current_stream().synchronize()  # the sender may write to the bucket's memory again
 
     def _sample(self, request: GenerationRequest, index: int) -> Sample:
-        from rollout.transformers.samples import Sample
-
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
         return Sample(
             prompt=list(request.prompt_tokens),

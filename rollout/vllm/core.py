@@ -52,11 +52,7 @@ class EngineCore:
         self._built.set()
 
     async def start(self) -> None:
-        """Load the model and start the engine core's process. If it raises or is cancelled, call ``stop``.
-
-        Raises:
-            EngineError: an engine argument is rejected, or the start fails.
-        """
+        """Load the model and start the engine core's process. If it raises or is cancelled, call ``stop``."""
         start_tracker()
         before = process_ids()
         try:
@@ -114,7 +110,7 @@ class EngineCore:
         return [result for result, _ in answers]
 
     async def stop(self) -> None:
-        """End the engine core and its workers, by process id, within seconds. May be called twice."""
+        """End the engine core and its workers, by process id. May be called twice."""
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:

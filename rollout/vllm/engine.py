@@ -43,16 +43,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             )
         return None
 
-    async def start(self) -> None:
-        """Load the model and start the engine core's process.
-
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
-        """
-        async with self._starting():
-            await self._core.start()
-
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         async with self._promising(request) as llm:
             output = await self._run(llm, request)
@@ -76,11 +66,13 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
         await self._sync_call("connect", self._core.workers("init_weight_transfer_engine", **arguments))
 
+    # ------------------------------------------------------------------------------------------------- see EngineHooks
+    async def _start(self) -> None:
+        await self._core.start()
+
     async def stop(self) -> None:
-        """End the engine core and its workers, by process id, within seconds. May be called twice."""
         await self._core.stop()
 
-    # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> AsyncLLM:
         return self._core.alive()
 

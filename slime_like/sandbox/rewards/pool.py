@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import ENVIRONMENT
-from slime_like.errors import ConfigError, RewardError, SlimeLikeError
+from slime_like.errors import RewardError
 from slime_like.sandbox.loop_thread import LoopThread
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
@@ -55,7 +55,7 @@ class RewardPool:
         self._functions = [function.name for function in config.computed]
         self._count = config.workers
         functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
-        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions", RewardError), config)
+        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
         self._failures = RewardFailures(config)
         self._thread = LoopThread()
         self._closed = False
@@ -164,12 +164,12 @@ class RewardPool:
 def start_problems(config: RewardConfig, index: int) -> list[str]:
     """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone."""
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
-    kind = _workers_of(config, [index], subject, lambda text: ConfigError(text.splitlines()))
     thread = LoopThread()
     try:
-        thread.run(_try_start(WorkerPool(kind, config.model_copy(update={"workers": 1}))))
-    except ConfigError as error:
-        return error.problems
+        workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
+        thread.run(_try_start(workers))
+    except RewardError as error:
+        return str(error).splitlines()
     finally:
         thread.close()
     return []
@@ -183,9 +183,7 @@ async def _try_start(workers: WorkerPool) -> None:
         await workers.close()
 
 
-def _workers_of(
-    config: RewardConfig, functions: Iterable[int], subject: str, error: Callable[[str], SlimeLikeError]
-) -> WorkerKind:
+def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:
     setup = [
         {
             "field": f"reward.functions.{index}",
@@ -194,7 +192,7 @@ def _workers_of(
         }
         for index in functions
     ]
-    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, error)
+    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, RewardError)
 
 
 def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
