@@ -18,17 +18,16 @@ def main(descriptor: int, scratch: Path) -> None:
         from rollout.sglang.launch import launch
 
         tempfile.tempdir = str(scratch)
-        launched = launch(config, engine_index, descriptor, owner)
+        engine, reports = launch(config, engine_index, descriptor, owner)
         tempfile.tempdir = None
         from rollout.sglang.host import Host
 
         gc.freeze()
-        owner.end_with(launched.schedulers)
-        host = Host(launched.engine, launched.reports, config, engine_index)
-        launched.engine.loop.run_until_complete(host.reach_schedulers())
+        host = Host(engine, reports, config, engine_index)
+        engine.loop.run_until_complete(host.reach_schedulers())
         if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
             shutil.rmtree(scratch)
-    launched.engine.loop.run_until_complete(owner.serve(host))
+    engine.loop.run_until_complete(owner.serve(host))
 
 
 if __name__ == "__main__":

@@ -41,18 +41,11 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
     if inherited is not None:
         os.close(inherited)
     tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
-
-    class ReportingScheduler(EngineScheduler):
-        """Bound to this process's reports, since SGLang constructs it by itself."""
-
-        def __init__(self, *of_scheduler: Any) -> None:
-            self.reports = reports
-            super().__init__(*of_scheduler)
-
     if on_cpu():
         keep_freed_memory()
     sampler.register()
-    sglang_scheduler.Scheduler = ReportingScheduler
+    EngineScheduler.reports = reports  # SGLang constructs it
+    sglang_scheduler.Scheduler = EngineScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
 
 

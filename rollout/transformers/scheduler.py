@@ -211,10 +211,8 @@ def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
     """Set a future, unless its caller gave up and cancelled it."""
-    try:
+    with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(value)
         else:
             future.set_exception(error)
-    except InvalidStateError:
-        return

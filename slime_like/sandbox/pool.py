@@ -58,7 +58,7 @@ class WorkerPool:
     def process_ids(self) -> tuple[int, ...]:
         return tuple(worker.pid for worker in self._workers)
 
-    def launch(self) -> None:
+    async def launch(self) -> None:
         """Start every worker; ``ready`` waits for them."""
         for _ in range(self._limits.workers):
             self._launch_worker()

@@ -56,7 +56,7 @@ class EnvironmentPool:
         Raises:
             EnvironmentFailure: the environment cannot be used, or a worker did not start in time.
         """
-        self._workers.launch()
+        await self._workers.launch()
         await self._workers.ready()
 
     async def step(self, task: Task, state: Any, response: str, first: bool) -> Step:

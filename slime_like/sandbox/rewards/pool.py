@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -60,7 +61,7 @@ class RewardPool:
         self._thread = LoopThread()
         self._closed = False
         if self._functions:
-            self._thread.run(self._launch())
+            self._thread.run(self._workers.launch())
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -110,9 +111,6 @@ class RewardPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _launch(self) -> None:
-        self._workers.launch()
 
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
         of_groups = frozenset(self._workers.about["of_groups"])  # known to the workers, which import the functions
@@ -164,23 +162,16 @@ class RewardPool:
 def start_problems(config: RewardConfig, index: int) -> list[str]:
     """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone."""
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
-    thread = LoopThread()
-    try:
-        workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
-        thread.run(_try_start(workers))
-    except RewardError as error:
-        return str(error).splitlines()
-    finally:
-        thread.close()
+    workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
+    with closing(LoopThread()) as thread:
+        thread.run(workers.launch())
+        try:
+            thread.run(workers.ready())
+        except RewardError as error:
+            return str(error).splitlines()
+        finally:
+            thread.run(workers.close())
     return []
-
-
-async def _try_start(workers: WorkerPool) -> None:
-    workers.launch()
-    try:
-        await workers.ready()
-    finally:
-        await workers.close()
 
 
 def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:
