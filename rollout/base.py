@@ -82,7 +82,7 @@ class EngineBase(EngineHooks[Running]):
 
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
-        """Inside, the request is checked, counted, and bounded by ``rollout.request_timeout_s``."""
+        """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
         check_request(request, self._dimensions, self._config.max_model_len)
         running = self._serving()
         name, timeout = request.request_id, self._config.rollout.request_timeout_s

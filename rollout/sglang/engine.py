@@ -121,14 +121,17 @@ class SglangEngine(EngineBase[ChildProcess]):
     # -------------------------------------------------------------------------------------------------------- helpers
     async def _ask(self, phase: str, method: str, *arguments: Any) -> Any:
         """Call a method of the process; errors name the engine and the phase."""
-        try:
-            return await self._bounded(phase, self._alive().call(method, *arguments))
-        except ProcessEnded as error:
-            raise self._faults.died(f"during {phase}") from error
-        except EngineError as error:
-            if error.code != "engine":  # it names the engine already
-                raise
-            raise EngineError(f"{phase} failed: {error}", code="engine-call-failed", who=self._name) from error
+        process = self._alive()
+
+        async def call() -> Any:
+            try:
+                return await process.call(method, *arguments)
+            except ProcessEnded as error:
+                raise self._faults.died(f"during {phase}") from error
+            except EngineError as error:
+                raise EngineError(f"{phase} failed: {error}", code="engine-call-failed", who=self._name) from error
+
+        return await self._bounded(phase, call())
 
     async def _call_in_sync(self, phase: str, method: str, *arguments: Any) -> Any:
         """Call a method of the process, as ``_sync_call`` does."""

@@ -58,7 +58,7 @@ class Host:
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Every sample is a request of SGLang's own, with its own seed; greedy ones are computed once."""
+        """One request to SGLang per sample, each with a seed; greedy ones are computed once."""
         running = self._running[request.request_id] = _Running(request)
         greedy = request.sampling.temperature == 0
         tasks = [asyncio.ensure_future(self._sample(running, i)) for i in range(1 if greedy else request.num_samples)]
@@ -180,7 +180,7 @@ class Host:
     async def _flush(self) -> None:
         answer = await self._manager.flush_cache()
         if not answer.success:
-            raise EngineError(f"SGLang did not flush its cache: {answer.message}")
+            raise EngineError(f"SGLang did not flush its cache: {answer.message}", code="cache-not-flushed")
 
 
 class _Ranks:

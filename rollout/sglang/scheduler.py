@@ -1,7 +1,7 @@
 """Extension of SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
 
-The engine starts every scheduler through ``run_scheduler``, so that SGLang finds ``EngineScheduler`` where it looks for
-its own.
+The engine starts every scheduler through ``run_scheduler``, which puts ``EngineScheduler`` where SGLang looks for its
+scheduler.
 """
 
 import gc

@@ -14,7 +14,7 @@ from slime_like.interfaces import Generation, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response and its own random stream, so that neighbours in a batch do not change what it draws."""
+    """One response and its random stream, so that neighbours in a batch do not change what it draws."""
 
     prompt: list[int]
     sampling: SamplingParams

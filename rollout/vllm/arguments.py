@@ -64,7 +64,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.rollout.tensor,
-        # In a Ray actor vLLM would have Ray start its ranks, as if the actor's devices were not its own.
+        # In a Ray actor vLLM would have Ray start its ranks, as if the actor had no devices.
         "distributed_executor_backend": "mp" if config.rollout.tensor > 1 else None,
         "seed": config.seed + engine_index,
         # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.

@@ -58,8 +58,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         """Join the weight transport, again if this engine was connected.
 
         Raises:
-            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (its own
-                ``reload_weights`` does, too), so that updates would be silently wrong.
+            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (so
+                does its ``reload_weights``), so that updates would be silently wrong.
         """
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
             raise EngineError(refusal, code="model-not-served", who=self._name)

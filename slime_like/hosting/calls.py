@@ -33,7 +33,7 @@ class Answer:
 def portable(error: BaseException) -> SlimeLikeError:
     """The error with all its fields as any process can unpickle it: of a class of this package."""
     if not isinstance(error, SlimeLikeError):
-        return EngineError(one_line(error))
+        return EngineError(one_line(error), code="unexpected")
     known = getattr(errors, type(error).__name__, None) is type(error) and not isinstance(error, ConfigError)
     kind = type(error) if known else EngineError
     return kind(

@@ -97,7 +97,7 @@ def test_errors_keep_class_and_fields(start: Callable[[], ChildProcess]) -> None
             )
             with pytest.raises(EngineError) as foreign:
                 await process.call("foreign")
-            assert (foreign.value.code, str(foreign.value)) == ("engine", "LookupError: no such thing")
+            assert (foreign.value.code, str(foreign.value)) == ("unexpected", "LookupError: no such thing")
         finally:
             process.end(5.0)
 
