@@ -95,7 +95,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._sync_call("begin_update", self._core.workers("begin_update"))
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._sync_call("update", self._core.workers("update", metadata=metadata_to_wire(bucket)))
+        await self._sync_call(
+            "update", self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
+        )
 
     async def _received(self) -> tuple[dict[str, int], float]:
         answers = await self._sync_call("finish_update", self._core.workers("received"))
@@ -107,14 +109,14 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _finish_update(self, version: int) -> None:
         llm = self._alive()
-        await self._sync_call("finish_update", self._core.workers("finish_update"))
+        await self._sync_call("finish_update", self._core.workers("finish_weight_update"))
         await self._sync_call("finish_update", self._core.while_alive(llm.update_weight_version(str(version))))
         await self._sync_call(
             "cache flush", self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
         )
 
     async def _close_update(self) -> None:
-        await self._sync_call("closing a failed update", self._core.workers("finish_update"))
+        await self._sync_call("closing a failed update", self._core.workers("finish_weight_update"))
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Weights go to host memory. vLLM itself skips a part that is asleep."""

@@ -119,14 +119,6 @@ class WorkerExtension(_Worker):
             self.finish_weight_update()
         self.start_weight_update()
 
-    def update(self, metadata: dict[str, Any]) -> None:
-        """Fetch, hash and load one bucket."""
-        self.update_weights({"metadata": metadata})
-
-    def finish_update(self) -> None:
-        """End the open update, also one that has failed."""
-        self.finish_weight_update()
-
     def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
         return self.weight_transfer_engine.receiver.received()
