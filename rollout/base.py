@@ -10,7 +10,7 @@ from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.hosting.calls import one_line
+from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
@@ -191,7 +191,7 @@ class EngineBase(EngineHooks[Running]):
             raise EngineError(problem, code="engine-timeout", who=self._name) from error
 
     async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
-        """One step of a weight update; if it fails the update has failed."""
+        """One step of a weight update; if it fails the update has failed. The error keeps its cause's code."""
         timeout = self._config.sync.timeout_s
         try:
             return await asyncio.wait_for(call, timeout)
@@ -199,4 +199,5 @@ class EngineBase(EngineHooks[Running]):
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
             reason = reason.removeprefix(f"{self._name}: ")  # which the new error names
             self._state.fail(reason)
-            raise WeightSyncError(f"{phase} failed: {reason}", code="sync-call-failed", who=self._name) from error
+            code = code_of(error, "sync-call-failed")
+            raise WeightSyncError(f"{phase} failed: {reason}", code=code, who=self._name) from error

@@ -59,7 +59,7 @@ class EngineScheduler(Scheduler):
         try:
             super().__init__(*arguments)
         except Exception as error:
-            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+            self.reports.put(RankReport.of_error(error))
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
@@ -116,7 +116,7 @@ class EngineScheduler(Scheduler):
         try:
             action()
         except Exception as error:
-            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+            self.reports.put(RankReport.of_error(error))
         else:
             self.reports.put(RankReport())
 

@@ -104,10 +104,10 @@ class EngineCore:
         """
         call = self.alive().collective_rpc("attempt", args=(method, arguments))
         answers = await self.while_alive(call)
-        for _, failure in answers:
+        for _, failure, code in answers:
             if failure is not None:
-                raise WeightSyncError(failure, code="rank-failed")
-        return [result for result, _ in answers]
+                raise WeightSyncError(failure, code=code)
+        return [result for result, _, _ in answers]
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id. May be called twice."""

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
-from slime_like.hosting.calls import one_line
+from slime_like.hosting.calls import code_of, one_line
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.wire import metadata_from_wire
 
@@ -102,16 +102,16 @@ class WorkerExtension(_Worker):
 
     weight_transfer_engine: BucketTransferEngine
 
-    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-        """Call one of this worker's methods; gives its result and what went wrong.
+    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None, str]:
+        """Call one of this worker's methods; gives its result, or the sentence and the code of its error.
 
         vLLM 0.32 stops reading its workers' replies at the first one that is an exception. Those of the later workers
-        stay in their queues and answer the next call, and so on for ever. A reply that tells of the error is read.
+        stay in their queues and answer the next call, and so on for ever. A reply that describes the error is read.
         """
         try:
-            return getattr(self, method)(**arguments), None
+            return getattr(self, method)(**arguments), None, ""
         except Exception as error:  # returned to the engine, which fails the update
-            return None, one_line(error)
+            return None, one_line(error), code_of(error, "rank-failed")
 
     def begin_update(self) -> None:
         """Start a weight update, also where the last one is open still because it failed on another worker only."""

@@ -52,6 +52,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split())[:500]
 
 
+def code_of(error: BaseException, other: str) -> str:
+    """The error's code; ``other`` for errors that are not this distribution's."""
+    return error.code if isinstance(error, SlimeLikeError) else other
+
+
 def _error_text(error: BaseException) -> str:
     """The text of an error; of pydantic's without the count and the addresses."""
     if not isinstance(error, ValidationError):
