@@ -53,6 +53,7 @@ def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+    sleeps = sleep_mode(config, SLEEP_ARGUMENT)
     return {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
@@ -65,13 +66,9 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
-        **({} if on_cpu() else _memory_saver(config)),
+        # A sleeping engine remembers its weights, in host memory.
+        **({} if on_cpu() else dict.fromkeys((SLEEP_ARGUMENT, "enable_weights_cpu_backup"), sleeps)),
     }
-
-
-def _memory_saver(config: RunConfig) -> dict[str, bool]:
-    """A sleeping engine remembers its weights, in host memory."""
-    return dict.fromkeys((SLEEP_ARGUMENT, "enable_weights_cpu_backup"), sleep_mode(config, SLEEP_ARGUMENT))
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:

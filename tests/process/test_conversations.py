@@ -208,10 +208,19 @@ def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> 
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
-    [("hang", "timeout"), ("die", "crash"), ("fill", "memory"), ("raise", "error"), ("odd", "error"), ("burn", "cpu")],
+    ("word", "reason", "detail"),
+    [
+        ("hang", "timeout", ""),
+        ("die", "crash", ""),
+        ("fill", "memory", ""),
+        ("burn", "cpu", ""),
+        ("raise", "error", "LookupError: no such thing (FILE:24)"),
+        ("odd", "error", "TypeError: step returned a str; return a Step (FILE:14)"),
+    ],
 )
-def test_a_bad_step_costs_its_own_conversation(loop: asyncio.AbstractEventLoop, word: str, reason: str) -> None:
+def test_a_bad_step_costs_its_own_conversation_and_names_file_and_line(
+    loop: asyncio.AbstractEventLoop, tmp_path: Path, word: str, reason: str, detail: str
+) -> None:
     """The others go on, those too that had begun on the worker that is gone: the state is not in it."""
     engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
     good, bad, other = talk(loop, engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
@@ -221,6 +230,7 @@ def test_a_bad_step_costs_its_own_conversation(loop: asyncio.AbstractEventLoop, 
         assert all(1.5 <= step["cpu_left"] <= 3.5 for step in generation.conversation.metadata)
     assert bad.conversation is not None and bad.conversation.failure is not None
     assert bad.conversation.failure["reason"] == reason
+    assert bad.conversation.failure.get("detail", "") == detail.replace("FILE", str(tmp_path / "parrots.py"))
     assert bad.conversation.turns == ((0, 2), (6, 6 + len(word) + 1))
 
 
