@@ -1,48 +1,71 @@
 """The bookkeeping of every engine: requests, pauses, sleep, the state of its weights."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
-
-from pydantic import ValidationError
+from typing import TypeVar
 
 from rollout.hooks import MEMORY_PARTS, EngineHooks, MemoryPart, Running
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
-from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.hosting.calls import code_of, one_line
+from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
 
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
+_HEALTH_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
+
+
+async def answers(call: Awaitable[object]) -> bool:
+    """True if the call has a result within a bound; dead and hung processes have none."""
+    try:
+        await asyncio.wait_for(call, _HEALTH_TIMEOUT_S)
+    except Exception:  # of whatever kind: the answer to "alive?" is no
+        return False
+    return True
 
 
 class EngineBase(EngineHooks[Running]):
     """The half of ``RolloutEngine`` that is the same for all.
 
-    An engine adds ``start``, ``generate``, ``abort``, ``connect``, ``stop``, and the hooks that raise
-    ``NotImplementedError``.
+    An engine adds ``generate``, ``abort``, ``connect``, and the hooks that raise ``NotImplementedError``.
     """
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
         self._config = config
         self._index = engine_index
         self._name = f"{kind} engine {engine_index}"
-        self._log = f"its log is in {config.run_dir}/worker_logs"
-        self._death = f"most often the kernel has killed it for want of memory (dmesg tells), and {self._log}"
+        self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._expected = expected_tensors(config.model.path)
         self._promised: dict[str, int] = {}
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        """Weight version 0, awake and not paused."""
+    async def start(self) -> None:
+        """Load the model as weight version 0, awake and not paused.
+
+        Raises:
+            EngineError: an engine argument is rejected, the start fails, or it takes longer than
+                ``rollout.start_timeout_s``.
+        """
+        self._reset()
+        timeout = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                await self._start()
+        except TimeoutError as error:
+            await self.stop()
+            raise self._faults.start_timeout(timeout) from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _reset(self) -> None:
         self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
@@ -53,25 +76,26 @@ class EngineBase(EngineHooks[Running]):
         running = self._alive()
         self._state.require_serving()
         if self._asleep:
-            raise EngineError(f"{self._name} sleeps ({', '.join(sorted(self._asleep))}); call wake first")
+            parts = ", ".join(sorted(self._asleep))
+            raise EngineError(f"{self._name} sleeps ({parts})", code="engine-asleep", remedy="call wake first")
         return running
 
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
-        """Inside, the request is checked, counted, and bounded by ``rollout.request_timeout_s``."""
+        """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
         check_request(request, self._dimensions, self._config.max_model_len)
         running = self._serving()
         name, timeout = request.request_id, self._config.rollout.request_timeout_s
         if name in self._promised:
-            raise EngineError(f"request {name} is already running on {self._name}; ids must be unique")
+            problem = f"request {name} is already running on {self._name}"
+            raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
         self._promised[name] = request.num_samples * request.sampling.max_new_tokens
         try:
             async with asyncio.timeout(timeout):
                 yield running
         except TimeoutError as error:
-            raise EngineError(
-                f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
-            ) from error
+            problem = f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
+            raise EngineError(problem, code="request-timeout") from error
         finally:
             del self._promised[name]
 
@@ -124,7 +148,6 @@ class EngineBase(EngineHooks[Running]):
         return dict(self._state.checksums)
 
     async def _close_failed(self, reason: str) -> None:
-        """Give up the open update, if there is one."""
         if self._state.is_open:
             self._state.fail(reason)
             await self._close_update()
@@ -164,32 +187,17 @@ class EngineBase(EngineHooks[Running]):
         try:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError as error:
-            raise EngineError(f"{self._name}: no end of {phase} within {timeout:g} s") from error
+            problem = f"no end of {phase} within {timeout:g} s"
+            raise EngineError(problem, code="engine-timeout", who=self._name) from error
 
     async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
-        """One step of a weight update; if it fails the update has failed."""
+        """One step of a weight update; if it fails the update has failed. The error keeps its cause's code."""
         timeout = self._config.sync.timeout_s
         try:
             return await asyncio.wait_for(call, timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
-            reason = reason.removeprefix(f"{self._name}: ")
+            reason = reason.removeprefix(f"{self._name}: ")  # which the new error names
             self._state.fail(reason)
-            raise WeightSyncError(f"{self._name}: {phase} failed: {reason}") from error
-
-
-def one_line(error: Exception) -> str:
-    """The error on one line, with its type unless it is this distribution's."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
-    return " ".join(text.split())[:500]
-
-
-def _error_text(error: Exception) -> str:
-    """The text of an error; of pydantic's without the count and the addresses."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    places = (".".join(map(str, detail["loc"])) for detail in details)
-    return "; ".join(
-        f"{place}: {detail['msg']}" if place else detail["msg"] for place, detail in zip(places, details, strict=True)
-    )
+            code = code_of(error, "sync-call-failed")
+            raise WeightSyncError(f"{phase} failed: {reason}", code=code, who=self._name) from error

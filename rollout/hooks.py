@@ -13,6 +13,14 @@ MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 class EngineHooks(Generic[Running]):
     """Called by ``EngineBase``, once the call itself has been found to be right; ``Running`` is a started engine."""
 
+    async def _start(self) -> None:
+        """Start within a bound set by the caller, which calls ``stop`` if it raises or is cancelled."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """End the engine and every process it started, by process id, within seconds. May be called twice."""
+        raise NotImplementedError
+
     def _alive(self) -> Running:
         """Raises ``EngineError`` where the engine has not been started, or has died."""
         raise NotImplementedError

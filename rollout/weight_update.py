@@ -31,7 +31,9 @@ class WeightUpdateState:
         """Raises ``EngineError`` while the weights are a mixture that a failed update left."""
         if self._failure is not None:
             raise EngineError(
-                f"{self._engine} has mixed weights since {self._failure}; finish a whole weight update before sampling"
+                f"{self._engine} has mixed weights since {self._failure}",
+                code="mixed-weights",
+                remedy="finish a whole weight update before sampling",
             )
 
     def begin(self, version: int) -> None:
@@ -41,22 +43,24 @@ class WeightUpdateState:
         self._failure = f"the update to version {version} did not finish"
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
-        """Refuse tensors that the model does not have, in another shape, or a second time."""
+        """Reject tensors that the model does not have, in another shape, or a second time."""
         self._require_open("update")
         for entry in entries:
             shape = self._expected.get(entry.name)
             if shape is None:
-                raise WeightSyncError(f"{self._engine}: the model has no tensor {entry.name}")
+                raise self._refusal(f"the model has no tensor {entry.name}", "unknown-tensor")
             if shape != entry.shape:
-                raise WeightSyncError(f"{self._engine}: {entry.name} has shape {entry.shape}, the model wants {shape}")
+                problem = f"{entry.name} has shape {entry.shape}, the model wants {shape}"
+                raise self._refusal(problem, "tensor-shape")
             if entry.name in self._names:
-                raise WeightSyncError(f"{self._engine}: {entry.name} came twice in the update to {self._open_version}")
+                problem = f"{entry.name} came twice in the update to {self._open_version}"
+                raise self._refusal(problem, "duplicate-tensor")
             self._names.add(entry.name)
 
     def check_complete(self, version: int, received: Mapping[str, int]) -> None:
         self._require_open("finish_update")
         if version != self._open_version:
-            raise WeightSyncError(f"{self._engine}: version {self._open_version} is open, not {version}")
+            raise self._refusal(f"version {self._open_version} is open, not {version}", "other-version-open")
         require_complete(received, self._expected, self._engine)
 
     def commit(self, received: Mapping[str, int], hash_s: float = 0.0) -> UpdateReceipt:
@@ -76,4 +80,7 @@ class WeightUpdateState:
 
     def _require_open(self, call: str) -> None:
         if self._open_version is None:
-            raise WeightSyncError(f"{self._engine}: {call} without an open update; call begin_update first")
+            raise self._refusal(f"{call} without an open update", "no-open-update", "call begin_update first")
+
+    def _refusal(self, problem: str, code: str, remedy: str = "") -> WeightSyncError:
+        return WeightSyncError(problem, code=code, who=self._engine, remedy=remedy)

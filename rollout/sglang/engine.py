@@ -1,28 +1,23 @@
 """SGLang behind ``RolloutEngine``: its engine, in separate processes."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollout.base import EngineBase
-from rollout.engine_arguments import check_arguments
+from rollout.arguments import check_arguments, gives_memory_back, on_cpu
+from rollout.base import EngineBase, answers
 from rollout.hooks import MemoryPart
-from rollout.sglang.arguments import check_length, environment, gives_memory_back, on_cpu
+from rollout.sglang.arguments import SLEEP_ARGUMENT, environment
+from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.weights.wire import metadata_to_wire
 
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
-
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
 """For SGLang's processes to be gone after they were killed; they have nothing to save."""
-_HEALTH_TIMEOUT_S = 10.0
 
 
 class SglangEngine(EngineBase[ChildProcess]):
@@ -35,55 +30,45 @@ class SglangEngine(EngineBase[ChildProcess]):
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None
 
-    async def start(self) -> None:
-        """Start SGLang's processes and load the model.
-
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
-        """
-        check_arguments("sglang", self._config.rollout)
-        check_length(self._config, self._dimensions, self._name)
+    async def _start(self) -> None:
+        check_arguments("sglang", self._config)
+        longest, limit = self._config.max_model_len, self._dimensions.max_position_embeddings
+        if longest > limit:
+            problem = f"rollout.max_model_len={longest} is more than the model's max_position_embeddings={limit}"
+            raise self._faults.start_failed(problem, "use at most that")
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(
-                f"{self._name}: SGLang on a CPU is not served with latent attention (DeepSeek-V3's); use "
-                "rollout.engine=transformers there"
+                "SGLang on a CPU is not served with latent attention (DeepSeek-V3's)",
+                code="model-not-served",
+                who=self._name,
+                remedy="use rollout.engine=transformers there",
             )
-        self._begin_anew()
-        timeout = self._config.rollout.start_timeout_s
-        process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
+        self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
         try:
-            await asyncio.wait_for(process.start(self._config, self._index), timeout)
-        except BaseException as error:
-            await asyncio.to_thread(process.end, _END_S)
-            raise _start_error(error, timeout, self._name, self._log) from error
-        self._process = process
+            await self._process.start(self._config, self._index)
+        except ProcessEnded as error:
+            raise self._faults.start_failed("its process ended", self._faults.log) from error
+        except EngineError as error:
+            raise self._faults.start_failed(str(error), self._faults.log) from error
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        name, answered = request.request_id, False
         async with self._promising(request) as process:
             try:
-                samples: list[Generation] = await process.call("generate", request)
-                answered = True
-                return samples
+                return await process.generate(request)
             except ProcessEnded as error:
-                raise EngineError(f"{self._name} died while it ran request {name}; {self._death}") from error
+                raise self._faults.died(f"while it ran request {request.request_id}") from error
             except EngineError as error:
-                answered = True
-                raise EngineError(f"request {name} failed on {self._name}: {error}") from error
-            finally:
-                if not answered and process.alive:  # the caller was cancelled, or gave up
-                    process.tell("abort", name)
+                problem = f"request {request.request_id} failed on {self._name}: {error}"
+                raise EngineError(problem, code="request-failed") from error
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._ask("abort", "abort", request_id)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport on every rank, anew if this engine was connected."""
+        """Join the weight transport on every rank, again if this engine was connected."""
         await self._call_in_sync("connect", "connect", transport, rendezvous)
 
     async def stop(self) -> None:
-        """End SGLang's processes, by process id, within seconds. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.end, _END_S)
@@ -91,20 +76,14 @@ class SglangEngine(EngineBase[ChildProcess]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> ChildProcess:
         if self._process is None:
-            raise EngineError(f"{self._name} is not running; call start first")
+            raise self._faults.not_running()
         if not self._process.alive:
-            raise EngineError(f"{self._name}: its process has died; {self._death}")
+            raise self._faults.died()
         return self._process
 
     async def _is_alive(self) -> bool:
         """Asks the schedulers, not only SGLang's own process."""
-        if self._process is None or not self._process.alive:
-            return False
-        try:
-            await asyncio.wait_for(self._process.call("ping"), _HEALTH_TIMEOUT_S)
-        except Exception:  # whatever a dead or hung process answers, the answer to "alive?" is no
-            return False
-        return True
+        return self._process is not None and await answers(self._process.call("ping"))
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._process.process_ids if self._process is not None else ()
@@ -132,24 +111,27 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call_in_sync("closing a failed update", "close_update")
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, self._name):
+        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
             await self._ask("sleep", "release_memory", tuple(reversed(parts)))
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, self._name):
+        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
             await self._ask("wake", "resume_memory", tuple(parts))
 
     # -------------------------------------------------------------------------------------------------------- helpers
     async def _ask(self, phase: str, method: str, *arguments: Any) -> Any:
         """Call a method of the process; errors name the engine and the phase."""
-        try:
-            return await self._bounded(phase, self._alive().call(method, *arguments))
-        except ProcessEnded as error:
-            raise EngineError(f"{self._name} died during {phase}; {self._death}") from error
-        except EngineError as error:
-            if str(error).startswith(self._name):
-                raise
-            raise EngineError(f"{self._name}: {phase} failed: {error}") from error
+        process = self._alive()
+
+        async def call() -> Any:
+            try:
+                return await process.call(method, *arguments)
+            except ProcessEnded as error:
+                raise self._faults.died(f"during {phase}") from error
+            except EngineError as error:
+                raise EngineError(f"{phase} failed: {error}", code="engine-call-failed", who=self._name) from error
+
+        return await self._bounded(phase, call())
 
     async def _call_in_sync(self, phase: str, method: str, *arguments: Any) -> Any:
         """Call a method of the process, as ``_sync_call`` does."""
@@ -159,16 +141,6 @@ class SglangEngine(EngineBase[ChildProcess]):
             try:
                 return await process.call(method, *arguments)
             except ProcessEnded as error:
-                raise EngineError(f"its process has died; {self._death}") from error
+                raise self._faults.died() from error
 
         return await self._sync_call(phase, call())
-
-
-def _start_error(error: BaseException, timeout_s: float, name: str, log: str) -> BaseException:
-    if isinstance(error, TimeoutError):
-        return EngineError(f"{name} did not start within rollout.start_timeout_s={timeout_s:g} s")
-    if isinstance(error, ProcessEnded):
-        return EngineError(f"{name} did not start: its process ended; {log}")
-    if isinstance(error, EngineError):
-        return EngineError(f"{name} did not start: {error}; {log}")
-    return error

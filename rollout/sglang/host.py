@@ -58,7 +58,7 @@ class Host:
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Every sample is a request of SGLang's own, with its own seed; greedy ones are computed once."""
+        """One request to SGLang per sample, each with a seed; greedy ones are computed once."""
         running = self._running[request.request_id] = _Running(request)
         greedy = request.sampling.temperature == 0
         tasks = [asyncio.ensure_future(self._sample(running, i)) for i in range(1 if greedy else request.num_samples)]
@@ -162,7 +162,7 @@ class Host:
         finally:
             del self._sampling[submission.rid]
             ended.set()
-        raise EngineError(f"request {request.request_id} ended without an output")
+        raise EngineError(f"request {request.request_id} ended without an output", code="no-output")
 
     def _abort(self, running: _Running) -> None:
         running.aborted.set()
@@ -180,7 +180,7 @@ class Host:
     async def _flush(self) -> None:
         answer = await self._manager.flush_cache()
         if not answer.success:
-            raise EngineError(f"SGLang did not flush its cache: {answer.message}")
+            raise EngineError(f"SGLang did not flush its cache: {answer.message}", code="cache-not-flushed")
 
 
 class _Ranks:
@@ -200,7 +200,7 @@ class _Ranks:
             await asyncio.to_thread(socket.poll, None, zmq.POLLIN)
             answer = sock_recv(socket)
             if not answer.success:
-                raise WeightSyncError(answer.message)
+                raise WeightSyncError(answer.message, code="rank-failed")
             reports = [self._reports.get() for _ in range(self._count)]
         require_success(reports)
         return reports
@@ -229,4 +229,4 @@ class _Running:
 def _require(answer: tuple[bool, str]) -> None:
     success, message = answer
     if not success:
-        raise WeightSyncError(message)
+        raise WeightSyncError(message, code="rank-failed")

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rollout.arguments import on_cpu
 from rollout.sglang import stand_ins
-from rollout.sglang.arguments import engine_arguments, on_cpu
+from rollout.sglang.arguments import engine_arguments
 from rollout.sglang.reports import Reports
+from slime_like.config import RunConfig
 from slime_like.errors import EngineError
+from slime_like.hosting.parent import Owner
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
-
-    from slime_like.config import RunConfig
-    from slime_like.hosting.parent import Owner
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """SGLang's engine, its scheduler processes (one per rank), and where they report."""
-
-    engine: Engine
-    schedulers: Sequence[BaseProcess]
-    reports: Reports
 
 
 class _SchedulerFailed(Exception):
     """Raised by the signal with which a scheduler tells of its failure."""
 
 
-def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> Launched:
-    """Start one engine. Main thread only.
+def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, Reports]:
+    """Start one engine, with which this process ends, and the queue of its ranks' reports. Main thread only.
 
     On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
 
@@ -58,9 +47,16 @@ def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) 
         engine = owned_engine(**arguments, custom_sigquit_handler=_raise_failure)
     except _SchedulerFailed as failure:
         report = None if reports.empty() else reports.get()
-        raise EngineError(str(report.error) if report else "a scheduler failed; see its log") from failure
-    engine.tokenizer_manager.signal_handler_class = functools.partial(_SignalHandler, owner)
-    return Launched(engine, schedulers, reports)
+        problem = str(report.error) if report else "a scheduler failed; see its log"
+        raise EngineError(problem, code="scheduler-failed") from failure
+
+    def end(*_: Any) -> None:
+        owner.end()
+
+    handlers = SimpleNamespace(sigterm_handler=end, running_phase_sigquit_handler=end)
+    engine.tokenizer_manager.signal_handler_class = lambda manager: handlers
+    owner.end_with(schedulers)
+    return engine, reports
 
 
 def _engine_class(reports: Reports, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
@@ -100,16 +96,3 @@ def _start_method() -> str:
 
 def _raise_failure(number: int, frame: FrameType | None) -> None:
     raise _SchedulerFailed
-
-
-class _SignalHandler:
-    """Signal handler of SGLang's tokenizer manager: ends all processes at once."""
-
-    def __init__(self, owner: Owner, manager: Any) -> None:
-        self._owner = owner
-
-    def sigterm_handler(self, *_: Any) -> None:
-        self._owner.end()
-
-    def running_phase_sigquit_handler(self, *_: Any) -> None:
-        self._owner.end()

@@ -7,36 +7,27 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rollout.sglang.arguments import on_cpu
-from slime_like.hosting.calls import Answer, one_line
+from rollout.arguments import on_cpu
 from slime_like.hosting.parent import Owner
 
 
 def main(descriptor: int, scratch: Path) -> None:
     """Serve the owner at the other end of the inherited socket ``descriptor``; temporary files go to ``scratch``."""
     owner = Owner(Connection(descriptor), scratch)
-    call = owner.first_call()
-    config, engine_index = call.arguments
-    try:
+    with owner.starting() as (config, engine_index):
         from rollout.sglang.launch import launch
 
         tempfile.tempdir = str(scratch)
-        launched = launch(config, engine_index, descriptor, owner)
+        engine, reports = launch(config, engine_index, descriptor, owner)
         tempfile.tempdir = None
-    except BaseException as error:
-        owner.answer(Answer(call.number, error=one_line(error)))
-        owner.end()
-        raise
-    from rollout.sglang.host import Host
+        from rollout.sglang.host import Host
 
-    gc.freeze()
-    owner.end_with(launched.schedulers)
-    host = Host(launched.engine, launched.reports, config, engine_index)
-    launched.engine.loop.run_until_complete(host.reach_schedulers())
-    if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
-        shutil.rmtree(scratch)
-    owner.answer(Answer(call.number))
-    launched.engine.loop.run_until_complete(owner.serve(host))
+        gc.freeze()
+        host = Host(engine, reports, config, engine_index)
+        engine.loop.run_until_complete(host.reach_schedulers())
+        if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
+            shutil.rmtree(scratch)
+    engine.loop.run_until_complete(owner.serve(host))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from torch import Tensor
 
 from rollout.sglang.arguments import SAMPLING_BACKEND
-from rollout.sglang.mixing import mix
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -72,6 +71,26 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """(B,) float64 in [0, 1), a function of (B,) int64 seeds and positions, with 53 random bits."""
     bits = mix(mix(seeds) + positions)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def mix(value: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 tensors, elementwise; the sign bit is an ordinary bit, the result has 64.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shift_right(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift_right(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's copies the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def register() -> None:

@@ -1,15 +1,13 @@
 """Requests into SGLang's terms, and its outputs back into ours."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from rollout.requests import stop_ids
+from rollout.requests import finish_reason, stop_ids, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions
-
-_FINISH_REASONS: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, seed: int) -> dict[str, Any]:
@@ -33,15 +31,14 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
         version: the weights served now, for responses that ended before their first token.
     """
     meta = output["meta_info"]
-    reason = _FINISH_REASONS.get(meta["finish_reason"]["type"])
-    if reason is None:
-        raise EngineError(f"request {request.request_id}: SGLang ended it with {meta['finish_reason']}; see its log")
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
     return Generation(
         token_ids=token_ids,
         logprobs=_sampled_logprobs(meta, token_ids),
-        weight_versions=_versions(meta, len(token_ids), version),
-        finish_reason=reason,
+        weight_versions=weight_versions(
+            len(token_ids), version, ((s["start"], s["end"], s["version"]) for s in meta.get("weight_versions") or ())
+        ),
+        finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
     )
 
@@ -55,18 +52,9 @@ def nothing() -> Generation:
 def _sampled_logprobs(meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray:
     entries = meta.get("output_token_logprobs") or []
     if [entry[1] for entry in entries] != token_ids.tolist():
-        raise EngineError(
-            f"SGLang returned logprobs of other tokens than it sampled ({len(entries)} for {len(token_ids)}); "
-            "its version is not supported"
-        )
+        problem = f"SGLang returned logprobs of other tokens than it sampled ({len(entries)} for {len(token_ids)})"
+        raise EngineError(problem, code="engine-version", remedy="its version is not supported")
     return np.asarray([entry[0] for entry in entries], dtype=np.float32)
-
-
-def _versions(meta: dict[str, Any], count: int, current: int) -> np.ndarray:
-    versions = np.full(count, current, dtype=np.int64)
-    for span in meta.get("weight_versions") or ():
-        versions[span["start"] : span["end"]] = int(span["version"])
-    return versions
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:

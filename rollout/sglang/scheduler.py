@@ -1,7 +1,7 @@
 """Extension of SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
 
-The engine starts every scheduler through ``run_scheduler``, so that SGLang finds ``EngineScheduler`` where it looks for
-its own.
+The engine starts every scheduler through ``run_scheduler``, which puts ``EngineScheduler`` where SGLang looks for its
+scheduler.
 """
 
 import gc
@@ -18,17 +18,12 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from torch import Tensor
 
+from rollout.arguments import on_cpu
+from rollout.receiving import WeightReceiver
 from rollout.sglang import sampler
-from rollout.sglang.arguments import on_cpu
 from rollout.sglang.reports import RankReport, Reports
-from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.received import Arrivals
-from slime_like.weights.transport import Receiver
-from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
@@ -46,18 +41,11 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
     if inherited is not None:
         os.close(inherited)
     tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
-
-    class ReportingScheduler(EngineScheduler):
-        """Bound to this process's reports, since SGLang constructs it by itself."""
-
-        def __init__(self, *of_scheduler: Any) -> None:
-            self.reports = reports
-            super().__init__(*of_scheduler)
-
     if on_cpu():
         keep_freed_memory()
     sampler.register()
-    sglang_scheduler.Scheduler = ReportingScheduler
+    EngineScheduler.reports = reports  # SGLang constructs it
+    sglang_scheduler.Scheduler = EngineScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
 
 
@@ -71,12 +59,11 @@ class EngineScheduler(Scheduler):
         try:
             super().__init__(*arguments)
         except Exception as error:
-            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+            self.reports.put(RankReport.of_error(error))
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
-        self._receivers: dict[str, Receiver] = {}
-        self._arrivals = Arrivals()
+        self._receiver = WeightReceiver()
         # A flush collects garbage, on a CPU; what was imported is none, and looking through it takes half a second.
         gc.freeze()
 
@@ -112,44 +99,31 @@ class EngineScheduler(Scheduler):
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
     def connect_transport(self, transport: str, rendezvous: str) -> None:
-        self._answer(lambda: self._connect(transport, json.loads(rendezvous)))
+        self._answer(lambda: self._receiver.connect(transport, json.loads(rendezvous)))
 
     def begin_update(self) -> None:
-        self._arrivals = Arrivals()
+        self._receiver.begin_update()
         self.reports.put(RankReport())
 
     def update(self, metadata: str) -> None:
-        self._answer(lambda: self._load(metadata_from_wire(json.loads(metadata))))
+        self._answer(lambda: self._load(json.loads(metadata)))
 
     def received(self) -> None:
-        self.reports.put(RankReport(received=self._arrivals.checksums, hash_s=self._arrivals.hash_s))
+        self.reports.put(RankReport(None, *self._receiver.received()))
 
     def _answer(self, action: Callable[[], None]) -> None:
         """Run the call and report; SGLang itself would pass on the first rank's failure only."""
         try:
             action()
         except Exception as error:
-            self.reports.put(RankReport(error=f"{type(error).__name__}: {error}"))
+            self.reports.put(RankReport.of_error(error))
         else:
             self.reports.put(RankReport())
 
-    def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        previous = self._receivers.pop(transport, None)
-        if previous is not None:
-            previous.close()
-        self._receivers[transport] = open_receiver(transport, rendezvous)
-
-    def _load(self, metadata: BucketMetadata) -> None:
+    def _load(self, metadata: dict[str, Any]) -> None:
+        runner = self.tp_worker.model_runner
         with torch.inference_mode():
-            self.tp_worker.model_runner.model.load_weights(self._fetch(metadata))
-
-    def _fetch(self, metadata: BucketMetadata) -> list[tuple[str, Tensor]]:
-        """The bucket's tensors on this rank's device, every one verified before any is loaded."""
-        receiver = self._receivers.get(metadata.transport)
-        if receiver is None:
-            raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
-        device = self.tp_worker.model_runner.device
-        return self._arrivals.copies(metadata.entries, receiver.receive(metadata), device)
+            runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
 
 
 def _is_meant(recv_req: AbortReq, req: Req) -> bool:

@@ -1,9 +1,7 @@
 """Batched decoding of a plain Hugging Face model: left padding, a KV cache, one token per row and step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +11,6 @@ from transformers import Cache, DynamicCache
 from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.plain_decoder import not_plain
 from rollout.transformers.samples import Sample, draw_tokens
-
-if TYPE_CHECKING:
-    from rollout.transformers.fused_decoder import FusedDecoder
 
 _PREFILL_TOKENS = 16384
 """Tokens of one prefill forward, padding included; bounds its memory."""
@@ -32,8 +27,16 @@ class DecodeBatch:
 
     def __init__(self, model: Any, kernels: bool) -> None:
         self._model = model
-        self._decoder = _fused_decoder(model) if kernels else None
-        self._draw = _drawing(model) if kernels else draw_tokens
+        self._decoder = None
+        self._draw = draw_tokens
+        if kernels and not_plain(model) is None:
+            from rollout.transformers.fused_decoder import FusedDecoder
+
+            self._decoder = FusedDecoder(model)
+        if kernels and model.device.type == "cpu":
+            from rollout.transformers.drawing import draw_tokens_fused
+
+            self._draw = draw_tokens_fused
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
 
@@ -106,19 +109,17 @@ class DecodeBatch:
         parts = [self._prefill_rows(i, m, score) for i, m in zip(ids.split(rows), mask.split(rows), strict=True)]
         place = {context: row for row, context in enumerate(unique)}
         index = torch.tensor([place[context] for context in contexts], device=self._model.device)
-        self._join([part[1] for part in parts], index, mask.sum(dim=1)[index])
+        prefilled, lengths = [part[1] for part in parts], mask.sum(dim=1)[index]
+        if self._cache is None:
+            self._cache = KeyValueCache(prefilled, index, lengths)
+        else:
+            self._cache.join(prefilled, index, lengths)
         if score:
             logprobs = [row for part in parts for row in part[2]]
             for sample, context in zip(samples, contexts, strict=True):
                 before = width - len(context)  # padding
                 sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]
         return torch.cat([part[0] for part in parts])[index]
-
-    def _join(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
-        if self._cache is None:
-            self._cache = KeyValueCache(prefilled, index, lengths)
-        else:
-            self._cache.join(prefilled, index, lengths)
 
     def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
         """Logits (n, V) after the last column, the cache, and, scored, (n, width - 1) logprobs of each next token."""
@@ -149,22 +150,6 @@ class DecodeBatch:
             logits_to_keep=torch.tensor(columns, device=ids.device),
         )
         return output.logits
-
-
-def _fused_decoder(model: Any) -> FusedDecoder | None:
-    if not_plain(model) is not None:
-        return None
-    from rollout.transformers.fused_decoder import FusedDecoder
-
-    return FusedDecoder(model)
-
-
-def _drawing(model: Any) -> Callable[[Tensor, Sequence[Sample]], tuple[list[int], list[float]]]:
-    if model.device.type != "cpu":
-        return draw_tokens
-    from rollout.transformers.drawing import draw_tokens_fused
-
-    return draw_tokens_fused
 
 
 def _left_padded(contexts: Sequence[tuple[int, ...]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

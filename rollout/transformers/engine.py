@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase
-from rollout.engine_arguments import check_arguments
 from rollout.hooks import MemoryPart
+from rollout.receiving import WeightReceiver
 from rollout.requests import sample_seed, stop_ids
+from rollout.transformers import weights
+from rollout.transformers.samples import Sample
+from slime_like.config import RunConfig
 from slime_like.cpu.choice import kernels_are_used
 from slime_like.cpu.onednn import use_onednn
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.received import Arrivals
-from slime_like.weights.transport import Receiver
-from slime_like.weights.transports.registry import open_receiver
 
 if TYPE_CHECKING:
     from rollout.transformers.scheduler import DecodeScheduler
-    from slime_like.config import RunConfig
 
 _STOP_TIMEOUT_S = 10.0
 _MAX_BATCH_SIZE = 512
@@ -41,27 +41,17 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
-        self._receivers: dict[str, Receiver] = {}
-        self._arrivals = Arrivals()
+        self._receiver = WeightReceiver()
         self._model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
 
-    async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineError: an engine argument or ``rollout.tensor`` is rejected, or loading fails or takes too long.
-        """
-        check_arguments("transformers", self._config.rollout)
-        self._begin_anew()
-        timeout = self._config.rollout.start_timeout_s
+    async def _start(self) -> None:
+        check_arguments("transformers", self._config)
         try:
-            self._scheduler = await asyncio.wait_for(asyncio.to_thread(self._load), timeout)
-        except TimeoutError as error:
-            raise EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s") from error
+            self._scheduler = await asyncio.to_thread(self._load)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise EngineError(f"{self._name} did not start: {type(error).__name__}: {error}") from error
+            raise self._faults.start_failed(f"{type(error).__name__}: {error}") from error
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         from rollout.transformers.scheduler import PendingRequest
@@ -81,49 +71,42 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self._alive()
-        previous = self._receivers.pop(transport, None)
-        if previous is not None:
-            previous.close()
         # In a thread: it waits for the trainers, and this engine must be able to end if they never come.
-        opening = asyncio.to_thread(open_receiver, transport, rendezvous)
-        self._receivers[transport] = await self._sync_call("connect", opening)
+        await self._sync_call("connect", asyncio.to_thread(self._receiver.connect, transport, rendezvous))
 
     async def stop(self) -> None:
-        """End the decode thread and free the model. May be called twice."""
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             ended = await asyncio.to_thread(scheduler.stop, _STOP_TIMEOUT_S)
             if not ended:
-                raise EngineError(f"{self._name}: the decode thread did not end within {_STOP_TIMEOUT_S:g} s")
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()
+                problem = f"the decode thread did not end within {_STOP_TIMEOUT_S:g} s"
+                raise EngineError(problem, code="engine-timeout", who=self._name)
+        self._receiver.close()
         self._model, self._destinations = None, {}
 
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> DecodeScheduler:
         if self._scheduler is None:
-            raise EngineError(f"{self._name} is not running; call start first")
+            raise self._faults.not_running()
         return self._scheduler
 
     async def _is_alive(self) -> bool:
         return self._scheduler is not None and self._scheduler.is_alive
 
     async def _freeze(self, mode: PauseMode) -> None:
-        """Between two tokens."""
         await self._bounded(f"pause({mode})", asyncio.wrap_future(self._alive().pause(mode)))
 
     async def _thaw(self) -> None:
         self._alive().resume()
 
     async def _begin_update(self) -> None:
-        self._arrivals = Arrivals()
+        self._receiver.begin_update()
 
     async def _update(self, bucket: BucketMetadata) -> None:
         await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        return self._arrivals.checksums, self._arrivals.hash_s
+        return self._receiver.received()
 
     async def _finish_update(self, version: int) -> None:
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
@@ -146,7 +129,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         from rollout.transformers.scheduler import DecodeScheduler
 
         register()
-        if not torch.cuda.is_available():
+        if on_cpu():
             use_onednn()
             keep_freed_memory()
         arguments = self._config.rollout.engine_args
@@ -158,9 +141,12 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         )
         others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
         if others:
+            known = " and ".join(sorted(_LAYER_TYPES))
             raise EngineError(
-                f"{self._config.model.path}: layers of type {', '.join(sorted(others))}; the transformers engine knows "
-                f"{' and '.join(sorted(_LAYER_TYPES))} only: use rollout.engine=vllm"
+                f"layers of type {', '.join(sorted(others))}",
+                code="model-not-served",
+                who=str(self._config.model.path),
+                remedy=f"the transformers engine knows {known} only: use rollout.engine=vllm",
             )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
@@ -168,28 +154,17 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), kernels)
 
     def _move(self, device: str) -> None:
-        from rollout.transformers.weights import destinations
-
         self._model.to(device)
-        self._destinations = destinations(self._model)
-        if torch.cuda.is_available():
+        self._destinations = weights.destinations(self._model)
+        if not on_cpu():
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        """Copy every tensor into the model, and hash it on the way."""
-        from rollout.transformers.weights import destination
-
-        receiver = self._receivers.get(bucket.transport)
-        if receiver is None:
-            raise WeightSyncError(f"{self._name}: transport {bucket.transport} is not connected; call connect first")
-        tensors = receiver.receive(bucket)
-        self._arrivals.load(bucket.entries, tensors, lambda name: destination(name, self._destinations))
-        if torch.cuda.is_available():
+        self._receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
+        if not on_cpu():
             torch.cuda.current_stream().synchronize()  # the sender may write to the bucket's memory again
 
-    def _sample(self, request: GenerationRequest, index: int) -> Any:
-        from rollout.transformers.samples import Sample
-
+    def _sample(self, request: GenerationRequest, index: int) -> Sample:
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
         return Sample(
             prompt=list(request.prompt_tokens),
@@ -201,4 +176,4 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
 
 
 def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if on_cpu() else "cuda"

@@ -169,7 +169,7 @@ class _Attention:
 
 
 class _RotaryTable:
-    """Cosines and sines of a model's rotary embedding by position, as its own module computes them."""
+    """Cosines and sines of a model's rotary embedding by position, as the model computes them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

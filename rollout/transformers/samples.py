@@ -3,21 +3,18 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.requests import truncates
+from rollout.requests import FinishReason, truncates
 from slime_like.interfaces import Generation, SamplingParams
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response and its own random stream, so that neighbours in a batch do not change what it draws."""
+    """One response and its random stream, so that neighbours in a batch do not change what it draws."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -42,10 +39,6 @@ class Sample:
     def is_to_score(self) -> bool:
         """True while its requested prompt logprobs are missing."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
-
-    @property
-    def remaining_tokens(self) -> int:
-        return 0 if self.finish_reason else self.sampling.max_new_tokens - len(self.token_ids)
 
     def append(self, token_id: int, logprob: float, version: int) -> None:
         self.token_ids.append(token_id)

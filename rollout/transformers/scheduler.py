@@ -40,29 +40,19 @@ class PendingRequest:
                 sample.finish_reason = "abort"
 
 
-class _Inbox:
+class _Inbox(queue.SimpleQueue[Callable[[], None]]):
     """Commands of other threads, carried out by the thread that calls every method but ``put``."""
-
-    def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def put(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-
-    def await_command(self) -> None:
-        self._commands.get()()
 
     def await_burst(self) -> None:
         """Requests come in bursts: those that begin together are prefilled together, and are never a step apart."""
         deadline = time.monotonic() + _BURST_S
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < deadline:
-                self._commands.get(timeout=_BURST_GAP_S)()
+                self.get(timeout=_BURST_GAP_S)()
 
-    def empty(self) -> None:
-        """Carry out what is there."""
-        while not self._commands.empty():
-            self._commands.get()()
+    def drain(self) -> None:
+        while not self.empty():
+            self.get()()
 
 
 class DecodeScheduler:
@@ -127,18 +117,19 @@ class DecodeScheduler:
         try:
             while not self._stopping:
                 self._turn()
-            self._fail_all(EngineError("the engine was stopped"))
+            self._fail_all(EngineError("the engine was stopped", code="engine-stopped"))
         except BaseException as error:  # handed to every caller, and to all that come later
-            self._fail_all(EngineError(f"the decode thread died: {type(error).__name__}: {error}"))
+            problem = f"the decode thread died: {type(error).__name__}: {error}"
+            self._fail_all(EngineError(problem, code="engine-died"))
             raise
 
     def _turn(self) -> None:
         """Carry out what the inbox holds (wait for something if there is no work), then step every batch once."""
         if not self._has_work():
-            self._inbox.await_command()
+            self._inbox.get()()
             if self._has_work():
                 self._inbox.await_burst()
-        self._inbox.empty()
+        self._inbox.drain()
         self._settle()
         if self._stopping or not self._has_work():
             return
@@ -195,7 +186,7 @@ class DecodeScheduler:
 
     def _fail_all(self, error: EngineError) -> None:
         self._error = error
-        self._inbox.empty()
+        self._inbox.drain()
         futures: list[Future[Any]] = [request.result for request in (*self._waiting, *self._running)]
         for future in (*futures, *self._pause_waiters):
             _settle_future(future, error=error)
@@ -210,10 +201,8 @@ def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
     """Set a future, unless its caller gave up and cancelled it."""
-    try:
+    with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(value)
         else:
             future.set_exception(error)
-    except InvalidStateError:
-        return

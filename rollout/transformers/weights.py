@@ -25,10 +25,10 @@ def destination(name: str, tensors: dict[str, Tensor]) -> Tensor:
         return tensors[name].data
     match = _EXPERT.fullmatch(name)
     if match is None:
-        raise WeightSyncError(f"the transformers model has no place for tensor {name}")
+        raise WeightSyncError(f"the transformers model has no place for tensor {name}", code="unknown-tensor")
     fused = tensors.get(f"{match['experts']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}")
     if fused is None:
-        raise WeightSyncError(f"the transformers model has no fused experts for tensor {name}")
+        raise WeightSyncError(f"the transformers model has no fused experts for tensor {name}", code="unknown-tensor")
     expert = fused.data[int(match["index"])]
     half = expert.shape[0] // 2
     return {"gate": expert[:half], "up": expert[half:], "down": expert}[match["part"]]

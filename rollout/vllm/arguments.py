@@ -6,17 +6,20 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rollout.engine_arguments import check_arguments
-from rollout.vllm.worker_names import BACKEND, BURST_SCHEDULER, WORKER_EXTENSION
-from slime_like.errors import EngineError
+from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
+from slime_like.config import RunConfig
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from slime_like.config import RunConfig
+BACKEND = "slime_like"
+"""Name of the weight-transfer backend in vLLM's registry."""
+SLEEP_ARGUMENT = "enable_sleep_mode"
 
+_WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
+"""Import path of the class vLLM mixes into its worker."""
+_BURST_SCHEDULER = "rollout.vllm.scheduler.BurstScheduler"
+"""Import path of the class with which vLLM schedules on a CPU."""
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
@@ -41,27 +44,6 @@ def prepare_environment(config: RunConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def on_cpu() -> bool:
-    return not torch.cuda.is_available()
-
-
-def sleep_mode(config: RunConfig) -> bool:
-    """Must the engine be able to give its memory back? Where it shares devices, yes."""
-    return bool(config.rollout.engine_args.get("enable_sleep_mode", config.cluster.placement == "colocated"))
-
-
-def gives_memory_back(config: RunConfig, engine: str) -> bool:
-    """False on a CPU. On CUDA, True or an error that names the setting."""
-    if on_cpu():
-        return False
-    if not sleep_mode(config):
-        raise EngineError(
-            f"{engine} cannot give memory back; set cluster.placement=colocated, or "
-            "rollout.engine_args.enable_sleep_mode=true"
-        )
-    return True
-
-
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """Build vLLM's arguments. Call after ``prepare_environment``.
 
@@ -70,13 +52,9 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    extra = config.rollout.engine_args
-    check_arguments("vllm", config.rollout)
-    known = {field.name for field in fields(AsyncEngineArgs)}
-    for name in extra:
-        if name not in known:
-            raise EngineError(f"rollout.engine_args.{name}: vLLM has no such argument; see `vllm serve --help`")
-    return AsyncEngineArgs(**{**_defaults(config), **extra, **_owned(config, engine_index)})
+    check_arguments("vllm", config)
+    check_known(config, {field.name for field in fields(AsyncEngineArgs)}, "vLLM", "vllm serve")
+    return AsyncEngineArgs(**{**_defaults(config), **config.rollout.engine_args, **_owned(config, engine_index)})
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
@@ -86,16 +64,16 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.rollout.tensor,
-        # In a Ray actor vLLM would have Ray start its ranks, as if the actor's devices were not its own.
+        # In a Ray actor vLLM would have Ray start its ranks, as if the actor had no devices.
         "distributed_executor_backend": "mp" if config.rollout.tensor > 1 else None,
         "seed": config.seed + engine_index,
         # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": WORKER_EXTENSION,
+        "worker_extension_cls": _WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
-        **({"enable_chunked_prefill": False} if on_cpu() else {"enable_sleep_mode": sleep_mode(config)}),
+        **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleep_mode(config, SLEEP_ARGUMENT)}),
     }
 
 
@@ -103,12 +81,12 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "disable_log_stats": True,
         "generation_config": "vllm",
-        "max_num_seqs": min(config.rollout.max_concurrent_requests * config.rollout.samples_per_prompt, 512),
+        "max_num_seqs": sequences_at_once(config),
     }
     if on_cpu():
         defaults |= {
             "enforce_eager": True,
-            "scheduler_cls": BURST_SCHEDULER,
+            "scheduler_cls": _BURST_SCHEDULER,
             "block_size": 32,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),

@@ -10,19 +10,19 @@ from collections.abc import Awaitable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.base import one_line
-from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from rollout.base import answers
+from slime_like.config import RunConfig
+from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.hosting.calls import one_line
+from slime_like.hosting.faults import EngineFaults
 from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids
 from slime_like.system.resource_tracker import start_tracker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from slime_like.config import RunConfig
-
 _SHUTDOWN_S = 3.0
 """For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
-_HEALTH_TIMEOUT_S = 10.0
 _BUILD_END_S = 60.0
 """For a start that was given up while vLLM was still imported or configured, before there is a core to end."""
 _LOOK_AT_BUILD_S = 0.2
@@ -37,70 +37,50 @@ T = TypeVar("T")
 class EngineCore:
     """One AsyncLLM, from its start to its end; it may be started again afterwards.
 
-    Args:
-        name: the engine's, for messages.
-        death: why a process of it may have died, for messages.
-        log: where its log is, for messages.
-
     Attributes:
         process_ids: processes that it has started.
     """
 
-    def __init__(self, config: RunConfig, engine_index: int, name: str, death: str, log: str) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, faults: EngineFaults) -> None:
         self.process_ids: tuple[int, ...] = ()
         self._config = config
         self._index = engine_index
-        self._name = name
-        self._death = death
-        self._log = log
+        self._faults = faults
         self._llm: AsyncLLM | None = None
         self._shared_files: set[Path] = set()
         self._built = threading.Event()
         self._built.set()
 
     async def start(self) -> None:
-        """Load the model and start the engine core's process.
-
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
-        """
+        """Load the model and start the engine core's process. If it raises or is cancelled, call ``stop``."""
         start_tracker()
         before = process_ids()
-        timeout = self._config.rollout.start_timeout_s
         try:
-            async with asyncio.timeout(timeout):
-                # In its own call: something that vLLM imports keeps the importing frames, and all they refer to.
-                await asyncio.to_thread(self._import)
-                llm: AsyncLLM = await asyncio.to_thread(self._build)
-                self._llm = llm
-                await llm.update_weight_version("0")
-                # Asked once here, so that adding a request later never waits between its check and its registration.
-                await llm.get_supported_tasks()
+            # In a separate call: something that vLLM imports keeps the importing frames, and all they refer to.
+            await asyncio.to_thread(self._import)
+            self._llm = llm = await asyncio.to_thread(self._build)
+            await llm.update_weight_version("0")
+            # Asked once here, so that adding a request later never waits between its check and its registration.
+            await llm.get_supported_tasks()
         except BaseException as error:
             await asyncio.to_thread(self._end_build, before)
-            await self.stop()
-            raise self._start_error(error, timeout) from error
+            if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
+                raise
+            raise self._faults.start_failed(one_line(error), self._faults.log) from error
         self._note_processes(before)
         self._remove_files()
 
     def alive(self) -> AsyncLLM:
         """Raises ``EngineError`` where it has not been started, or has died."""
         if self._llm is None:
-            raise EngineError(f"{self._name} is not running; call start first")
+            raise self._faults.not_running()
         if self._llm.errored:
-            raise EngineError(f"{self._name}: its process has died; {self._death}")
+            raise self._faults.died()
         return self._llm
 
     async def is_alive(self) -> bool:
         """Asks the engine core's process, not only this one."""
-        if self._llm is None or self._llm.errored:
-            return False
-        try:
-            await asyncio.wait_for(self._llm.get_weight_version(), _HEALTH_TIMEOUT_S)
-        except Exception:  # whatever a dead or hung core answers, the answer to "alive?" is no
-            return False
-        return True
+        return self._llm is not None and not self._llm.errored and await answers(self._llm.get_weight_version())
 
     async def while_alive(self, call: Awaitable[T]) -> T:
         """The call's result. vLLM never answers calls that are under way when its process dies."""
@@ -111,7 +91,7 @@ class EngineCore:
                 if not task.done():
                     self.alive()
                     if not all(map(is_alive, self.process_ids)):
-                        raise EngineError(f"{self._name}: its process has died; {self._death}")
+                        raise self._faults.died()
             return task.result()
         finally:
             task.cancel()
@@ -124,13 +104,13 @@ class EngineCore:
         """
         call = self.alive().collective_rpc("attempt", args=(method, arguments))
         answers = await self.while_alive(call)
-        for _, failure in answers:
+        for _, failure, code in answers:
             if failure is not None:
-                raise WeightSyncError(failure)
-        return [result for result, _ in answers]
+                raise WeightSyncError(failure, code=code)
+        return [result for result, _, _ in answers]
 
     async def stop(self) -> None:
-        """End the engine core and its workers, by process id, within seconds. May be called twice."""
+        """End the engine core and its workers, by process id. May be called twice."""
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
@@ -142,7 +122,6 @@ class EngineCore:
         self._remove_files()
         self.process_ids = ()
 
-    # -------------------------------------------------------------------------------------------------------- helpers
     def _note_processes(self, before: Collection[int]) -> None:
         self.process_ids = tuple(new_children(before))
         self._shared_files.update(mapped_files(self.process_ids, _SHARED_FILES))
@@ -178,10 +157,3 @@ class EngineCore:
             if built or time.monotonic() > deadline:
                 break
             end_processes(self.process_ids, 0.0)
-
-    def _start_error(self, error: BaseException, timeout_s: float) -> BaseException:
-        if isinstance(error, TimeoutError):
-            return EngineError(f"{self._name} did not start within rollout.start_timeout_s={timeout_s:g} s")
-        if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
-            return error
-        return EngineError(f"{self._name} did not start: {one_line(error)}; {self._log}")

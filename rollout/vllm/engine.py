@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.base import EngineBase, one_line
+from rollout.arguments import gives_memory_back, on_cpu
+from rollout.base import EngineBase
 from rollout.hooks import MemoryPart
-from rollout.vllm.arguments import gives_memory_back, on_cpu
+from rollout.vllm.arguments import SLEEP_ARGUMENT
 from rollout.vllm.core import EngineCore
+from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
+from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.wire import metadata_to_wire
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from slime_like.config import RunConfig
-    from slime_like.models.dimensions import ModelDimensions
 
 
 class VllmEngine(EngineBase["AsyncLLM"]):
@@ -30,7 +31,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "vLLM")
-        self._core = EngineCore(config, engine_index, self._name, self._death, self._log)
+        self._core = EngineCore(config, engine_index, self._faults)
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -41,16 +42,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 "transformers there"
             )
         return None
-
-    async def start(self) -> None:
-        """Load the model and start the engine core's process.
-
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
-        """
-        self._begin_anew()
-        await self._core.start()
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         async with self._promising(request) as llm:
@@ -64,22 +55,24 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await llm.abort(list(self._promised) if request_id is None else [request_id])
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport, anew if this engine was connected.
+        """Join the weight transport, again if this engine was connected.
 
         Raises:
-            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (its own
-                ``reload_weights`` does, too), so that updates would be silently wrong.
+            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (so
+                does its ``reload_weights``), so that updates would be silently wrong.
         """
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
-            raise EngineError(f"{self._name}: {refusal}")
+            raise EngineError(refusal, code="model-not-served", who=self._name)
         arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
         await self._sync_call("connect", self._core.workers("init_weight_transfer_engine", **arguments))
 
+    # ------------------------------------------------------------------------------------------------- see EngineHooks
+    async def _start(self) -> None:
+        await self._core.start()
+
     async def stop(self) -> None:
-        """End the engine core and its workers, by process id, within seconds. May be called twice."""
         await self._core.stop()
 
-    # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> AsyncLLM:
         return self._core.alive()
 
@@ -102,33 +95,36 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._sync_call("begin_update", self._core.workers("begin_update"))
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._sync_call("update", self._core.workers("update", metadata=metadata_to_wire(bucket)))
+        await self._sync_call(
+            "update", self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
+        )
 
     async def _received(self) -> tuple[dict[str, int], float]:
         answers = await self._sync_call("finish_update", self._core.workers("received"))
         received = [checksums for checksums, _ in answers]
         if any(other != received[0] for other in received):
-            raise WeightSyncError(f"{self._name}: its tensor-parallel ranks received different bytes")
+            problem = "its tensor-parallel ranks received different bytes"
+            raise WeightSyncError(problem, code="ranks-differ", who=self._name)
         return received[0], max(hash_s for _, hash_s in answers)
 
     async def _finish_update(self, version: int) -> None:
         llm = self._alive()
-        await self._sync_call("finish_update", self._core.workers("finish_update"))
+        await self._sync_call("finish_update", self._core.workers("finish_weight_update"))
         await self._sync_call("finish_update", self._core.while_alive(llm.update_weight_version(str(version))))
         await self._sync_call(
             "cache flush", self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
         )
 
     async def _close_update(self) -> None:
-        await self._sync_call("closing a failed update", self._core.workers("finish_update"))
+        await self._sync_call("closing a failed update", self._core.workers("finish_weight_update"))
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Weights go to host memory. vLLM itself skips a part that is asleep."""
-        if gives_memory_back(self._config, self._name):
+        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
             await self._bounded("sleep", self._core.while_alive(self._alive().sleep(level=1, mode="abort")))
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, self._name):
+        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
             await self._bounded("wake", self._core.while_alive(self._alive().wake_up(tags=list(parts))))
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
@@ -145,7 +141,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
                 if output.finished:
                     return output
         except EngineDeadError as error:
-            raise EngineError(f"{self._name} died while it ran request {request.request_id}; {self._death}") from error
+            raise self._faults.died(f"while it ran request {request.request_id}") from error
         except Exception as error:  # vLLM's own classes change with its versions
-            raise EngineError(f"request {request.request_id} failed on {self._name}: {one_line(error)}") from error
-        raise EngineError(f"request {request.request_id} ended without an output on {self._name}")
+            problem = f"request {request.request_id} failed on {self._name}: {one_line(error)}"
+            raise EngineError(problem, code="request-failed") from error
+        problem = f"request {request.request_id} ended without an output on {self._name}"
+        raise EngineError(problem, code="no-output")

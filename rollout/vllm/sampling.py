@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.requests import sample_seed, stop_ids, truncates
+from rollout.requests import finish_reason, sample_seed, stop_ids, truncates, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions
@@ -14,12 +14,6 @@ from slime_like.models.dimensions import ModelDimensions
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
-
-_FINISH_REASONS: dict[str | None, Literal["stop", "length", "abort"]] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-}
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> SamplingParams:
@@ -67,9 +61,6 @@ def _generation(
     version: int,
     unknown_logprobs: bool,
 ) -> Generation:
-    reason = _FINISH_REASONS.get(sample.finish_reason)
-    if reason is None:
-        raise EngineError(f"request {request.request_id}: vLLM ended it with {sample.finish_reason!r}; see its log")
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
     logprobs = _sampled_logprobs(sample.logprobs, len(token_ids))
     if unknown_logprobs:
@@ -78,8 +69,10 @@ def _generation(
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
-        weight_versions=_versions(sample, len(token_ids), version),
-        finish_reason=reason,
+        weight_versions=weight_versions(
+            len(token_ids), version, ((span.start, span.end, span.version) for span in sample.weight_versions or ())
+        ),
+        finish_reason=finish_reason(request, "vLLM", sample.finish_reason, repr(sample.finish_reason)),
         prompt_logprobs=prompt_logprobs,
     )
 
@@ -88,15 +81,9 @@ def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
     """With ``logprobs=0`` vLLM's flat list has exactly the sampled token at every position."""
     logprobs = np.asarray(flat.logprobs if count else (), dtype=np.float32)
     if len(logprobs) != count:
-        raise EngineError(f"vLLM returned {len(logprobs)} logprobs for {count} tokens; its version is not supported")
+        problem = f"vLLM returned {len(logprobs)} logprobs for {count} tokens"
+        raise EngineError(problem, code="engine-version", remedy="its version is not supported")
     return logprobs
-
-
-def _versions(sample: CompletionOutput, count: int, current: int) -> np.ndarray:
-    versions = np.full(count, current, dtype=np.int64)
-    for span in sample.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    return versions
 
 
 def _prompt_logprobs(output: RequestOutput) -> np.ndarray | None:

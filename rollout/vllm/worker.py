@@ -12,7 +12,6 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,14 +22,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.base import one_line
-from rollout.vllm.worker_names import BACKEND
-from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketMetadata
+from rollout.receiving import WeightReceiver
+from rollout.vllm.arguments import BACKEND
+from slime_like.hosting.calls import code_of, one_line
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.received import Arrivals
-from slime_like.weights.transport import Receiver
-from slime_like.weights.transports.registry import open_receiver
 from slime_like.weights.wire import metadata_from_wire
 
 if TYPE_CHECKING:
@@ -62,23 +57,19 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.arrivals = Arrivals()
-        self._receivers: dict[str, Receiver] = {}
+        self.receiver = WeightReceiver()
         self._reloading = False
         _end_with_parent()
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        previous = self._receivers.pop(init_info.transport, None)
-        if previous is not None:
-            previous.close()
-        self._receivers[init_info.transport] = open_receiver(init_info.transport, init_info.rendezvous)
+        self.receiver.connect(init_info.transport, init_info.rendezvous)
 
     def start_weight_update(self) -> None:
         # A failed update leaves half-loaded layers behind, which would be counted into this one.
         self._end_reload()
-        self.arrivals = Arrivals()
+        self.receiver.begin_update()
         initialize_layerwise_reload(self.model)
         self._reloading = True
 
@@ -90,26 +81,14 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        metadata = metadata_from_wire(update_info.metadata)
-        self.model.load_weights(self._fetch(metadata))
+        """Load copies: layerwise reload keeps a layer's tensors until all have come, perhaps in a later bucket."""
+        self.model.load_weights(self.receiver.copies(metadata_from_wire(update_info.metadata), self.device))
 
     def finish_weight_update(self) -> None:
         self._end_reload()
 
     def shutdown(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()
-
-    def _fetch(self, metadata: BucketMetadata) -> list[tuple[str, Tensor]]:
-        """Copies of the bucket's tensors on this worker's device, every one verified before any is loaded.
-
-        Copies, because layerwise reload keeps a layer's tensors until the last one has come, perhaps in a later bucket.
-        """
-        receiver = self._receivers.get(metadata.transport)
-        if receiver is None:
-            raise WeightSyncError(f"transport {metadata.transport} is not connected; call connect before begin_update")
-        return self.arrivals.copies(metadata.entries, receiver.receive(metadata), self.device)
+        self.receiver.close()
 
     def _end_reload(self) -> None:
         if self._reloading:
@@ -123,16 +102,16 @@ class WorkerExtension(_Worker):
 
     weight_transfer_engine: BucketTransferEngine
 
-    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-        """Call one of this worker's methods; gives its result and what went wrong.
+    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None, str]:
+        """Call one of this worker's methods; gives its result, or the sentence and the code of its error.
 
         vLLM 0.32 stops reading its workers' replies at the first one that is an exception. Those of the later workers
-        stay in their queues and answer the next call, and so on for ever. A reply that tells of the error is read.
+        stay in their queues and answer the next call, and so on for ever. A reply that describes the error is read.
         """
         try:
-            return getattr(self, method)(**arguments), None
+            return getattr(self, method)(**arguments), None, ""
         except Exception as error:  # returned to the engine, which fails the update
-            return None, one_line(error)
+            return None, one_line(error), code_of(error, "rank-failed")
 
     def begin_update(self) -> None:
         """Start a weight update, also where the last one is open still because it failed on another worker only."""
@@ -140,22 +119,13 @@ class WorkerExtension(_Worker):
             self.finish_weight_update()
         self.start_weight_update()
 
-    def update(self, metadata: dict[str, Any]) -> None:
-        """Fetch, hash and load one bucket."""
-        self.update_weights({"metadata": metadata})
-
-    def finish_update(self) -> None:
-        """End the open update, also one that has failed."""
-        self.finish_weight_update()
-
     def received(self) -> tuple[dict[str, int], float]:
         """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
-        arrivals = self.weight_transfer_engine.arrivals
-        return arrivals.checksums, arrivals.hash_s
+        return self.weight_transfer_engine.receiver.received()
 
 
 def _pack_tied_heads(model: Module) -> None:
-    """Have every head whose weight is the embedding's packed anew for a CPU's products.
+    """Pack every head whose weight is the embedding's again for a CPU's products.
 
     vLLM packs a layer's weight when it has been loaded. This one is loaded as the embedding's, so that after a reload
     the head would go on with what it packed before.
@@ -175,7 +145,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # an exception in this thread would not end the main thread, which may wait in a collective
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 

@@ -42,60 +42,50 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 128,
-            }
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,  # in this configuration that of the rotary embedding
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 128,
         },
-    ),
-    "mistral": ("MistralConfig", {"sliding_window": None}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 64,
-            "kv_lora_rank": 48,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "head_dim": 16,  # in this configuration that of the rotary embedding
-            "v_head_dim": 32,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 48,
-            "num_nextn_predict_layers": 0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 128,
-            },
-        },
-    ),
+    },
 }
-"""Configuration class of transformers, and what differs from ``_SIZES``."""
-
+"""By the model type of transformers: what differs from ``_SIZES``."""
 
 _ROUTER_BIAS = "e_score_correction_bias"
 _DEMONSTRATIONS = 4
@@ -134,14 +124,14 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
 def _model_config(family: str, overrides: dict[str, Any]) -> Any:
     if family not in _FAMILIES:
         raise ConfigError([f"family={family} is not a tiny model; use one of: {', '.join(_FAMILIES)}"])
-    class_name, defaults = _FAMILIES[family]
-    config_class = getattr(transformers, class_name)
-    known = config_class().to_dict().keys() | _SIZES.keys() | {"dtype"}
+    plain = transformers.AutoConfig.for_model(family)
+    class_name = type(plain).__name__
+    known = plain.to_dict().keys() | _SIZES.keys() | {"dtype"}
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ConfigError([f"{name} is not a field of {class_name}; remove it" for name in unknown])
-    fields = {"dtype": "float32", **_SIZES, **defaults, **_special_ids(), **overrides}
-    return config_class(**fields, architectures=[class_name.replace("Config", "ForCausalLM")])
+    fields = {"dtype": "float32", **_SIZES, **_FAMILIES[family], **_special_ids(), **overrides}
+    return type(plain)(**fields, architectures=[class_name.replace("Config", "ForCausalLM")])
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from slime_like.errors import EngineError
 from slime_like.hosting.calls import START, Answer, Call
 from slime_like.hosting.link import Link
+from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.system.processes import descendants, end_processes
 
 
@@ -62,7 +62,7 @@ class ChildProcess:
         """Call the method there and return its result.
 
         Raises:
-            EngineError: the method failed; the message is its own. ``error`` decides the class.
+            SlimeLikeError: the method failed; class and fields are those of its error.
             ProcessEnded: the process is gone.
         """
         if self._ended:
@@ -77,13 +77,18 @@ class ChildProcess:
         finally:
             del self._waiting[number]
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call without waiting for the answer."""
-        with suppress(OSError):  # it has just ended
-            self._link.send(Call(next(self._numbers), method, arguments))
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Call ``generate``; the request is aborted there if the caller gives up. Raises as ``call``."""
+        try:
+            samples: list[Generation] = await self.call("generate", request)
+            return samples
+        except asyncio.CancelledError:
+            with suppress(OSError):  # it has just ended
+                self._link.send(Call(next(self._numbers), "abort", (request.request_id,)))
+            raise
 
     def note_processes(self) -> None:
-        """Remember who belongs to it, while that can be asked."""
+        """Look up its children, while that is possible."""
         self.process_ids = tuple(dict.fromkeys((*self.process_ids, *descendants(self._process.pid))))
 
     def end(self, grace_s: float) -> None:
@@ -98,10 +103,6 @@ class ChildProcess:
             self._process.wait()
         end_processes(self.process_ids, grace_s=0.0)
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def error(self, answer: Answer) -> Exception:
-        """Build the error of a failed method."""
-        return EngineError(str(answer.error))
 
     def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:
         """``handler``, called in the event loop from the link's thread."""
@@ -119,7 +120,7 @@ class ChildProcess:
         if answer.error is None:
             future.set_result(answer.value)
         else:
-            future.set_exception(self.error(answer))
+            future.set_exception(answer.error)
 
     def _closed(self) -> None:
         self._ended = True

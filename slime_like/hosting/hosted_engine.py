@@ -1,16 +1,16 @@
 """A rollout engine that lives in another interpreter (``rollout.python``), behind ``RolloutEngine`` as any other."""
 
 import asyncio
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from slime_like import errors
 from slime_like.config import RunConfig
-from slime_like.errors import EngineError, SlimeLikeError
-from slime_like.hosting.calls import Answer
+from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
+from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
@@ -25,6 +25,10 @@ _END_S = 5.0
 _HEALTH_TIMEOUT_S = 15.0
 _SLACK_S = 15.0
 """The engine bounds every call itself and says more about it; this much later we give up on its process."""
+_SAMPLING_CALLS = frozenset({"generate", "pause", "resume", "sleep", "wake"})
+"""Bounded by ``rollout.request_timeout_s``; all others by ``sync.timeout_s``."""
+
+T = TypeVar("T")
 
 
 class HostedEngine:
@@ -36,14 +40,14 @@ class HostedEngine:
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         self._config = config
         self._index = engine_index
-        self._name = f"engine {engine_index} ({config.rollout.engine} in {config.rollout.python})"
-        self._log = f"its log is in {config.run_dir}/worker_logs"
-        self._process: _Hosted | None = None
+        name = f"engine {engine_index} ({config.rollout.engine} in {config.rollout.python})"
+        self._faults = EngineFaults(name, config.run_dir)
+        self._process: ChildProcess | None = None
         self._version = 0
 
     async def start(self) -> None:
         timeout = self._config.rollout.start_timeout_s
-        process = self._process = _Hosted(str(self._config.rollout.python), _MODULE, _environment)
+        process = self._process = ChildProcess(str(self._config.rollout.python), _MODULE, _environment)
         try:
             async with asyncio.timeout(timeout):
                 await process.start(self._config.model_dump(mode="json"), self._index)
@@ -51,37 +55,24 @@ class HostedEngine:
         except BaseException as error:
             await self._end()
             if isinstance(error, TimeoutError):
-                reason = f"{self._name} did not start within rollout.start_timeout_s={timeout:g} s; {self._log}"
-                raise EngineError(reason) from error
+                raise self._faults.start_timeout(timeout, self._faults.log) from error
             if isinstance(error, ProcessEnded):
-                raise EngineError(f"{self._name} did not start: its process ended; {self._log}") from error
+                raise self._faults.start_failed("its process ended", self._faults.log) from error
             raise
         process.note_processes()
         self._version = 0
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        answered = False
-        try:
-            samples: list[Generation] = await self._call(
-                "generate", request, bound_s=self._config.rollout.request_timeout_s
-            )
-            answered = True
-            return samples
-        except SlimeLikeError:
-            answered = True
-            raise
-        finally:
-            if not answered and self._process is not None and self._process.alive:  # the caller has given up
-                self._process.tell("abort", request.request_id)
+        return await self._bounded("generate", self._running().generate(request))
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._call("abort", request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._call("pause", mode, bound_s=self._config.rollout.request_timeout_s)
+        await self._call("pause", mode)
 
     async def resume(self) -> None:
-        await self._call("resume", bound_s=self._config.rollout.request_timeout_s)
+        await self._call("resume")
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._call("connect", transport, rendezvous)
@@ -111,20 +102,18 @@ class HostedEngine:
         except Exception:  # whatever a dead or hung process answers, the answer to "alive?" is no
             return EngineHealth(False, self._version, 0, 0, process.process_ids)
         ids = tuple(dict.fromkeys((*process.process_ids, *found.process_ids)))
-        return EngineHealth(found.alive, found.weight_version, found.running_requests, found.outstanding_tokens, ids)
+        return dataclasses.replace(found, process_ids=ids)
 
     async def sleep(self) -> None:
-        await self._call("sleep", bound_s=self._config.rollout.request_timeout_s)
+        await self._call("sleep")
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        await self._call("wake", tuple(parts), bound_s=self._config.rollout.request_timeout_s)
+        await self._call("wake", tuple(parts))
 
     async def stop(self) -> None:
         """The engine in good order, then its process, by id. May be called twice."""
-        if self._process is None:
-            return
         try:
-            if self._process.alive:
+            if self._process is not None and self._process.alive:
                 await self._call("stop")
         finally:
             await self._end()
@@ -134,27 +123,24 @@ class HostedEngine:
         if process is not None:
             await asyncio.to_thread(process.end, _END_S)
 
-    async def _call(self, method: str, *arguments: Any, bound_s: float | None = None) -> Any:
-        process = self._process
-        if process is None:
-            raise EngineError(f"{self._name} is not running; call start first")
-        bound = (bound_s or self._config.sync.timeout_s) + _SLACK_S
+    def _running(self) -> ChildProcess:
+        if self._process is None:
+            raise self._faults.not_running()
+        return self._process
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._bounded(method, self._running().call(method, *arguments))
+
+    async def _bounded(self, method: str, call: Awaitable[T]) -> T:
+        timeout = self._config.rollout.request_timeout_s if method in _SAMPLING_CALLS else self._config.sync.timeout_s
         try:
-            return await asyncio.wait_for(process.call(method, *arguments), bound)
+            return await asyncio.wait_for(call, timeout + _SLACK_S)
         except TimeoutError as error:
-            raise EngineError(f"{self._name} gave no answer to {method} within {bound:g} s") from error
+            problem = f"{self._faults.name} gave no answer to {method} within {timeout + _SLACK_S:g} s"
+            raise EngineError(problem, code="engine-timeout") from error
         except ProcessEnded as error:
-            raise EngineError(f"{self._name} died, at the latest during {method}; {self._log}") from error
-
-
-class _Hosted(ChildProcess):
-    """Errors of this distribution keep their class: who calls an engine tells them apart."""
-
-    def error(self, answer: Answer) -> Exception:
-        kind = getattr(errors, answer.kind, None)
-        if isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind is not errors.ConfigError:
-            return kind(str(answer.error))
-        return EngineError(str(answer.error))
+            problem = f"{self._faults.name} died, at the latest during {method}"
+            raise EngineError(problem, code="engine-died", remedy=self._faults.log) from error
 
 
 def _environment(scratch: Path) -> dict[str, str]:

@@ -5,13 +5,14 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
-from slime_like.hosting.calls import Answer, Call, one_line
+from slime_like.hosting.calls import Answer, Call, portable
 from slime_like.hosting.link import Link
 from slime_like.system.processes import descendants, end_processes
 
@@ -32,12 +33,19 @@ class Owner:
         self._files: list[Path] = []
         self._link = Link(connection, lambda call: self._deliver(call), self.end)
 
-    def first_call(self) -> Call:
-        return self._calls.get()
+    @contextmanager
+    def starting(self) -> Iterator[tuple[Any, ...]]:
+        """Wait for the first call and give its arguments; inside, what it asks for is started.
 
-    def answer(self, answer: Answer) -> None:
-        with suppress(OSError):  # the owner has ended, and so shall we
-            self._link.send(answer)
+        The call is answered at the end. An error inside is the answer, and ends this process.
+        """
+        call = self._calls.get()
+        try:
+            yield call.arguments
+        except BaseException as error:
+            self._answer(Answer(call.number, error=portable(error)))
+            self.end()
+        self._answer(Answer(call.number))
 
     async def serve(self, host: object) -> None:
         """Answer calls with the methods of ``host``, until the owner ends."""
@@ -67,13 +75,13 @@ class Owner:
 
         threading.Thread(target=watch, name="watch-schedulers", daemon=True).start()
 
-    def end(self) -> None:
+    def end(self) -> NoReturn:
         """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
         self._ending.acquire()  # for good: a second caller must not end the process half-way
         end_processes(descendants(os.getpid()), grace_s=0.0)
         self._remove_files()
         shutil.rmtree(self._scratch, ignore_errors=True)
-        os._exit(1)
+        os._exit(1)  # an exception in this thread would not end the main thread, which may be inside native code
 
     def will_remove(self, path: Path) -> None:
         """A file that children make outside ``scratch``."""
@@ -87,6 +95,10 @@ class Owner:
         try:
             value = await getattr(host, call.method)(*call.arguments)
         except Exception as error:
-            self.answer(Answer(call.number, error=one_line(error), kind=type(error).__name__))
+            self._answer(Answer(call.number, error=portable(error)))
         else:
-            self.answer(Answer(call.number, value))
+            self._answer(Answer(call.number, value))
+
+    def _answer(self, answer: Answer) -> None:
+        with suppress(OSError):  # the owner has ended, and so shall we
+            self._link.send(answer)

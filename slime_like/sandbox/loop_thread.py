@@ -33,7 +33,4 @@ class LoopThread:
 
     def _serve(self) -> None:
         with self._runner:
-            self._runner.run(self._wait_until_stopped())
-
-    async def _wait_until_stopped(self) -> None:
-        await self._stopping.wait()
+            self._runner.run(self._stopping.wait())

@@ -33,7 +33,7 @@ class WorkerKind:
     who: str
     section: str
     subject: str
-    error: Callable[[str], SlimeLikeError]
+    error: type[SlimeLikeError]
 
 
 class WorkerPool:
@@ -58,7 +58,7 @@ class WorkerPool:
     def process_ids(self) -> tuple[int, ...]:
         return tuple(worker.pid for worker in self._workers)
 
-    def launch(self) -> None:
+    async def launch(self) -> None:
         """Start every worker; ``ready`` waits for them."""
         for _ in range(self._limits.workers):
             self._launch_worker()
@@ -109,7 +109,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End every worker, by its process id, within a bound."""
-        self.fail(self._kind.error("the pool is closed; make a new one"))
+        self.fail(self._kind.error("the pool is closed", code="pool-closed", remedy="make a new one"))
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -155,14 +155,15 @@ class WorkerPool:
                     continue
                 raise self._start_failure(ended, worker) from None
             if "problems" in message:
-                raise self._kind.error("\n".join(message["problems"]))
+                raise self._kind.error("\n".join(message["problems"]), code="code-unusable")
             self.about = message
             return worker
 
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"
         what = late if ended.reason == "timeout" else "ended while starting"
-        return self._kind.error(f"{self._kind.subject}: {self._kind.who} {what}: {worker.last_output()}")
+        problem = f"{self._kind.who} {what}: {worker.last_output()}"
+        return self._kind.error(problem, code="worker-not-started", who=self._kind.subject)
 
     def _replace(self, worker: WorkerProcess) -> None:
         if self._remove(worker):

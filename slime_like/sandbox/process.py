@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from os import getpid
 from typing import Any, Literal
 
 from slime_like.errors import SlimeLikeError
-from slime_like.sandbox.protocol import encode, take_messages
+from slime_like.sandbox.protocol import decode, encode
 
-_READ_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
 
@@ -45,9 +43,7 @@ class WorkerProcess:
             stderr=self._log,
             bufsize=0,
         )
-        self._replies = asyncio.StreamReader()
-        self._incoming = bytearray()
-        self._messages: deque[dict[str, Any]] = deque()
+        self._replies = asyncio.StreamReader(limit=sys.maxsize)  # a message has no bound
         self._reader: asyncio.BaseTransport | None = None
         self._writer: asyncio.WriteTransport | None = None
 
@@ -79,14 +75,14 @@ class WorkerProcess:
         Raises:
             WorkerEnded: there is none, or none within ``timeout_s``.
         """
-        if not self._messages:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while not self._messages:
-                        await self._read()
-            except TimeoutError:
-                raise WorkerEnded("timeout") from None
-        return self._messages.popleft()
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = decode(await self._replies.readline())
+        except TimeoutError:
+            raise WorkerEnded("timeout") from None
+        if message is None:
+            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash")
+        return message
 
     def was_killed(self) -> bool:
         """Return whether SIGKILL ended it, after ``WorkerEnded``; this package sends none to busy workers."""
@@ -125,20 +121,11 @@ class WorkerProcess:
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise SlimeLikeError(
-                f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL; end it by hand"
-            ) from error
+            problem = f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL"
+            raise SlimeLikeError(problem, code="worker-not-ended", remedy="end it by hand") from error
         finally:
             self._process.stdout.close()
             self._log.close()
-
-    async def _read(self) -> None:
-        """Take what has arrived: many messages at once, where items take little time."""
-        data = await self._replies.read(_READ_BYTES)
-        if not data:
-            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash")
-        self._incoming += data
-        self._messages.extend(take_messages(self._incoming))
 
     def _exit_code(self) -> int | None:
         """``None`` where it has closed its output and lives."""

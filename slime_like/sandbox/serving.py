@@ -11,21 +11,29 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
 from slime_like.errors import ConfigError
 from slime_like.plugins.traceback import full_traceback, place
-from slime_like.sandbox.protocol import encode, read_message
+from slime_like.sandbox.protocol import decode, encode
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
-"""One item to one answer. It catches what the item's code raises."""
+"""One item to one answer. What the item's code raises, it raises inside ``untrusted``."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST = 300
 _LONGEST_TRACEBACK = 10_000
+
+
+class ItemFailed(Exception):
+    """An item without a result; ``answer`` has the reason."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
 
 
 def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -> int:
@@ -42,7 +50,7 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
     _die_with_parent(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
-    setup = read_message(requests)
+    setup = decode(requests.readline())
     if setup is None:
         return 0
     try:
@@ -52,31 +60,39 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
         return 1
     _limit_memory(int(setup["memory_mb"]) * 2**20)
     _send(replies, {"ready": os.getpid(), **about})
-    while (request := read_message(requests)) is not None:
+    while (request := decode(requests.readline())) is not None:
         for item in request["items"]:
             _limit_cpu(setup["timeout_s"])
-            _send(replies, handle(item))
+            try:
+                answer = handle(item)
+            except ItemFailed as failed:
+                answer = failed.answer
+            _send(replies, answer)
     return 0
 
 
-def failure(error: BaseException, where: str, code: CodeType | None = None) -> dict[str, Any]:
-    """The answer for an item without a result: the reason.
+@contextmanager
+def untrusted(name: str, code: CodeType | None) -> Iterator[None]:
+    """Inside, an item's code runs; what it raises becomes ``ItemFailed``.
 
     Args:
-        where: what the user calls it.
+        name: what the user calls it.
         code: of a custom function or method: the detail names the line of its file.
     """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ItemFailed({**_reason(error, code), "function": name}) from error
+
+
+def _reason(error: BaseException, code: CodeType | None) -> dict[str, Any]:
     if isinstance(error, MemoryError):
-        return {"reason": "memory", "function": where}
+        return {"reason": "memory"}
     where_raised = "" if code is None else f" ({place(error, code)})"
     if isinstance(error, TimeoutError):  # of something that the item's code has waited for
-        return {"reason": "timeout", "function": where, "detail": f"{str(error)[:_LONGEST]}{where_raised}"}
-    return {
-        "reason": "error",
-        "function": where,
-        "detail": f"{type(error).__name__}: {error}"[:_LONGEST] + where_raised,
-        "traceback": full_traceback(error)[-_LONGEST_TRACEBACK:],
-    }
+        return {"reason": "timeout", "detail": f"{str(error)[:_LONGEST]}{where_raised}"}
+    detail = f"{type(error).__name__}: {error}"[:_LONGEST] + where_raised
+    return {"reason": "error", "detail": detail, "traceback": full_traceback(error)[-_LONGEST_TRACEBACK:]}
 
 
 def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
@@ -103,7 +119,7 @@ def _die_with_parent(parent: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the call above
-        os._exit(0)
+        sys.exit(0)
 
 
 def _limit_memory(extra_bytes: int) -> None:

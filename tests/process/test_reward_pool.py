@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from tests.support.rejections import Rejects
 
 USER_MODULE = """
 import json, os, signal, sys, time
@@ -66,17 +68,26 @@ broken_at_import = None
 """
 
 
+Write = Callable[[str, str], Path]
+Config = Callable[..., RewardConfig]
+
+
 @pytest.fixture
-def user_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardConfig]:
-    """A configuration whose reward function is a user's own, misbehaving on demand."""
-    (tmp_path / "user_rewards.py").write_text(USER_MODULE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def user_config(user_module: Write) -> Config:
+    """A configuration whose reward function is a user's, misbehaving on demand."""
+    user_module("user_rewards", USER_MODULE)
 
     def make(workers: int = 1, timeout_s: float = 2.0, **options: str) -> RewardConfig:
         function = RewardFunction(name="user_rewards:act", options=options)
         return RewardConfig(functions=(function,), workers=workers, timeout_s=timeout_s, memory_mb=512)
 
     return make
+
+
+@pytest.fixture
+def pool(user_config: Config) -> Iterator[RewardPool]:
+    with RewardPool(user_config()) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +102,8 @@ def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[Rew
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -106,7 +117,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_order_is_kept_over_many_chunks(user_config: Callable[..., RewardConfig], workers: int) -> None:
+def test_order_is_kept_over_many_chunks(user_config: Config, workers: int) -> None:
     with RewardPool(user_config(workers)) as pool:
         pool.start()
         responses = ["x" * (i % 131) for i in range(700)]
@@ -128,44 +139,35 @@ def test_every_function_is_asked_and_successes_are_theirs() -> None:
     assert [outcome.successes for outcome in outcomes] == [(1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)]
 
 
-# what the model wrote, the reason that must be reported
+# what the model wrote, the reason that must be reported; of an error, what is said of it and the line that is named
 MISDEEDS = [
-    ("hang", "timeout"), ("spin", "timeout"), ("exit", "crash"), ("segfault", "crash"), ("memory", "memory"),
-    ("raise", "error"), ("quit", "error"), ("nan", "error"), ("number", "error"), ("odd metadata", "error"),
-    ("text", "error"), ("no success", "error"), ("no dict", "error"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("response", "reason"), MISDEEDS, ids=[case[0] for case in MISDEEDS])
-def test_a_misdeed_costs_its_own_sample_alone(
-    user_config: Callable[..., RewardConfig], response: str, reason: str
-) -> None:
-    with RewardPool(user_config()) as pool:
-        pool.start()
-        first = set(pool.process_ids)
-        outcomes = pool.score(items("a", "bb", response, "ccc", "dddd"))
-        assert [outcome.rewards[0] for outcome in outcomes] == [1.0, 2.0, 0.0, 3.0, 4.0]
-        assert outcomes[2].metadata["reason"] == reason
-        assert outcomes[2].successes == (0.0,)
-        replaced = reason in ("timeout", "crash")
-        assert (set(pool.process_ids) != first) == replaced
-        if replaced:
-            assert not any(alive(pid) for pid in first)
-        assert pool.score(items("ee"))[0].rewards == (2.0,)
-
-
-# what the model wrote, what is said of it, and the line of the module that is named with it
-DETAILS = [
-    ("raise", "LookupError: no such thing", 'raise LookupError("no such thing")'),
-    ("nested", "KeyError: 'key'", 'return json.loads(text)["key"]'),
-    ("deep", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 'return json.loads(text)["key"]'),
-    ("number", "TypeError: it returned a float; return a RewardResult", "def act("),
-    ("nan", "ValueError: its reward is nan; return a finite number", "def act("),
-    ("text", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
-    ("no success", "TypeError: RewardResult.success is a NoneType ('None'); give true or false", "(1.0, None)"),
-    ("no dict", "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict", '(1.0, True, ["x"])'),
+    ("hang", "timeout", "", ""),
+    ("spin", "timeout", "", ""),
+    ("exit", "crash", "", ""),
+    ("segfault", "crash", "", ""),
+    ("memory", "memory", "", ""),
+    ("raise", "error", "LookupError: no such thing", 'raise LookupError("no such thing")'),
+    ("quit", "error", "SystemExit: no more", 'sys.exit("no more")'),
+    ("nested", "error", "KeyError: 'key'", 'return json.loads(text)["key"]'),
+    ("deep", "error", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 'return json.loads(text)["key"]'),
+    ("number", "error", "TypeError: it returned a float; return a RewardResult", "def act("),
+    ("nan", "error", "ValueError: its reward is nan; return a finite number", "def act("),
+    ("text", "error", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
+    (
+        "no success",
+        "error",
+        "TypeError: RewardResult.success is a NoneType ('None'); give true or false",
+        "(1.0, None)",
+    ),
+    (
+        "no dict",
+        "error",
+        "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict",
+        '(1.0, True, ["x"])',
+    ),
     (
         "odd metadata",
+        "error",
         "TypeError: its metadata cannot be written as JSON (Object of type object is not JSON serializable); return "
         "numbers, text, lists, dicts",
         "def act(",
@@ -173,75 +175,73 @@ DETAILS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "what", "line"), DETAILS, ids=[case[0] for case in DETAILS])
-def test_a_reason_names_function_error_and_line(
-    user_config: Callable[..., RewardConfig], tmp_path: Path, response: str, what: str, line: str
+@pytest.mark.parametrize(("response", "reason", "what", "line"), MISDEEDS, ids=[case[0] for case in MISDEEDS])
+def test_a_misdeed_costs_its_own_sample_alone_and_names_function_error_and_line(
+    pool: RewardPool, tmp_path: Path, response: str, reason: str, what: str, line: str
 ) -> None:
-    with RewardPool(user_config()) as pool:
-        outcome = pool.score(items(response))[0]
-    [number] = [n for n, text in enumerate(USER_MODULE.splitlines(), start=1) if line in text]
-    assert outcome.metadata == {
-        "reason": "error",
-        "function": "user_rewards:act",
-        "detail": f"{what} ({tmp_path}/user_rewards.py:{number})",
-    }
+    pool.start()
+    first = set(pool.process_ids)
+    outcomes = pool.score(items("a", "bb", response, "ccc", "dddd"))
+    assert [outcome.rewards[0] for outcome in outcomes] == [1.0, 2.0, 0.0, 3.0, 4.0]
+    assert outcomes[2].metadata["reason"] == reason
+    assert outcomes[2].successes == (0.0,)
+    replaced = reason in ("timeout", "crash")
+    assert (set(pool.process_ids) != first) == replaced
+    if replaced:
+        assert not any(alive(pid) for pid in first)
+    assert pool.score(items("ee"))[0].rewards == (2.0,)
+    if what:
+        [number] = [n for n, text in enumerate(USER_MODULE.splitlines(), start=1) if line in text]
+        detail = f"{what} ({tmp_path}/user_rewards.py:{number})"
+        assert outcomes[2].metadata == {"reason": "error", "function": "user_rewards:act", "detail": detail}
 
 
-def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(user_config: Callable[..., RewardConfig]) -> None:
-    with RewardPool(user_config()) as pool:
-        assert [outcome.rewards[0] for outcome in pool.score(items("print", "read", "abc"))] == [5.0, 4.0, 3.0]
+def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(pool: RewardPool) -> None:
+    assert [outcome.rewards[0] for outcome in pool.score(items("print", "read", "abc"))] == [5.0, 4.0, 3.0]
 
 
-def test_a_function_that_always_fails_is_no_reward_of_zero(user_config: Callable[..., RewardConfig]) -> None:
-    with RewardPool(user_config()) as pool:
-        pool.score(items(*["raise"] * 50))  # one distinct item
-        batch = [RewardItem(str(i), "raise", "46") for i in range(8)]
-        with pytest.raises(
-            RewardError,
-            match=r"user_rewards:act failed on all responses to 9 prompts .* LookupError.*user_rewards.py:\d+\);",
-        ) as caught:
-            pool.score(batch)
-        assert 'raise LookupError("no such thing")' in (caught.value.users_traceback or "")
-        assert pool.score([*batch, *items("good one")])[-1].rewards == (8.0,)
-        pool.score(batch[:4])  # a group of few samples, as they come where training does not wait
-        assert pool.score([*batch[:4], *items("good one")])[-1].rewards == (8.0,)
-        pool.score(batch[:4])
-        with pytest.raises(RewardError, match=r"user_rewards:act failed on all responses to 8 prompts in succession"):
-            pool.score(batch[4:])
-    with RewardPool(user_config()) as pool:
-        deaths = [RewardItem(str(i), "exit", "46") for i in range(8)]
-        with pytest.raises(
-            RewardError, match=r"to 8 prompts in succession, last \(prompt '7' and answer '46'\) with the end of its"
-        ):
-            pool.score(deaths)
+def test_a_function_that_always_fails_is_no_reward_of_zero(pool: RewardPool, rejects: Rejects) -> None:
+    pool.score(items(*["raise"] * 50))  # one distinct item
+    batch = [RewardItem(str(i), "raise", "46") for i in range(8)]
+    with rejects(RewardError, "reward-function-fails") as caught:
+        pool.score(batch)
+    assert isinstance(caught.value, RewardError)
+    assert 'raise LookupError("no such thing")' in (caught.value.users_traceback or "")
+    assert pool.score([*batch, *items("good one")])[-1].rewards == (8.0,)
+    pool.score(batch[:4])  # a group of few samples, as they come where training does not wait
+    assert pool.score([*batch[:4], *items("good one")])[-1].rewards == (8.0,)
+    pool.score(batch[:4])
+    with rejects(RewardError, "reward-function-fails"):
+        pool.score(batch[4:])
 
 
-def test_one_prompt_that_no_response_can_be_judged_for_ends_no_run(user_config: Callable[..., RewardConfig]) -> None:
+def test_a_function_that_always_ends_its_worker_is_no_reward_of_zero(pool: RewardPool, rejects: Rejects) -> None:
+    with rejects(RewardError, "reward-function-fails"):
+        pool.score([RewardItem(str(i), "exit", "46") for i in range(8)])
+
+
+def test_one_prompt_that_no_response_can_be_judged_for_ends_no_run(pool: RewardPool) -> None:
     """However many samples it has, and also where a call is about it alone."""
     bad = [RewardItem("bad", response, "46") for response in ("raise", "nested", "deep", "quit") * 2]
-    with RewardPool(user_config()) as pool:
-        for _ in range(7):
-            outcomes = pool.score(bad, ["bad"] * len(bad))
-            assert {outcome.metadata["reason"] for outcome in outcomes} == {"error"}
-        assert pool.score(items("good one"))[0].rewards == (8.0,)
-        pool.score(bad, ["bad"] * len(bad))
+    for _ in range(7):
+        outcomes = pool.score(bad, ["bad"] * len(bad))
+        assert {outcome.metadata["reason"] for outcome in outcomes} == {"error"}
+    assert pool.score(items("good one"))[0].rewards == (8.0,)
+    pool.score(bad, ["bad"] * len(bad))
 
 
 def test_one_prompt_whose_responses_all_hang_ends_no_run_of_a_function_that_has_answered(
-    user_config: Callable[..., RewardConfig],
+    user_config: Config, rejects: Rejects
 ) -> None:
     hanging = [RewardItem("bad", f"hang {i}", "46") for i in range(8)]
-    with (
-        RewardPool(user_config(timeout_s=0.3)) as pool,
-        pytest.raises(RewardError, match="first 8 responses of a batch"),
-    ):
+    with RewardPool(user_config(timeout_s=0.3)) as pool, rejects(RewardError, "reward-function-fails"):
         pool.score(hanging, ["bad"] * 8)
     with RewardPool(user_config(timeout_s=0.3)) as pool:
         assert pool.score(items("good one"))[0].rewards == (8.0,)
         assert {outcome.metadata["reason"] for outcome in pool.score(hanging, ["bad"] * 8)} == {"timeout"}
 
 
-def test_equal_items_are_scored_once(user_config: Callable[..., RewardConfig], tmp_path: Path) -> None:
+def test_equal_items_are_scored_once(user_config: Config, tmp_path: Path) -> None:
     """A user's function may look at the prompt, so that equal responses to other prompts are other items."""
     log = tmp_path / "calls"
     with RewardPool(user_config(log=str(log))) as pool:
@@ -290,9 +290,7 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
 def test_workers_import_neither_torch_nor_the_configuration(math_pool: RewardPool) -> None:
     math_pool.start()
     maps = Path(f"/proc/{math_pool.process_ids[0]}/maps").read_text()
-    assert "sympy" not in maps  # pure Python; the line below means something because libraries do show
-    assert "pydantic" not in maps
-    assert "libc" in maps
+    assert "pydantic" not in maps and "libc" in maps  # libraries show
     # torch itself, not the OpenMP library in its folder, which an engine in this test process may have had preloaded
     assert "libtorch" not in maps
 
@@ -304,7 +302,7 @@ def test_the_memory_limit_holds_beyond_the_start_size(math_pool: RewardPool) -> 
     assert 2048 * 2**20 < int(line.split()[3]) < 4096 * 2**20
 
 
-def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Callable[..., RewardConfig]) -> None:
+def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Config) -> None:
     with RewardPool(user_config(workers=2)) as pool:
         pool.start()
         victim = pool.process_ids[0]
@@ -316,52 +314,46 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Cal
 
 
 def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
-    user_config: Callable[..., RewardConfig], tmp_path: Path
+    user_module: Write, tmp_path: Path, rejects: Rejects
 ) -> None:
-    user_config()
-    (tmp_path / "dies.py").write_text(
+    user_module(
+        "dies",
         "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
         f"starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
         "if starts.stat().st_size < 3 or Path(starts.with_name('always')).exists():\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "def f(prompt, response, answer): return RewardResult(1.0, True)\n"
+        "def f(prompt, response, answer): return RewardResult(1.0, True)\n",
     )
     config = RewardConfig(functions=(RewardFunction(name="dies:f"),))
     with RewardPool(config) as pool:
         assert pool.score(items("a"))[0].rewards == (1.0,)
     (tmp_path / "always").touch()
-    with RewardPool(config) as pool, pytest.raises(RewardError, match="ended while starting: it was killed"):
+    with RewardPool(config) as pool, rejects(RewardError, "worker-not-started"):
         pool.score(items("a"))
     assert (tmp_path / "starts").stat().st_size == 3 + 3
 
 
-UNUSABLE = [
-    (RewardFunction(name="user_rewards:absent"), "cannot be imported"),
-    (RewardFunction(name="user_rewards:broken_at_import"), "is a NoneType, which cannot be called"),
-    (RewardFunction(name="length"), "options of reward function 'length'"),
-]
-
-
-@pytest.mark.parametrize(("function", "reason"), UNUSABLE, ids=[case[0].name for case in UNUSABLE])
-def test_an_unusable_function_is_rejected_at_the_start(
-    user_config: Callable[..., RewardConfig], function: RewardFunction, reason: str
-) -> None:
-    user_config()
-    with RewardPool(RewardConfig(functions=(function,))) as pool, pytest.raises(RewardError, match=reason):
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        ("user_rewards:absent", "code-unusable", "cannot be imported"),
+        ("user_rewards:broken_at_import", "code-unusable", "is a NoneType, which cannot be called"),
+        ("length", "code-unusable", "options of reward function 'length'"),
+        ("ends:f", "worker-not-started", "ended while starting: I will not"),
+    ],
+)
+def test_an_unusable_function_is_rejected_at_the_start(user_module: Write, name: str, code: str, reason: str) -> None:
+    user_module("user_rewards", USER_MODULE)
+    user_module("ends", "import sys\nsys.exit('I will not')\n")
+    with (
+        RewardPool(RewardConfig(functions=(RewardFunction(name=name),))) as pool,
+        pytest.raises(RewardError, match=reason) as caught,
+    ):
         pool.start()
+    assert caught.value.code == code
 
 
-def test_a_module_that_ends_the_worker_is_reported_with_its_output(
-    user_config: Callable[..., RewardConfig], tmp_path: Path
-) -> None:
-    user_config()
-    (tmp_path / "ends.py").write_text("import sys\nsys.exit('I will not')\n")
-    config = RewardConfig(functions=(RewardFunction(name="ends:f"),))
-    with RewardPool(config) as pool, pytest.raises(RewardError, match=r"ended while starting: I will not"):
-        pool.score(items("a"))
-
-
-def test_close_leaves_no_process_even_where_one_hangs(user_config: Callable[..., RewardConfig]) -> None:
+def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejects: Rejects) -> None:
     pool = RewardPool(user_config(workers=2))
     pool.start()
     pids = pool.process_ids
@@ -369,7 +361,7 @@ def test_close_leaves_no_process_even_where_one_hangs(user_config: Callable[...,
     pool.close()
     assert not any(alive(pid) for pid in pids)
     pool.close()
-    with pytest.raises(RewardError, match="closed"):
+    with rejects(RewardError, "pool-closed"):
         pool.score(items("a"))
 
 
@@ -385,26 +377,21 @@ pool.score([RewardItem("", "spin", ""), RewardItem("", "hang", "")])
 """
 
 
-def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(
-    user_config: Callable[..., RewardConfig],
-) -> None:
-    user_config()
+def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_module: Write) -> None:
+    user_module("user_rewards", USER_MODULE)
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        assert all(alive(pid) for pid in pids)
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
     finally:
         parent.kill()
         parent.wait(30)
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_an_interrupt_of_the_terminal_does_not_reach_a_sample(user_config: Callable[..., RewardConfig]) -> None:
-    with RewardPool(user_config()) as pool:
-        pool.start()
-        os.kill(pool.process_ids[0], signal.SIGINT)
-        assert pool.score(items("abc")) == [
-            RewardOutcome((3.0,), (1.0,), {"user_rewards:act": {"pid": pool.process_ids[0]}})
-        ]
+def test_an_interrupt_of_the_terminal_does_not_reach_a_sample(pool: RewardPool) -> None:
+    pool.start()
+    os.kill(pool.process_ids[0], signal.SIGINT)
+    [outcome] = pool.score(items("abc"))
+    assert outcome == RewardOutcome((3.0,), (1.0,), {"user_rewards:act": {"pid": pool.process_ids[0]}})

@@ -42,9 +42,8 @@ class ObservationEncoder:
 
 def tool_template(tokenizer: Any) -> str:
     """Return the chat template's text around a tool's answer, between two assistant turns."""
-    remedy = f"set rollout.environment.template to text with {PLACE} in it"
     if tokenizer.chat_template is None:
-        raise ConfigError([f"rollout.environment.template=none: the tokenizer has no chat template; {remedy}"])
+        raise _refusal("the tokenizer has no chat template")
     messages = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": _WORD},
@@ -53,13 +52,14 @@ def tool_template(tokenizer: Any) -> str:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
-        raise ConfigError(
-            [f"rollout.environment.template=none: the chat template refuses a message of role tool ({error}); {remedy}"]
-        ) from error
+        raise _refusal(f"the chat template refuses a message of role tool ({error})") from error
     after = text.rpartition(_WORD)[2]
     if _WORD not in text or after.count(_SENTINEL) != 1:
-        raise ConfigError(
-            [f"rollout.environment.template=none: the chat template does not show what a tool says; {remedy}"]
-        )
+        raise _refusal("the chat template does not show what a tool says")
     # A turn ends with EOS, which the model has sampled itself.
     return after.removeprefix(tokenizer.eos_token or "").replace(_SENTINEL, PLACE)
+
+
+def _refusal(problem: str) -> ConfigError:
+    remedy = f"set rollout.environment.template to text with {PLACE} in it"
+    return ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])

@@ -56,7 +56,7 @@ class EnvironmentPool:
         Raises:
             EnvironmentFailure: the environment cannot be used, or a worker did not start in time.
         """
-        self._workers.launch()
+        await self._workers.launch()
         await self._workers.ready()
 
     async def step(self, task: Task, state: Any, response: str, first: bool) -> Step:
@@ -76,17 +76,14 @@ class EnvironmentPool:
         failed = StepFailed(answer["reason"], answer.get("detail", ""))
         if not self._budget.exhausted:
             raise failed
-        failure = self._broken(failed)
+        failure = EnvironmentFailure(
+            f"environment {self._name} had no outcome for any of its first {_SUSPICIOUS_STEPS} steps, last by {failed}",
+            code="environment-fails",
+            remedy="correct it, or raise rollout.environment.timeout_s",
+        )
         self._workers.fail(failure)
         raise failure
 
     async def close(self) -> None:
         """End every worker, by its process id, within a bound."""
         await self._workers.close()
-
-    def _broken(self, last: StepFailed) -> EnvironmentFailure:
-        """Build the error of an environment that fails on everything; one bad turn costs one conversation."""
-        return EnvironmentFailure(
-            f"environment {self._name} had no outcome for any of its first {_SUSPICIOUS_STEPS} steps, last by {last}; "
-            "correct it, or raise rollout.environment.timeout_s"
-        )

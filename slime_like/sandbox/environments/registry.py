@@ -6,6 +6,7 @@ from typing import Any
 
 from slime_like.interfaces.environment import Environment
 from slime_like.plugins.resolve import resolve_callable
+from slime_like.sandbox.rewards.signature import require_options
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
 """Environments of this distribution, as import paths: workers import them, this package never does."""
@@ -27,11 +28,7 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
         ValueError: as ``resolve_environment``, or it does not take the options.
     """
     found = resolve_environment(name)
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as error:
-        takes = ", ".join(map(str, inspect.signature(found).parameters.values()))
-        raise ValueError(f"options of environment {name!r}: {error}; it takes {takes or 'none'}") from error
+    require_options(f"environment {name!r}", inspect.signature(found), (), options)
     try:
         return found(**options)
     except Exception as error:

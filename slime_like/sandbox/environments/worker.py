@@ -8,7 +8,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces.environment import Step, Task
 from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.environments.registry import REGISTERED, build_environment
-from slime_like.sandbox.serving import Handler, failure, serve
+from slime_like.sandbox.serving import Handler, serve, untrusted
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
@@ -20,11 +20,9 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     code = None if name in REGISTERED else code_of(environment.step)
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with untrusted(name, code):
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
             return _as_message(_checked(environment.step(state, item["response"])))
-        except (Exception, SystemExit) as error:
-            return failure(error, name, code)
 
     return handle, {}
 

@@ -1,7 +1,7 @@
 """Failures that count as broken reward functions and end the run; one bad response costs its sample alone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -21,51 +21,43 @@ class RewardFailures:
 
     Attributes:
         has_answered: some item has had a reward.
+        has_foreign: a function is custom, or a service.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.has_answered = False
         self._functions = [function.name for function in config.computed]
         self._timeout_s = config.timeout_s
-        # Custom functions, or a service. What built-in ones give up on is the responses' fault: a policy may well write
-        # eight huge powers in succession.
-        self._has_foreign = any(name not in LOCAL for name in self._functions)
-        self._broken = ("error", "crash", "timeout") if self._has_foreign else ("error",)
-        self._prompts = FailureBudget(_SUSPICIOUS_PROMPTS)
-        self._groups = FailureBudget(_SUSPICIOUS_PROMPTS)
+        # What built-in ones give up on is the responses' fault: a policy may write eight huge powers in succession.
+        self.has_foreign = any(name not in LOCAL for name in self._functions)
+        self._broken = ("error", "crash", "timeout") if self.has_foreign else ("error",)
+        self._budgets = {what: FailureBudget(_SUSPICIOUS_PROMPTS) for what in ("prompts", "groups")}
 
-    def record_prompts(self, answers: Sequence[Mapping[str, Any]], prompts: int, last: tuple[str, str]) -> None:
-        """Record one call's answers about responses to so many prompts; ``last`` is its last prompt and ground truth.
-
-        Raises:
-            RewardError: too many prompts in succession had no response with a reward.
-        """
-        self._record(self._prompts, "prompts", answers, prompts, last)
-
-    def record_groups(self, answers: Sequence[Mapping[str, Any]], last: tuple[str, str]) -> None:
-        """Record the answers of group functions, as ``record_prompts`` does."""
-        self._record(self._groups, "groups", answers, len(answers), last)
-
-    def refuse_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
-        """Raise ``RewardError`` unless one prompt may be to blame, of functions that have answered before."""
-        if self._has_foreign and (prompts > 1 or not self.has_answered):
-            self._refuse(answer, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
-
-    def _record(
+    def record(
         self,
-        budget: FailureBudget,
-        what: str,
-        answers: Sequence[Mapping[str, Any]],
+        what: Literal["prompts", "groups"],
         count: int,
+        answers: Sequence[Mapping[str, Any]],
         last: tuple[str, str],
     ) -> None:
-        """One bad answer costs one sample; a function that fails on everything is a bug, not a reward of 0."""
+        """Record one call's answers about ``count`` prompts or groups; ``last`` is its last prompt and ground truth.
+
+        Raises:
+            RewardError: too many in succession had no response with a reward. A function that fails on everything is
+                a bug, not a reward of 0.
+        """
+        budget = self._budgets[what]
         failed = bool(answers) and all(answer.get("reason") in self._broken for answer in answers)
         budget.record(not failed, count)
         if budget.exhausted:
             prompt, truth = map(_shown, last)
             where = f"last (prompt {prompt} and answer {truth})"
             self._refuse(answers[-1], f"failed on all responses to {budget.failures} {what} in succession, {where}")
+
+    def refuse_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
+        """Raise ``RewardError`` unless one prompt may be to blame, of functions that have answered before."""
+        if self.has_foreign and (prompts > 1 or not self.has_answered):
+            self._refuse(answer, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, last")
 
     def _refuse(self, answer: Mapping[str, Any], what: str) -> None:
         name, reason = answer.get("function"), answer["reason"]
@@ -78,9 +70,12 @@ class RewardFailures:
         elif why is None:
             why = "the end of its worker"
         who = f"reward function {name}" if name else f"reward.functions ({', '.join(self._functions)})"
-        refusal = RewardError(f"{who} {what} with {why}; {remedy}")
-        refusal.users_traceback = answer.get("traceback")
-        raise refusal
+        raise RewardError(
+            f"{who} {what} with {why}",
+            code="reward-function-fails",
+            remedy=remedy,
+            users_traceback=answer.get("traceback"),
+        )
 
 
 class BatchTimeouts:

@@ -1,30 +1,27 @@
 """Reward functions in worker processes with bounds on time and memory: a bad answer costs its sample, no more."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import ENVIRONMENT
-from slime_like.errors import ConfigError, RewardError, SlimeLikeError
+from slime_like.errors import RewardError
 from slime_like.sandbox.loop_thread import LoopThread
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
-from slime_like.sandbox.rewards.registry import LOCAL
 
 _MODULE = "slime_like.sandbox.rewards.worker"
 _CHUNK_ITEMS = 64
 
 Answer = dict[str, Any]
-"""A worker's message about one item: its results, or the reason why there are none."""
+"""A worker's message about one item: the results of its samples, or the reason why there are none."""
 
 _NOTHING: Answer = {"rewards": (), "successes": (), "metadata": {}}
-"""Answer of functions that are not there."""
+"""Results of functions that are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +54,14 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._functions = [function.name for function in config.computed]
-        self._has_foreign = any(name not in LOCAL for name in self._functions)
         self._count = config.workers
         functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
-        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions", RewardError), config)
+        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
         self._failures = RewardFailures(config)
         self._thread = LoopThread()
         self._closed = False
         if self._functions:
-            self._thread.run(self._launch())
+            self._thread.run(self._workers.launch())
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -93,7 +89,7 @@ class RewardPool:
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
         if self._closed:
-            raise RewardError("the reward pool is closed; make a new one")
+            raise RewardError("the reward pool is closed", code="pool-closed", remedy="make a new one")
         if not items:
             return []
         if not self._workers.about:
@@ -110,42 +106,33 @@ class RewardPool:
         finally:
             self._thread.close()
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _launch(self) -> None:
-        self._workers.launch()
 
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
         of_groups = frozenset(self._workers.about["of_groups"])  # known to the workers, which import the functions
-        chosen: dict[tuple[str, ...], RewardItem] = {}
-        for item in items:
-            chosen.setdefault(self._key(item), item)
-        which = {key: index for index, key in enumerate(chosen)}
-        samples = [_sample_message(item) for item in chosen.values()] if len(of_groups) < len(self._functions) else []
-        wholes = [_group_message([items[i] for i in group]) for group in members] if of_groups else []
-        answers = self._thread.run(self._answers([*samples, *wholes]))
-        shared = answers[len(samples) :]
+        keys = [self._key(item) for item in items]
+        equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
+        whole = members if of_groups else []
+        messages = [asdict(items[same[0]]) for same in equal] + [_group_message(items, group) for group in whole]
+        answers = self._thread.run(self._answers(messages))
+        of_samples, of_wholes = answers[: len(equal)], answers[len(equal) :]
+        alone, shared = _of_items(of_samples, equal, len(items)), _of_items(of_wholes, whole, len(items))
         last = (items[-1].prompt, items[-1].answer)
-        of_items = [_NOTHING] * len(items)
-        if samples:
-            indices = [which[self._key(item)] for item in items]
-            of_items = [answers[index] for index in indices]
-            self._failures.record_prompts(of_items, len({tuple(indices[i] for i in group) for group in members}), last)
-        if wholes:
-            self._failures.record_groups(shared, last)
+        if equal:
+            prompts = len({tuple(keys[i] for i in group) for group in members})
+            self._failures.record("prompts", prompts, alone, last)
+        if whole:
+            self._failures.record("groups", len(whole), of_wholes, last)
         kinds = [name in of_groups for name in self._functions]
-        shared_of_items = _each_sample(shared, members, len(items))
-        return [_outcome(kinds, pair) for pair in zip(of_items, shared_of_items, strict=True)]
+        return [_outcome(kinds, pair) for pair in zip(alone, shared, strict=True)]
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
         """Functions that are not ours may look at the prompt, and are called for each."""
-        return (item.response, item.answer, *([item.prompt] if self._has_foreign else []))
+        return (item.response, item.answer, *([item.prompt] if self._failures.has_foreign else []))
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""
@@ -175,28 +162,19 @@ class RewardPool:
 def start_problems(config: RewardConfig, index: int) -> list[str]:
     """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone."""
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
-    kind = _workers_of(config, [index], subject, lambda text: ConfigError(text.splitlines()))
-    thread = LoopThread()
-    try:
-        thread.run(_try_start(WorkerPool(kind, config.model_copy(update={"workers": 1}))))
-    except ConfigError as error:
-        return error.problems
-    finally:
-        thread.close()
+    workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
+    with closing(LoopThread()) as thread:
+        thread.run(workers.launch())
+        try:
+            thread.run(workers.ready())
+        except RewardError as error:
+            return str(error).splitlines()
+        finally:
+            thread.run(workers.close())
     return []
 
 
-async def _try_start(workers: WorkerPool) -> None:
-    workers.launch()
-    try:
-        await workers.ready()
-    finally:
-        await workers.close()
-
-
-def _workers_of(
-    config: RewardConfig, functions: Iterable[int], subject: str, error: Callable[[str], SlimeLikeError]
-) -> WorkerKind:
+def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:
     setup = [
         {
             "field": f"reward.functions.{index}",
@@ -205,7 +183,7 @@ def _workers_of(
         }
         for index in functions
     ]
-    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, error)
+    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, RewardError)
 
 
 def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
@@ -216,22 +194,18 @@ def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
     return list(found.values())
 
 
-def _sample_message(item: RewardItem) -> dict[str, Any]:
-    return {"prompt": item.prompt, "response": item.response, "answer": item.answer}
+def _group_message(items: Sequence[RewardItem], group: Sequence[int]) -> dict[str, Any]:
+    first = items[group[0]]
+    return {"prompt": first.prompt, "responses": [items[i].response for i in group], "answer": first.answer}
 
 
-def _group_message(items: Sequence[RewardItem]) -> dict[str, Any]:
-    responses = [item.response for item in items]
-    return {"prompt": items[0].prompt, "responses": responses, "answer": items[0].answer}
-
-
-def _each_sample(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
-    """The group functions' answer for every item; a failed group's reason, for all of its items."""
+def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
+    """Results of every item, or the reason why it has none; an answer has one for each of its members, or for all."""
     found = [_NOTHING] * count
-    for answer, group in zip(answers, members, strict=bool(answers)):
-        values = answer["samples"] if "samples" in answer else [answer] * len(group)
-        for index, value in zip(group, values, strict=True):
-            found[index] = value
+    for answer, indices in zip(answers, members, strict=True):
+        results = answer.get("samples", [answer])
+        for index, result in zip(indices, results if len(results) > 1 else results * len(indices), strict=True):
+            found[index] = result
     return found
 
 

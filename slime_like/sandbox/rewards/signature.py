@@ -41,7 +41,7 @@ def signature_problems(
         yield f"{setting} does not fit: {error}"
         return
     try:
-        _check_options(name, signature, options)
+        require_options(f"reward function {name!r}", signature, _GIVEN, options)
     except ValueError as error:
         yield f"{field}.options={dict(options)} do not fit: {error}{place}"
     if not _may_be_result(signature.return_annotation, of_groups):
@@ -54,15 +54,22 @@ def check_options(name: str, function: Callable[..., Any], options: Mapping[str,
     """Raise ``ValueError`` unless the function takes exactly these options besides prompt, response and answer."""
     signature = _signature(function)
     _check_parameters(name, signature, is_group_reward(function))
-    _check_options(name, signature, options)
+    require_options(f"reward function {name!r}", signature, _GIVEN, options)
+
+
+def require_options(
+    subject: str, signature: inspect.Signature, given: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """Raise ``ValueError`` unless the options fit behind what is given by position, and none is missing."""
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        takes = ", ".join(map(str, list(signature.parameters.values())[len(given) :]))
+        raise ValueError(f"options of {subject}: {error}; it takes {takes or 'none'}") from error
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Annotations are evaluated where they can be.
-
-    Raises:
-        ValueError: it has none, as some that are not written in Python.
-    """
+    """Evaluate annotations where possible. Raises ``ValueError`` for some that are not written in Python."""
     try:
         return inspect.signature(function, eval_str=True)
     except Exception:  # an annotation is code, which raises what it likes
@@ -87,17 +94,6 @@ def _check_parameters(name: str, signature: inspect.Signature, of_groups: bool) 
         raise ValueError(
             f"reward function {name!r} takes {takes}, but is called with {given} before its options; give it these "
             "three parameters first"
-        ) from error
-
-
-def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless these options fit, and all that are needed are among them."""
-    try:
-        signature.bind("", "", "", **options)
-    except TypeError as error:
-        takes = [str(p) for p in list(signature.parameters.values())[3:]]
-        raise ValueError(
-            f"options of reward function {name!r}: {error}; it takes {', '.join(takes) or 'none'}"
         ) from error
 
 

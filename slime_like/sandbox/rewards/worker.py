@@ -11,7 +11,7 @@ from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.protocol import encode
 from slime_like.sandbox.rewards.registry import LOCAL, REGISTERED, resolve_reward
 from slime_like.sandbox.rewards.signature import is_group_reward, signature_problems
-from slime_like.sandbox.serving import Handler, failure, serve
+from slime_like.sandbox.serving import Handler, serve, untrusted
 
 _WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
 
@@ -32,24 +32,21 @@ class _Function:
         if problems := list(signature_problems(field, name, self._call, options)):
             raise ConfigError(problems)
 
-    def of_sample(self, item: dict[str, Any]) -> RewardResult:
-        return _checked(self._call(item["prompt"], item["response"], item["answer"], **self._options))
-
-    def of_group(self, item: dict[str, Any]) -> list[RewardResult]:
-        responses = item["responses"]
-        results = self._call(item["prompt"], responses, item["answer"], **self._options)
-        if not isinstance(results, Sequence) or len(results) != len(responses):
-            raise TypeError(f"it returned {str(results)[:50]!r}; return one RewardResult for each response")
-        return [_checked(result) for result in results]
-
-    def failure(self, error: BaseException) -> dict[str, Any]:
-        """The answer for an item without a reward: the reason; for a custom function, with file and line."""
-        return failure(error, self.name, self._code)
+    def results(self, item: dict[str, Any]) -> list[RewardResult]:
+        """One result for a response, or one for each response of a group."""
+        responses = item["responses"] if self.of_groups else item["response"]
+        with untrusted(self.name, self._code):
+            found = self._call(item["prompt"], responses, item["answer"], **self._options)
+            if not self.of_groups:
+                return [_checked(found)]
+            if not isinstance(found, Sequence) or len(found) != len(responses):
+                raise TypeError(f"it returned {str(found)[:50]!r}; return one RewardResult for each response")
+            return [_checked(result) for result in found]
 
     def warm_up(self) -> None:
         """Compile what a first call compiles, outside any sample's time; not users' functions, nor a service."""
         if self.name in LOCAL and not self.of_groups:
-            self.of_sample(_WARM_UP)
+            self.results(_WARM_UP)
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
@@ -60,31 +57,11 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     groups = [function for function in functions if function.of_groups]
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        return _group_outcome(groups, item) if "responses" in item else _outcome(samples, item)
+        functions = groups if "responses" in item else samples
+        results = zip(*[function.results(item) for function in functions], strict=True)
+        return {"samples": [_as_message(functions, result) for result in results]}
 
     return handle, {"of_groups": [function.name for function in groups]}
-
-
-def _outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict[str, Any]:
-    """Rewards of all functions, or the reason why this one sample has none."""
-    results: list[RewardResult] = []
-    for function in functions:
-        try:
-            results.append(function.of_sample(item))
-        except (Exception, SystemExit) as error:
-            return function.failure(error)
-    return _as_message(functions, results)
-
-
-def _group_outcome(functions: Sequence[_Function], item: dict[str, Any]) -> dict[str, Any]:
-    """One outcome per sample, or the reason why this group has none."""
-    results: list[list[RewardResult]] = []
-    for function in functions:
-        try:
-            results.append(function.of_group(item))
-        except (Exception, SystemExit) as error:
-            return function.failure(error)
-    return {"samples": [_as_message(functions, sample) for sample in zip(*results, strict=True)]}
 
 
 def _as_message(functions: Sequence[_Function], results: Sequence[RewardResult]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from slime_like.examples.arithmetic import MAX_BITS, MAX_CHARS, MAX_DEPTH, ArithmeticFault, evaluate, to_text
 from slime_like.examples.calculator import Calculator
 from slime_like.interfaces import Task
+from tests.support.rejections import Rejects
 
 
 class F(Fraction):
@@ -62,32 +63,16 @@ def test_spellings_and_binding(text: str, value: int) -> None:
     assert evaluate(text) == value
 
 
-HOSTILE = [
-    ("9**9**9**9", "too large"),
-    ("2**100000000000000000000", "too large"),
-    ("10**600*10**600", "too large"),
-    ("1/3**2000", "too large"),
-    ("(" * 200 + "1" + ")" * 50, "nested too deeply"),
-    ("-" * 200 + "1", "nested too deeply"),
-    ("2**" * 80 + "2", "nested too deeply"),
-    ("1" * (MAX_CHARS + 1), "too long"),
-    ("2**0.5", "the exponent must be an integer"),
-    ("1/0", "division by zero"),
-    ("5%0", "division by zero"),
-    ("0**-1", "division by zero"),
-    ("__import__('os')", "unexpected '_'"),
-    ("1 2", "unexpected '2'"),
-    ("", "incomplete"),
-    ("(1", "a parenthesis is not closed"),
-    ("1+", "incomplete"),
-    (")", "unexpected '\\)'"),
-]
-
-
-@pytest.mark.parametrize(("text", "reason"), HOSTILE)
-def test_what_has_no_value_is_refused_at_once(text: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9**9", "2**100000000000000000000", "10**600*10**600", "1/3**2000", "(" * 200 + "1" + ")" * 50,
+     "-" * 200 + "1", "2**" * 80 + "2", "1" * (MAX_CHARS + 1), "2**0.5", "1/0", "5%0", "0**-1", "__import__('os')",
+     "1 2", "", "(1", "1+", ")"],
+    ids=lambda text: text[:16],
+)  # fmt: skip
+def test_what_has_no_value_is_rejected_at_once(rejects: Rejects, text: str) -> None:
     """Unbounded, the first of them would take for ever, and end the test by its time limit."""
-    with pytest.raises(ArithmeticFault, match=reason):
+    with rejects(ArithmeticFault):
         evaluate(text)
 
 

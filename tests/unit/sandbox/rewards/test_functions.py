@@ -8,6 +8,7 @@ from slime_like.sandbox.rewards.math_answer import math_verify
 from slime_like.sandbox.rewards.registry import REGISTERED, check_options, resolve_reward
 from slime_like.sandbox.rewards.response_format import response_format
 from slime_like.sandbox.rewards.response_length import response_length
+from tests.support.rejections import Rejects
 
 # ground truth, response
 RIGHT = [
@@ -58,8 +59,8 @@ def test_a_cut_never_makes_a_number_from_half_of_one() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "(" * 40 + "1" + ")" * 40, "1+" * 600 + "1"], ids=lambda a: repr(a[:9]))
-def test_a_ground_truth_that_cannot_be_parsed_is_an_error(answer: str) -> None:
-    with pytest.raises(ValueError, match="ground truth"):
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error(rejects: Rejects, answer: str) -> None:
+    with rejects(ValueError):
         math_verify("", "46", answer)
 
 
@@ -93,23 +94,17 @@ def test_names_and_import_paths_lead_to_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("maths", "unknown reward function 'maths'; known: format, http, "),
-        ("no.such.module:f", "cannot be imported"),
-        ("slime_like.interfaces.reward:nothing", "cannot be imported"),
-        ("slime_like:__version__", "is a str, which cannot be called; correct the name"),
-    ],
+    "name", ["maths", "no.such.module:f", "slime_like.interfaces.reward:nothing", "slime_like:__version__"]
 )
-def test_a_name_that_leads_nowhere_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
+def test_a_name_that_leads_nowhere_is_rejected(rejects: Rejects, name: str) -> None:
+    with rejects(ValueError):
         resolve_reward(name)
 
 
-def test_options_a_function_does_not_take_are_refused() -> None:
+def test_options_a_function_does_not_take_are_rejected(rejects: Rejects) -> None:
     check_options("length", response_length, {"limit": 3})
     for options in ({}, {"limit": 3, "most": 4}, {"response": "x", "limit": 3}):
-        with pytest.raises(ValueError, match="it takes limit: int, buffer: int = 0"):
+        with rejects(ValueError):
             check_options("length", response_length, options)
 
 
@@ -140,12 +135,9 @@ def test_a_majority_may_have_to_be_large() -> None:
     assert [r.reward for r in majority("", ["Yes", " yes ", "no"], "", require_answer=False)] == [1, 1, 0]
 
 
-def test_a_function_of_other_parameters_names_the_expected_ones() -> None:
+def test_a_function_of_other_parameters_names_the_expected_ones(rejects: Rejects) -> None:
     def two(prompt: str, response: str) -> RewardResult:
         raise AssertionError
 
-    with pytest.raises(
-        ValueError, match=r"'mine:two' takes \(prompt.*\).*called with prompt, response and answer"
-    ) as error:
-        check_options("mine:two", two, {})  # type: ignore[arg-type]
-    assert "give it these three parameters first" in str(error.value)
+    with rejects(ValueError):
+        check_options("mine:two", two, {})

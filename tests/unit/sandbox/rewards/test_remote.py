@@ -11,6 +11,7 @@ import pytest
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.registry import try_options
 from slime_like.sandbox.rewards.remote import remote
+from tests.support.rejections import Rejects
 from tests.support.reward_service import Service
 from tests.support.reward_service import url as url
 
@@ -63,17 +64,17 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
     assert results == [RewardResult(0.5, True)]
 
 
-WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"url": "file:///etc/passwd"}, "neither http nor https"),
-    ({"url": 80}, "neither http nor https"),
-    ({"url": "http://a", "timeout_s": "4"}, "timeout_s='4' must be a number of seconds"),
-    ({"url": "http://a", "headers": "X-Key: 1"}, "is no mapping"),
-]
-
-
-@pytest.mark.parametrize(("options", "reason"), WRONG_OPTIONS)
-def test_other_options_are_refused_before_anything_starts(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        try_options("http", remote, options)
-    with pytest.raises(ValueError, match=reason):
-        remote("p", "r", "a", **options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": "file:///etc/passwd"},
+        {"url": 80},
+        {"url": "http://a", "timeout_s": "4"},
+        {"url": "http://a", "headers": "X-Key: 1"},
+    ],
+)
+def test_other_options_are_rejected_before_anything_starts(rejects: Rejects, options: dict[str, Any]) -> None:
+    for request in (lambda: try_options("http", remote, options), lambda: remote("p", "r", "a", **options)):
+        with rejects(ValueError):
+            request()
+    assert len(rejects.sentences) == 1

@@ -1,0 +1,62 @@
+"""Parts of the engines' arguments that are the same for all."""
+
+from collections.abc import Collection
+
+import torch
+
+from slime_like.checks.engine_arguments import engine_problems
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+
+_MOST_SEQUENCES = 512
+
+
+def on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def check_arguments(engine: str, config: RunConfig) -> None:
+    """Reject what the engine called ``engine`` cannot be given: it may start without the command's check.
+
+    Raises:
+        EngineError: the first problem of ``engine_problems``.
+    """
+    for problem in engine_problems(engine, config.rollout):
+        raise EngineError(problem, code="engine-arguments")
+
+
+def check_known(config: RunConfig, known: Collection[str], engine: str, command: str) -> None:
+    """Raise ``EngineError`` where ``rollout.engine_args`` names none of the engine's ``known`` arguments.
+
+    Args:
+        engine, command: its name, and the command that lists its arguments, for the message.
+    """
+    for name in config.rollout.engine_args:
+        if name not in known:
+            raise EngineError(
+                f"rollout.engine_args.{name}: {engine} has no such argument",
+                code="engine-arguments",
+                remedy=f"see `{command} --help`",
+            )
+
+
+def sequences_at_once(config: RunConfig) -> int:
+    return min(config.rollout.max_concurrent_requests * config.rollout.samples_per_prompt, _MOST_SEQUENCES)
+
+
+def sleep_mode(config: RunConfig, argument: str) -> bool:
+    """True where the engine must be able to give its memory back; its ``argument`` decides, or a shared device."""
+    return bool(config.rollout.engine_args.get(argument, config.cluster.placement == "colocated"))
+
+
+def gives_memory_back(config: RunConfig, argument: str, engine: str) -> bool:
+    """False on a CPU. On CUDA, True or an error that names the setting."""
+    if on_cpu():
+        return False
+    if not sleep_mode(config, argument):
+        raise EngineError(
+            f"{engine} cannot give memory back",
+            code="engine-keeps-memory",
+            remedy=f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true",
+        )
+    return True

@@ -1,0 +1,58 @@
+"""Weights as one rank of an engine receives them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata
+from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import Receiver
+from slime_like.weights.transports.registry import open_receiver
+
+
+class WeightReceiver:
+    """Receivers of all transports, and the tensors that the open (or last) update has brought, verified."""
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, Receiver] = {}
+        self._arrivals = Arrivals()
+
+    def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        """Join a transport, again if it was connected. Waits for the trainers."""
+        previous = self._receivers.pop(transport, None)
+        if previous is not None:
+            previous.close()
+        self._receivers[transport] = open_receiver(transport, rendezvous)
+
+    def begin_update(self) -> None:
+        self._arrivals = Arrivals()
+
+    def copies(self, bucket: BucketMetadata, device: torch.device | str) -> list[tuple[str, Tensor]]:
+        """Copies of the bucket's tensors on ``device``, every one verified before any is handed out."""
+        return self._arrivals.copies(bucket.entries, self._receive(bucket), device)
+
+    def load(self, bucket: BucketMetadata, destination: Callable[[str], Tensor]) -> None:
+        """Copy the bucket's tensors to where they are served from, and verify them on the way."""
+        self._arrivals.load(bucket.entries, self._receive(bucket), destination)
+
+    def received(self) -> tuple[dict[str, int], float]:
+        """Hashes of the update's tensors, and the seconds they took."""
+        return self._arrivals.checksums, self._arrivals.hash_s
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+
+    def _receive(self, bucket: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
+        receiver = self._receivers.get(bucket.transport)
+        if receiver is None:
+            raise WeightSyncError(
+                f"transport {bucket.transport} is not connected",
+                code="transport-not-connected",
+                remedy="call connect before begin_update",
+            )
+        return receiver.receive(bucket)

@@ -1,0 +1,38 @@
+"""Errors of an engine that does not start, is not running, or has died."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFaults:
+    """Errors of the engine ``name``, whose log is in ``run_dir``."""
+
+    name: str
+    run_dir: Path
+
+    @property
+    def log(self) -> str:
+        return f"its log is in {self.run_dir}/worker_logs"
+
+    @property
+    def likely_cause(self) -> str:
+        return f"most often the kernel has killed it for want of memory (dmesg tells), and {self.log}"
+
+    def start_timeout(self, timeout_s: float, remedy: str = "") -> EngineError:
+        problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
+        return EngineError(problem, code="engine-start-timeout", remedy=remedy)
+
+    def start_failed(self, reason: str, remedy: str = "") -> EngineError:
+        return EngineError(f"{self.name} did not start: {reason}", code="engine-start-failed", remedy=remedy)
+
+    def not_running(self) -> EngineError:
+        return EngineError(f"{self.name} is not running", code="engine-not-running", remedy="call start first")
+
+    def died(self, when: str = "") -> EngineError:
+        """Build the error of a dead process; ``when`` it died, where that is known ("during resume")."""
+        if when:
+            return EngineError(f"{self.name} died {when}", code="engine-died", remedy=self.likely_cause)
+        return EngineError("its process has died", code="engine-died", who=self.name, remedy=self.likely_cause)

@@ -1,0 +1,146 @@
+"""A process that serves an engine, without an engine: errors keep their fields, and a call may be given up."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_like.errors import ConfigError, EngineError, SlimeLikeError, WeightSyncError
+from slime_like.hosting.calls import portable
+from slime_like.hosting.child_process import ChildProcess, ProcessEnded
+from slime_like.interfaces import GenerationRequest, SamplingParams
+
+FIELDS = {
+    "code": "damaged",
+    "who": "engine 3",
+    "phase": "update",
+    "remedy": "send it again",
+    "users_traceback": "line 1",
+}
+
+MODULE = f"""
+import asyncio, os, sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from slime_like.errors import ConfigError, EngineError, WeightSyncError
+from slime_like.hosting.parent import Owner
+
+class Custom(EngineError): ...
+
+class Host:
+    aborted = []
+
+    async def fail(self, kind):
+        raise {{"sync": WeightSyncError, "custom": Custom}}[kind]("tensor w arrived damaged", **{FIELDS!r})
+
+    async def configuration(self):
+        raise ConfigError(["a=1: too small", "b=2: too large"])
+
+    async def foreign(self):
+        raise LookupError("no such\\n thing")
+
+    async def generate(self, request):
+        await asyncio.sleep(1000)
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
+
+    async def so_far(self):
+        return self.aborted
+
+    async def die(self):
+        os._exit(3)
+
+async def main():
+    owner = Owner(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    with owner.starting() as (text,):
+        if text:
+            raise EngineError(text, **{FIELDS!r})
+    await owner.serve(Host())
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def start(user_module: Callable[[str, str], Path]) -> Callable[[], ChildProcess]:
+    """To be called inside a loop."""
+    user_module("a_host", MODULE)
+    return lambda: ChildProcess(sys.executable, "a_host", lambda scratch: dict(os.environ))
+
+
+def fields(error: SlimeLikeError) -> dict[str, str | None]:
+    return {name: getattr(error, name) for name in FIELDS}
+
+
+def test_errors_keep_class_and_fields(start: Callable[[], ChildProcess]) -> None:
+    async def scenario() -> None:
+        process = start()
+        try:
+            await process.start("")
+            with pytest.raises(WeightSyncError) as sync:
+                await process.call("fail", "sync")
+            assert fields(sync.value) == FIELDS
+            assert str(sync.value) == "engine 3, update: tensor w arrived damaged; send it again"
+            with pytest.raises(EngineError) as custom:  # this process may not have its class
+                await process.call("fail", "custom")
+            assert type(custom.value) is EngineError and fields(custom.value) == FIELDS
+            with pytest.raises(EngineError) as configuration:
+                await process.call("configuration")
+            assert (configuration.value.code, configuration.value.problem) == (
+                "config",
+                "a=1: too small\nb=2: too large",
+            )
+            with pytest.raises(EngineError) as foreign:
+                await process.call("foreign")
+            assert (foreign.value.code, str(foreign.value)) == ("unexpected", "LookupError: no such thing")
+        finally:
+            process.end(5.0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_start_that_fails_answers_with_its_error_and_ends_the_process(start: Callable[[], ChildProcess]) -> None:
+    async def scenario() -> None:
+        process = start()
+        with pytest.raises(EngineError) as caught:
+            await process.start("no memory")
+        assert fields(caught.value) == FIELDS
+        process.end(5.0)
+        assert not any(map(psutil.pid_exists, process.process_ids))
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(start: Callable[[], ChildProcess]) -> None:
+    async def scenario() -> None:
+        process = start()
+        try:
+            await process.start("")
+            request = GenerationRequest("r7", [1], SamplingParams())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.generate(request), 0.1)
+            assert await process.call("so_far") == ["r7"]
+            waiting = asyncio.ensure_future(process.generate(request))
+            for method in ("die", "so_far"):
+                with pytest.raises(ProcessEnded):
+                    await process.call(method)
+            with pytest.raises(ProcessEnded):
+                await waiting
+            assert not process.alive
+        finally:
+            process.end(5.0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("kind", [SlimeLikeError, *SlimeLikeError.__subclasses__()])
+def test_every_error_of_the_package_is_portable(kind: type[SlimeLikeError]) -> None:
+    error = kind(["it fails"]) if kind is ConfigError else kind("it fails", **FIELDS)  # type: ignore[arg-type]
+    carried = portable(error)
+    assert type(carried) is (EngineError if kind is ConfigError else kind)
+    assert fields(carried) == fields(error) and str(carried) == str(error)
