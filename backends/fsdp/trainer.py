@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
 from backends.common.step.balance import BalanceLoss
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import own_forward, parallel
 from backends.fsdp.balance import Routers
-from backends.fsdp.micro_batch import BatchBuilder, MicroBatch
+from backends.fsdp.micro_batch import BatchBuilder, ModelInput
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
@@ -33,7 +32,7 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.fsdp.converter import FsdpConverter
-    from slime_like.interfaces.estimate import RankEstimate, RankKind
+    from slime_like.interfaces.trainer import Planner
 
 
 class FsdpTrainer(TrainerBase):
@@ -64,18 +63,11 @@ class FsdpTrainer(TrainerBase):
         return [*problems, *family_problems(config, dimensions), *latent_problems(config.trainer, dimensions)]
 
     @staticmethod
-    def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """All ranks of the layout, which hold and do the same."""
+    def planner() -> Planner:
+        """Return the estimates of ``slime-like plan``."""
         from backends.fsdp.planning import estimate
 
-        return estimate.rank_kinds(config)
-
-    @staticmethod
-    def estimate(config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank on GPUs, without one."""
-        from backends.fsdp.planning import estimate
-
-        return estimate.estimate(config, rank)
+        return estimate
 
     @staticmethod
     def converter() -> FsdpConverter:
@@ -141,7 +133,7 @@ class FsdpTrainer(TrainerBase):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
                 self._loss(self._batch(pack, self._step.balance)).backward()
 
-    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> MicroBatch:
+    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
         """This rank's part of a pack whose sequences all layers see whole."""
         reach = self.dimensions.attention_reach
         if reach is not None and pack.max_seqlen > reach:
@@ -152,28 +144,22 @@ class FsdpTrainer(TrainerBase):
             )
         return self._builder.build(pack, balance)
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
+    def _loss(self, batch: ModelInput) -> Tensor:
         """The pack's weighted sum and, behind it, its share of the routers' loss."""
         scored, *routers = self._forward(batch, routers=batch.routed is not None)
-        logprobs, entropy = self._whole(batch, scored)
+        logprobs, entropy = batch.whole(scored)
         loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
         if batch.routed is None:
             return loss
         chosen = Routers.of(self.dimensions, list(self.model.kept_by_name().values()))
         return loss + chosen.balance_loss(routers, batch.routed, self.groups.context)
 
-    def _forward(self, batch: MicroBatch, routers: bool) -> tuple[Tensor, ...]:
+    def _forward(self, batch: ModelInput, routers: bool) -> tuple[Tensor, ...]:
         shard = batch.shard
         result: tuple[Tensor, ...] = self.model(
             shard.tokens, shard.position_ids, batch.boundaries, batch.responses, routers
         )
         return result
-
-    def _whole(self, batch: MicroBatch, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """The pack's (R,) values from this context rank's part, differentiable."""
-        part = torch.stack([batch.shard.scatter(scored[0]), batch.shard.scatter(scored[1])])
-        logprobs, entropy = join_context_parts(part, self.groups.context)
-        return logprobs, entropy
 
     def finalize_gradients(self, denominator: float) -> None:
         """Gradients are summed over all ranks already: divide them once."""
@@ -197,7 +183,7 @@ class FsdpTrainer(TrainerBase):
             for pack in micro_batches:
                 batch = self._batch(pack)
                 (part,) = self._forward(batch, routers=False)
-                logprobs, entropy = self._whole(batch, part)
+                logprobs, entropy = batch.whole(part)
                 scored.append(ScoredLogprobs(logprobs.float(), entropy.float()))
             self.model.shard_weights()
         return scored

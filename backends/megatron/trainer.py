@@ -16,7 +16,7 @@ from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention_choice import machine_problems
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
-from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
@@ -36,7 +36,7 @@ from slime_like.trajectory import PackedTrajectory
 
 if TYPE_CHECKING:
     from backends.megatron.conversion.offline.converter import MegatronConverter
-    from slime_like.interfaces.estimate import RankEstimate, RankKind
+    from slime_like.interfaces.trainer import Planner
 
 
 class MegatronTrainer(TrainerBase):
@@ -71,18 +71,11 @@ class MegatronTrainer(TrainerBase):
         return problems + layout_problems(config.trainer.parallel, dimensions)
 
     @staticmethod
-    def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """All ranks of the layout, those that hold and do the same together."""
+    def planner() -> Planner:
+        """Return the estimates of ``slime-like plan``."""
         from backends.megatron.planning import estimate
 
-        return estimate.rank_kinds(config)
-
-    @staticmethod
-    def estimate(config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank on GPUs, without one."""
-        from backends.megatron.planning import estimate
-
-        return estimate.estimate(config, rank)
+        return estimate
 
     @staticmethod
     def converter() -> MegatronConverter:
@@ -130,7 +123,7 @@ class MegatronTrainer(TrainerBase):
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
-    def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def _micro_batch_loss(self, batch: ModelInput, logprobs: Tensor, entropy: Tensor) -> Tensor:
         return self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
 
     def finalize_gradients(self, denominator: float) -> None:

@@ -30,7 +30,7 @@ from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import RankPlacement
+from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
 from tests.parallel.tiny import scored_sequences
@@ -88,15 +88,15 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
         write(writer)
 
     CheckpointWriter.write = late  # type: ignore[method-assign]
-    trainer.start_save(directory)
+    save = trainer.start_save(directory)
     drawn, at_checkpoint = torch.rand(4), _exported(trainer)
     for _ in range(2):
         _step(trainer)
-    assert not trainer.is_save_written()
+    assert not save.is_written()
     assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
     dist.barrier()
     gate.set()
-    trainer.finish_save()
+    save.finish()
     record = RankRecord(at_checkpoint, _exported(trainer), drawn, {})
     trainer.shutdown()
     return record
@@ -399,22 +399,22 @@ def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if behind:
-        trainer.start_save(directory)
+        save = trainer.start_save(directory)
         if placement.rank == 1:
             with pytest.raises(CheckpointError, match=r"__1_0\.distcp: could not be written"):
-                _wait_for_save(trainer)
+                _wait_for(save)
         else:
-            _wait_for_save(trainer)  # its own part is fine
+            _wait_for(save)  # its own part is fine
     with pytest.raises(CheckpointError) as caught:
-        trainer.finish_save() if behind else trainer.save(directory)
+        save.finish() if behind else trainer.save(directory)
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     trainer.shutdown()
     return str(caught.value)
 
 
-def _wait_for_save(trainer: MegatronTrainer) -> None:
+def _wait_for(save: PendingSave) -> None:
     deadline = time.monotonic() + 60
-    while not trainer.is_save_written():
+    while not save.is_written():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -6,16 +6,16 @@ between its own start and the part's start, without a mask. Both pieces are merg
 travel while a rank computes with its own, and so do their gradients.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, Segments
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for
+from backends.common.attention.packed_attention import PackedAttention
 from backends.common.attention.partial_results import merged_attention
 
 
@@ -36,7 +36,7 @@ class GatherSegments:
     prefix_segments: Segments | None
 
     @classmethod
-    def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int) -> GatherSegments:
+    def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int) -> Self:
         """From the boundaries of the whole pack, those clipped to the part, and the part's first position."""
         local = Segments.of(cu_seqlens_local)
         start = max(boundary for boundary in cu_seqlens_padded.tolist() if boundary <= begin)
@@ -45,6 +45,12 @@ class GatherSegments:
         first = cu_seqlens_local.new_tensor([0, local.host[1]])
         earlier = cu_seqlens_local.new_tensor([0, begin - start])
         return cls(local, Segments.of(first), (start, begin), Segments.of(earlier))
+
+    def reaching(self, scale: float) -> Pairing | None:
+        """The first piece's queries with the earlier keys, if it continues a sequence."""
+        if self.reaching_in is None or self.prefix_segments is None:
+            return None
+        return Pairing(self.reaching_in, self.prefix_segments, False, scale)
 
 
 class _Gathering:
@@ -73,71 +79,40 @@ class _Homecoming:
         return self._own
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: GatherSegments,
-        scale: float,
-        kernel: AttentionKernel,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class AllGatherAttention(PackedAttention):
+    """Attention of a contiguous part of the pack; ``group`` holds the other parts."""
+
+    segments: GatherSegments
+    group: dist.ProcessGroup
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+        segments, kernel = self.segments, kernel_for(q.device.type)
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
-        prefix, gathering = slice(*segments.prefix), [_Gathering(x, group) for x in (k, v)]
-        out, lse = kernel.forward(q, k, v, segments.local, segments.local, True, scale)
+        prefix, gathering = slice(*segments.prefix), [_Gathering(x, self.group) for x in (k, v)]
+        out, lse = kernel.forward(q, k, v, Pairing(segments.local, segments.local, True, scale))
         keys, values = (whole.wait()[prefix] for whole in gathering)
-        if segments.reaching_in is not None and segments.prefix_segments is not None:
-            rows = torch.arange(segments.reaching_in.host[-1], device=q.device)
-            part = kernel.forward(
-                q[: len(rows)], keys, values, segments.reaching_in, segments.prefix_segments, False, scale
-            )
+        if (reaching := segments.reaching(scale)) is not None:
+            rows = torch.arange(reaching.q.host[-1], device=q.device)
+            part = kernel.forward(q[: len(rows)], keys, values, reaching)
             out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, keys.clone(), values.clone(), out, lse)
-        ctx.setting = (segments, scale, kernel, group)
-        return out
+        return out.to(q.dtype), lse, keys.clone(), values.clone()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keys, values, out, lse = ctx.saved_tensors
-        segments, scale, kernel, group = ctx.setting
-        grad = grads[0].contiguous()
-        far = [x.new_zeros(x.shape[0] * group.size(), *x.shape[1:], dtype=lse.dtype) for x in (k, v)]
-        n = 0 if segments.reaching_in is None else segments.reaching_in.host[-1]
-        if n:
-            parts = kernel.backward(
-                grad[:n],
-                q[:n],
-                keys,
-                values,
-                out[:n],
-                lse[:, :n].contiguous(),
-                segments.reaching_in,
-                segments.prefix_segments,
-                False,
-                scale,
-            )
-            for target, value in zip(far, parts[1:], strict=True):
+    def backward(
+        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        segments, kernel, (q, k, v, out, lse) = self.segments, kernel_for(grad.device.type), saved
+        far = [x.new_zeros(x.shape[0] * self.group.size(), *x.shape[1:], dtype=lse.dtype) for x in (k, v)]
+        n, reaching = 0, segments.reaching(scale)
+        if reaching is not None:
+            n = reaching.q.host[-1]
+            part = Saved(q[:n], more[0], more[1], out[:n], lse[:, :n].contiguous())
+            far_q, *parts = kernel.backward(grad[:n], part, reaching)
+            for target, value in zip(far, parts, strict=True):
                 target[slice(*segments.prefix)] = value
-        homecoming = [_Homecoming(x, group) for x in far]
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, segments.local, segments.local, True, scale)
+        homecoming = [_Homecoming(x, self.group) for x in far]
+        dq, dk, dv = kernel.backward(grad, saved, Pairing(segments.local, segments.local, True, scale))
         if n:
-            dq = torch.cat([(dq[:n].to(lse.dtype) + parts[0]).to(dq.dtype), dq[n:]])
-        near = [local + gradient.wait() for local, gradient in zip((dk, dv), homecoming, strict=True)]
-        return dq, near[0].to(k.dtype), near[1].to(v.dtype), None, None, None, None
-
-
-def allgather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: GatherSegments,
-    scale: float,
-    kernel: AttentionKernel,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Causal attention of every sequence over the whole context group: local (T, H, D) in, local (T, H, D) out."""
-    return _AllGather.apply(q, k, v, segments, scale, kernel, group)
+            dq = torch.cat([(dq[:n].to(lse.dtype) + far_q).to(dq.dtype), dq[n:]])
+        dk, dv = (local + gradient.wait() for local, gradient in zip((dk, dv), homecoming, strict=True))
+        return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -8,17 +8,16 @@ queries are the last ones. Our kernels know squares under a mask and rectangles 
 one of each, merged by the log-sum-exp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import CpuFlash, Segments
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments
 from backends.common.attention.partial_results import merged_attention
 
 
@@ -30,32 +29,49 @@ def flash_attn_modules() -> dict[str, ModuleType]:
     return {module.__name__: module for module in (package, interface)}
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of flash-attn's functions beside their tensors. ``deterministic`` asks for nothing: this always is."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    return_softmax: bool = False
+    deterministic: bool = False
+    rng_state: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        asked = {
+            "dropout_p": self.dropout_p != 0,
+            "causal=False": not self.causal,
+            "window_size": (self.window_size_left, self.window_size_right) != (-1, -1),
+            "softcap": self.softcap != 0,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "return_softmax": self.return_softmax,
+        }
+        if wanted := [name for name, is_asked in asked.items() if is_asked]:
+            raise NotImplementedError(
+                f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
+            )
+
+
+def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """(Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors where flash-attn has dropout's mask and state."""
-    _refuse(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
-    split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = CpuFlash()
+    call, kernel = _Call(**options), CpuFlash()
+    split = _Split.of(call)
     near = split.near_keys
-    out, lse = kernel.forward(q, k[near], v[near], split.queries, split.queries, True, softmax_scale)
+    out, lse = kernel.forward(q, k[near], v[near], Pairing(split.queries, split.queries, True, call.softmax_scale))
     if split.far is not None:
         rows, keys = split.far.query_rows, split.far.key_rows
-        part = kernel.forward(q[rows], k[keys], v[keys], split.far.queries, split.far.keys, False, softmax_scale)
+        part = kernel.forward(q[rows], k[keys], v[keys], split.far.pairing(call.softmax_scale))
         out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
@@ -70,56 +86,21 @@ def _flash_attn_varlen_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
+    **options: Any,
 ) -> None:
-    """Writes ``dq``, ``dk`` and ``dv``. ``deterministic`` asks for nothing more: this always is."""
-    _refuse(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes, False)
-    split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = CpuFlash()
-    near = split.near_keys
-    local = kernel.backward(
-        dout, q, k[near], v[near], out, softmax_lse, split.queries, split.queries, True, softmax_scale
-    )
+    """Writes ``dq``, ``dk`` and ``dv``."""
+    call, kernel = _Call(**options), CpuFlash()
+    split = _Split.of(call)
+    near, pairing = split.near_keys, Pairing(split.queries, split.queries, True, call.softmax_scale)
+    local = kernel.backward(dout, Saved(q, k[near], v[near], out, softmax_lse), pairing)
     dq.copy_(local[0])
     dk[near], dv[near] = local[1], local[2]
     if split.far is not None:
         rows, keys = split.far.query_rows, split.far.key_rows
-        far = kernel.backward(
-            dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous(),
-            split.far.queries, split.far.keys, False, softmax_scale,
-        )  # fmt: skip
+        saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
+        far = kernel.backward(dout[rows], saved, split.far.pairing(call.softmax_scale))
         dq[rows] = local[0][rows] + far[0]
         dk[keys], dv[keys] = far[1], far[2]
-
-
-def _refuse(
-    dropout_p: float, causal: bool, left: int, right: int, softcap: float, slopes: Tensor | None, return_softmax: bool
-) -> None:
-    asked = {
-        "dropout_p": dropout_p != 0,
-        "causal=False": not causal,
-        "window_size": (left, right) != (-1, -1),
-        "softcap": softcap != 0,
-        "alibi_slopes": slopes is not None,
-        "return_softmax": return_softmax,
-    }
-    wanted = [name for name, is_asked in asked.items() if is_asked]
-    if wanted:
-        raise NotImplementedError(
-            f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +111,14 @@ class _Far:
     queries: Segments
     key_rows: Tensor
     keys: Segments
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[range, range]]) -> Self:
+        queries, keys = zip(*spans, strict=True)
+        return cls(_rows(queries), _boundaries(queries), _rows(keys), _boundaries(keys))
+
+    def pairing(self, scale: float) -> Pairing:
+        return Pairing(self.queries, self.keys, False, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +136,11 @@ class _Split:
     far: _Far | None
 
     @classmethod
-    def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> _Split:
+    def of(cls, call: _Call) -> Self:
         """Raises ValueError where flash-attn would read wrong rows, or skip some, silently."""
-        q_spans, k_spans = (list(pairwise(cu_seqlens.tolist())) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
-        _require_sound("q", q_spans, max_seqlen_q)
-        _require_sound("k", k_spans, max_seqlen_k)
+        q_spans, k_spans = (list(pairwise(ends.tolist())) for ends in (call.cu_seqlens_q, call.cu_seqlens_k))
+        _require_sound("q", q_spans, call.max_seqlen_q)
+        _require_sound("k", k_spans, call.max_seqlen_k)
         near: list[Tensor] = []
         far: list[tuple[range, range]] = []
         for (q_start, q_end), (k_start, k_end) in zip(q_spans, k_spans, strict=True):
@@ -163,12 +152,7 @@ class _Split:
             near.append(torch.arange(first, k_end))
             if first > k_start:
                 far.append((range(q_start, q_end), range(k_start, first)))
-        return cls(Segments.of(cu_seqlens_q), torch.cat(near), _far(far) if far else None)
-
-
-def _far(spans: Sequence[tuple[range, range]]) -> _Far:
-    queries, keys = zip(*spans, strict=True)
-    return _Far(_rows(queries), _boundaries(queries), _rows(keys), _boundaries(keys))
+        return cls(Segments.of(call.cu_seqlens_q), torch.cat(near), _Far.of(far) if far else None)
 
 
 def _rows(spans: Sequence[range]) -> Tensor:

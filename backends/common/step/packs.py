@@ -1,11 +1,15 @@
 """A pack on its way into a model."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.process.collectives import join_context_parts
+from slime_like.algorithms.context import ContextShard
+from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -22,6 +26,35 @@ class ResponseRows:
     index: Tensor
     targets: Tensor
     temperatures: Tensor
+
+    @classmethod
+    def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
+        """Those of this rank's ``shard`` of ``pack``."""
+        temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
+        return cls(shard.response_index, response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot])
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One pack on this rank's device.
+
+    Attributes:
+        given: the pack as the trainer was given it.
+        pack: the same on this rank's device, whole on every context rank.
+        shard: this rank's part of it.
+        context: ranks that share the pack.
+    """
+
+    given: PackedTrajectory
+    pack: PackedTrajectory
+    shard: ContextShard
+    context: dist.ProcessGroup
+
+    def whole(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """(R,) logprobs and entropies of the pack from this context rank's (2, r), differentiable."""
+        scattered = torch.stack([self.shard.scatter(part[0]), self.shard.scatter(part[1])])
+        logprobs, entropy = join_context_parts(scattered, self.context)
+        return logprobs, entropy
 
 
 def on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:

@@ -3,6 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from backends.common.checkpoint.rank_writing import RankWriting
@@ -31,7 +32,6 @@ class StoringTrainer(ABC):
         self.config = config
         self.placement = placement
         self.runtime = runtime
-        self._pending_save: RankWriting | None = None
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -71,27 +71,13 @@ class StoringTrainer(ABC):
         with self._phase("save"):
             self.state.plan_save(directory, snapshot=False).write_all()
 
-    def start_save(self, directory: Path) -> None:
+    def start_save(self, directory: Path) -> "_StartedSave":
         """Start a save from a snapshot in host memory, which a thread writes while training continues."""
         self.settle_weights()
         with self._phase("save"):
-            self._pending_save = self.state.plan_save(directory, snapshot=True)
-            self._pending_save.write_in_background()
-
-    def is_save_written(self) -> bool:
-        """Return whether this rank's files are on disk."""
-        return self._started_save().is_written()
-
-    def finish_save(self) -> None:
-        """Wait for every rank's files, then write what makes the checkpoint whole."""
-        with self._phase("save"):
-            self._started_save().finish(self.config.trainer.step_timeout_s)
-        self._pending_save = None
-
-    def _started_save(self) -> RankWriting:
-        if self._pending_save is None:
-            raise TrainerError(f"rank {self.placement.rank}, save: no save was started; call start_save first")
-        return self._pending_save
+            writing = self.state.plan_save(directory, snapshot=True)
+            writing.write_in_background()
+        return _StartedSave(self, writing)
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""
@@ -117,3 +103,16 @@ class StoringTrainer(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the process groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedSave:
+    trainer: StoringTrainer
+    writing: RankWriting
+
+    def is_written(self) -> bool:
+        return self.writing.is_written()
+
+    def finish(self) -> None:
+        with self.trainer._phase("save"):
+            self.writing.finish(self.trainer.config.trainer.step_timeout_s)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.common.process.collectives import join_context_parts
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import worst_packs
 from backends.fsdp import parallel
@@ -179,8 +178,7 @@ class _Rank:
     def _loss(self, builder: BatchBuilder, pack: PackedTrajectory) -> Tensor:
         batch = builder.build(pack)
         (scored,) = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses, False)
-        values = torch.stack([batch.shard.scatter(scored[0]), batch.shard.scatter(scored[1])])
-        return join_context_parts(values, self._groups.context).sum()
+        return torch.stack(batch.whole(scored)).sum()
 
     # --------------------------------------------------------------------------------------------------------- work
     def _work(self, counted: Counted, traffic: tuple[Traffic, ...]) -> Work:

@@ -12,13 +12,12 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
 from backends.common.step.trace import META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
 from backends.megatron.attention_choice import Attention
 from backends.megatron.head import LogprobModel
-from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
 from backends.megatron.rotary import Rotary
@@ -119,10 +118,10 @@ class Passes:
         memory = PassMemory(saved, forward, trace.peak - base, head_forward, trace.peak_labelled.get(HEAD, 0))
         return memory, trace.counted, host.nbytes
 
-    def _batch(self, pack: PackedTrajectory) -> MicroBatch:
+    def _batch(self, pack: PackedTrajectory) -> ModelInput:
         return self._builder.build([pack], same_length=self._interleaved)[0]
 
-    def _forward(self, chunk: LogprobModel, wrapped: Any, batch: MicroBatch) -> Tensor:
+    def _forward(self, chunk: LogprobModel, wrapped: Any, batch: ModelInput) -> Tensor:
         tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
         if not chunk.pre_process:
             rows = tokens.numel() // self._sequence_size
@@ -131,8 +130,7 @@ class Passes:
         output: Tensor = wrapped(tokens, positions, None, packed_seq_params=batch.layout)
         if not chunk.post_process:
             return output
-        values = torch.stack([batch.shard.scatter(output[0]), batch.shard.scatter(output[1])])
-        return join_context_parts(values, self._builder.context_group).sum()
+        return torch.stack(batch.whole(output)).sum()
 
     def _backward(self, chunk: LogprobModel, output: Tensor, shape: torch.Size) -> None:
         gradient = None if chunk.post_process else torch.empty(shape, dtype=self._dtype, device=META)
