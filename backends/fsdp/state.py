@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.process.agreement import together
 from backends.common.trainer.state import TrainerState
 from backends.fsdp import checkpoint, offload
 from backends.fsdp.checkpoint_writer import CheckpointWriter
@@ -46,18 +48,44 @@ class FsdpState(TrainerState):
         load_hf_weights(self.model, path, self._device)
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load_weights(directory, self.model, self._device)
+        opened = self._open(directory)
+        state = checkpoint.model_state(self.model)
+        opened.require(state, {checkpoint.MODEL})
+        self.model.shard_weights()
+        opened.read(state)
 
     def save_weights(self, directory: Path) -> None:
-        checkpoint.save_weights(directory, self.model, self._groups, self._device)
+        self.model.shard_weights()
+        common = checkpoint.plain_values(self._groups)
+        CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
-        checkpoint.load_checkpoint(directory, self._config, self.model, self.optimizer, self._groups, self._device)
+        """On the ranks that wrote it everything comes back bit for bit, random state included.
+
+        On other ranks weights, optimizer and schedule do; random states belong to the old ranks and stay as they are.
+        """
+        opened = self._open(directory)
+        common, now = opened.common, checkpoint.schedule(self._config)
+        require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
+        state = checkpoint.training_state(self.model, self.optimizer)
+        learned = {name: value for name, value in state.items() if not name.startswith(checkpoint.RANDOM)}
+        opened.require(learned)
+        if common["layout"] != checkpoint.layout(self._groups):
+            state = learned
+        self.model.shard_weights()
+        opened.read(state)
+        self.optimizer.set_updates(int(common["updates"]))
+        checkpoint.set_random_state(state)
+
+    def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
+        return together(lambda: checkpoint.StoredCheckpoint.open(directory), f"reading {directory}", self._device)
 
     def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
-        return checkpoint.plan_checkpoint(
-            directory, self._config, self.model, self.optimizer, self._groups, self._device, snapshot
-        )
+        self.model.shard_weights()
+        state = checkpoint.training_state(self.model, self.optimizer)
+        common = checkpoint.plain_values(self._groups)
+        common |= {"schedule": checkpoint.schedule(self._config), "updates": self.optimizer.updates}
+        return CheckpointWriter(directory, state, common, self._device, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, self._dtype, bucket_bytes, self._device)

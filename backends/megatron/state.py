@@ -50,11 +50,10 @@ class MegatronState(TrainerState):
         checkpoint.save_weights(directory, self.chunks)
 
     def load(self, directory: Path) -> None:
-        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer)
 
     def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
-        optimizer = self.optimizer
-        return checkpoint.plan_checkpoint(directory, self.chunks, optimizer.megatron, optimizer.scheduler, {}, snapshot)
+        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)

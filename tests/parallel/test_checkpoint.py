@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.megatron.checkpoint import load_checkpoint, plan_checkpoint
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
@@ -36,7 +35,6 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.tiny import scored_sequences
 
 DENOMINATOR = 4.0
-EXTRA = {"step": 2, "note": "from the caller"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -58,7 +56,6 @@ class RankRecord:
     at_checkpoint: dict[str, Tensor]
     later: dict[str, Tensor]
     drawn: Tensor
-    extra: dict[str, Any]
 
 
 def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
@@ -67,11 +64,8 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     torch.manual_seed(100 + placement.rank)
     for _ in range(2):
         _step(trainer)
-    with trainer.runtime:
-        plan_checkpoint(
-            directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, EXTRA
-        ).write_all()
-    return _record(trainer, EXTRA)
+    trainer.save(directory)
+    return _record(trainer)
 
 
 def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
@@ -97,7 +91,7 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
     dist.barrier()
     gate.set()
     save.finish()
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn, {})
+    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
     trainer.shutdown()
     return record
 
@@ -107,17 +101,16 @@ def _load_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     trainer = MegatronTrainer(config, placement)
     trainer.setup()
     _step(trainer)
-    with trainer.runtime:
-        extra = load_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler)
-    return _record(trainer, extra)
+    trainer.load(directory)
+    return _record(trainer)
 
 
-def _record(trainer: MegatronTrainer, extra: dict[str, Any]) -> RankRecord:
+def _record(trainer: MegatronTrainer) -> RankRecord:
     drawn = torch.rand(4)
     at_checkpoint = _exported(trainer)
     for _ in range(2):
         _step(trainer)
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn, extra)
+    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
     trainer.shutdown()
     return record
 
@@ -215,7 +208,6 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: Sa
     )
     for before, after in zip(saved, loaded, strict=True):
         assert torch.equal(before.drawn, after.drawn)
-        assert after.extra == EXTRA
 
 
 @pytest.mark.parametrize(
@@ -266,8 +258,8 @@ def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]
     trainer.setup()
     messages = []
     for directory in directories:
-        with trainer.runtime, pytest.raises(CheckpointError) as caught:
-            load_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load(directory)
         messages.append(str(caught.value))
     trainer.shutdown()
     return messages

@@ -1,7 +1,7 @@
 """All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,19 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
     if problem is not None:
         raise problem
     if failed.item() >= 0:
-        raise CheckpointError(f"{what} failed on trainer rank {int(failed.item())}; its own message says why")
+        raise CheckpointError(
+            f"{what} failed on trainer rank {int(failed.item())}",
+            code="failed-on-another-rank",
+            remedy="its own message says why",
+        )
     return result
+
+
+def gathered(value: Result) -> list[Result] | None:
+    """Every rank's ``value`` on the first rank, ``None`` on the others. Collective over the world."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
 
 
 def listed(names: list[str], limit: int = 20) -> str:

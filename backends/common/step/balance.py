@@ -104,6 +104,26 @@ class RoutedTokens:
         is_real = (source >= 0) & (sequence >= 0) & (not pack.is_filler)
         return cls(torch.where(is_real, sequence, padding), pack.prompt_lens + pack.response_lens, loss)
 
+    def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
+        """One layer's scaled loss of this rank's tokens; ``loss`` keeps its share.
+
+        Args:
+            logits: (t, E) of the router.
+            chosen: (t, E) bool, its choices.
+            sigmoid: scores are sigmoids, not a softmax.
+            top_k, group: as in ``sequence_load``.
+        """
+        if sigmoid:
+            affinity = logits.float().sigmoid()
+            probability = affinity / affinity.sum(dim=-1, keepdim=True)
+        else:
+            probability = logits.softmax(dim=-1, dtype=torch.float32)
+        load = sequence_load(chosen, self, top_k, group)
+        # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its own tokens.
+        loss = logits.shape[-1] * (probability * load[self.sequence]).sum()
+        self.loss.sums.append(loss.detach().double())
+        return self.loss.scale * loss
+
 
 @torch.no_grad()
 def sequence_load(routing_map: Tensor, tokens: RoutedTokens, top_k: int, group: dist.ProcessGroup) -> Tensor:

@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from slime_like.algorithms import head
+
 META = torch.device("meta")
+HEAD = "head"
 
 _aten = torch.ops.aten
 
@@ -83,6 +86,25 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self._label = before
+
+    @contextlib.contextmanager
+    def head_labelled(self) -> Iterator[None]:
+        """Inside, storages that the head makes are also counted under ``HEAD``."""
+
+        def labelled(original: Callable[..., Any]) -> Any:
+            def call(*arguments: Any) -> Any:
+                with self.label(HEAD):
+                    return original(*arguments)
+
+            return staticmethod(call)
+
+        function: Any = head._FusedLogprobs
+        originals = function.forward, function.backward
+        function.forward, function.backward = map(labelled, originals)
+        try:
+            yield
+        finally:
+            function.forward, function.backward = map(staticmethod, originals)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -245,33 +267,17 @@ _NOT_ON_META = frozenset(
 _NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 
 
-def _once(ranks: int) -> float:
-    return 1.0
-
-
-def _to_all_others(ranks: int) -> float:
-    return float(ranks - 1)
-
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _there_and_back(ranks: int) -> float:
-    return 2 * _all_but_own(ranks)
-
-
 # The argument whose size decides, and how many times its bytes one rank of so many sends.
 _SENT: dict[str, tuple[int, Callable[[int], float]]] = {
-    "send": (0, _once),
-    "broadcast_": (0, _once),
-    "allreduce_": (0, _there_and_back),
-    "allreduce_coalesced_": (0, _there_and_back),
-    "allgather_": (1, _to_all_others),
-    "_allgather_base_": (1, _to_all_others),
-    "allgather_into_tensor_coalesced_": (1, _to_all_others),
-    "reduce_scatter_": (0, _to_all_others),
-    "_reduce_scatter_base_": (0, _to_all_others),
-    "reduce_scatter_tensor_coalesced_": (0, _to_all_others),
-    "alltoall_base_": (1, _all_but_own),
+    "send": (0, lambda ranks: 1.0),
+    "broadcast_": (0, lambda ranks: 1.0),
+    "allreduce_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
+    "allreduce_coalesced_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
+    "allgather_": (1, lambda ranks: ranks - 1),
+    "_allgather_base_": (1, lambda ranks: ranks - 1),
+    "allgather_into_tensor_coalesced_": (1, lambda ranks: ranks - 1),
+    "reduce_scatter_": (0, lambda ranks: ranks - 1),
+    "_reduce_scatter_base_": (0, lambda ranks: ranks - 1),
+    "reduce_scatter_tensor_coalesced_": (0, lambda ranks: ranks - 1),
+    "alltoall_base_": (1, lambda ranks: (ranks - 1) / ranks),
 }

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.step.trace import META, Counted, Trace
+from backends.common.step.trace import HEAD, META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
 from backends.megatron.attention_choice import Attention
@@ -21,12 +21,9 @@ from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
 from backends.megatron.rotary import Rotary
-from slime_like.algorithms import head
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-
-HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,9 @@ class Passes:
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for patch in (*_head_labels(self._trace), *_even_routes()):
+            for patch in _even_routes():
                 stack.enter_context(applied(patch))
+            stack.enter_context(self._trace.head_labelled())
             stack.enter_context(self._trace)
             yield
 
@@ -165,22 +163,6 @@ def _to_device(saved: Any) -> Tensor:
         return saved
     shape, stride, dtype = saved
     return torch.empty_strided(shape, stride, dtype=dtype, device=META)
-
-
-def _head_labels(trace: Trace) -> list[Patch]:
-    """Count the head's tensors as the head's."""
-    function = head._FusedLogprobs
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        with trace.label(HEAD):
-            return originals[0](ctx, *arguments)
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with trace.label(HEAD):
-            return originals[1](ctx, *grads)
-
-    originals = (function.forward, function.backward)
-    return [Patch(function, "forward", staticmethod(forward)), Patch(function, "backward", staticmethod(backward))]
 
 
 def _even_routes() -> list[Patch]:
