@@ -6,15 +6,13 @@ about to load is compared first: under any layout, before anything is unpickled.
 does not protect against forged checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Self
 
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -44,6 +42,14 @@ class Piece:
     offset: int
     length: int
     crc32: int
+
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Return whether its place in an open file holds these bytes; read in bounded memory."""
+        file.seek(self.offset)
+        crc32, left = 0, self.length
+        while left and (block := file.read(min(left, _READ_BYTES))):
+            crc32, left = zlib.crc32(block, crc32), left - len(block)
+        return not left and crc32 == self.crc32
 
 
 class ChecksumStream:
@@ -89,14 +95,12 @@ class Checksums:
         }
 
     @classmethod
-    def of_directory(
-        cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
-    ) -> Checksums:
+    def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
         """Create it with the checksums of the plain files beside the data files, which it reads."""
         return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
 
     @classmethod
-    def read(cls, directory: Path) -> Checksums:
+    def read(cls, directory: Path) -> Self:
         """Read what ``write`` wrote.
 
         Raises:
@@ -183,7 +187,7 @@ class Checksums:
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
         self._verify_length(name, file.seek(0, os.SEEK_END))
-        if _crc32(file, offset, length) != piece.crc32:
+        if not piece.is_in(file):
             raise self._differs(name, piece)
 
     def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
@@ -226,19 +230,6 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
             self._verified.add(place)
         return super()._slice_file(file, sinfo)
-
-
-def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
-    """Hash a part of an open file, in bounded memory; ``None`` if the file ends before it."""
-    file.seek(offset)
-    crc32 = 0
-    while length:
-        block = file.read(min(length, _READ_BYTES))
-        if not block:
-            return None
-        crc32 = zlib.crc32(block, crc32)
-        length -= len(block)
-    return crc32
 
 
 def _whole_file(path: Path) -> tuple[int, int]:
