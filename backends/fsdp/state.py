@@ -10,7 +10,7 @@ from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.process.agreement import together
 from backends.common.trainer.state import TrainerState
-from backends.fsdp import checkpoint, offload
+from backends.fsdp import checkpoint
 from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
@@ -98,10 +98,24 @@ class FsdpState(TrainerState):
         write_hf_directory(buckets, names, self._config.model.path, directory, 0, self._dtype, self._device)
 
     def offload(self, keep_weights: bool) -> None:
-        offload.to_host(self.model, self.optimizer, keep_weights, self._config.trainer.optimizer.offload)
+        if not torch.cuda.is_available():
+            return
+        self.model.shard_weights()
+        self.optimizer.zero_gradients()
+        if not self._lives_on_host:
+            if not keep_weights:
+                self.model.to("cpu")
+            self.optimizer.move("cpu")
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        offload.to_device(self.model, self.optimizer, self._device, self._config.trainer.optimizer.offload)
+        if torch.cuda.is_available() and not self._lives_on_host:
+            self.model.to(self._device)
+            self.optimizer.move(self._device)
+
+    @property
+    def _lives_on_host(self) -> bool:
+        return self._config.trainer.optimizer.offload
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,17 @@ class Counted:
     attention_flops: float = 0.0
     sent: Groups = field(default_factory=dict)
 
-    def add_sent(self, ranks: Sequence[int], nbytes: int) -> None:
-        """One more message or collective."""
+    def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1) -> None:
+        """Add ``count`` messages or collectives of ``nbytes`` in all."""
         before, calls = self.sent.get(tuple(ranks), (0, 0))
-        self.sent[tuple(ranks)] = before + nbytes, calls + 1
+        self.sent[tuple(ranks)] = before + nbytes, calls + count
+
+    def add(self, other: Self) -> None:
+        """Add another counter to this one."""
+        self.matmul_flops += other.matmul_flops
+        self.attention_flops += other.attention_flops
+        for ranks, (nbytes, calls) in other.sent.items():
+            self.add_sent(ranks, nbytes, calls)
 
 
 class Trace(TorchDispatchMode):

@@ -34,7 +34,7 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
-    """See ``slime_like.interfaces.TrainerBackend.estimate``."""
+    """See ``slime_like.interfaces.Planner.estimate``."""
     with fake_world(rank, config.trainer.parallel.world_size, parallel.leave):
         return _Rank(config, parallel.build_groups(config)).estimate(rank)
 

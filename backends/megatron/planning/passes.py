@@ -1,12 +1,11 @@
 """Forward and backward of one rank's chunks over one micro-batch, on shapes: the code that trains, followed."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.transformer.moe import token_dispatcher
@@ -15,12 +14,10 @@ from torch import Tensor
 from backends.common.step.trace import HEAD, META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
-from backends.megatron.attention_choice import Attention
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
-from backends.megatron.rotary import Rotary
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
@@ -51,7 +48,7 @@ class Passes:
         standing: bytes of buffers that Megatron makes in its first pass and keeps.
     """
 
-    def __init__(self, config: RunConfig, dimensions: ModelDimensions, attention: Attention, trace: Trace) -> None:
+    def __init__(self, config: RunConfig, dimensions: ModelDimensions, trace: Trace) -> None:
         self._config, self._trace = config, trace
         self._dtype = getattr(torch, config.model.dtype)
         self._hidden_size = dimensions.hidden_size
@@ -61,14 +58,7 @@ class Passes:
         self._sequence_size = layout.tensor if layout.sequence else 1
         self._interleaved = layout.virtual_pipeline > 1
         # Boundaries and rows stay real: their values decide which shapes there are.
-        self._builder = BatchBuilder(
-            device=torch.device("cpu"),
-            dtype=self._dtype,
-            rotary=Rotary.of(dimensions, torch.device("cpu")),
-            context_group=parallel_state.get_context_parallel_group(),
-            attention=attention,
-            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
-        )
+        self._builder = BatchBuilder.configured(config, dimensions, torch.device("cpu"))
         self.standing = 0
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
@@ -190,15 +180,3 @@ def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
     routes = torch.zeros(tokens, experts, dtype=torch.bool)
     chosen = torch.arange(tokens * top_k).view(tokens, top_k) % experts
     return routes.scatter_(1, chosen, True)
-
-
-def total(counted: Sequence[Counted]) -> Counted:
-    """The sum over chunks."""
-    whole = Counted()
-    for chunk in counted:
-        whole.matmul_flops += chunk.matmul_flops
-        whole.attention_flops += chunk.attention_flops
-        for ranks, (nbytes, calls) in chunk.sent.items():
-            before = whole.sent.get(ranks, (0, 0))
-            whole.sent[ranks] = (before[0] + nbytes, before[1] + calls)
-    return whole

@@ -3,8 +3,7 @@
 import math
 from pathlib import Path
 
-from backends.common.hugging_face.source import HuggingFaceSource
-from backends.common.hugging_face.writing import to_hugging_face
+from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.offline.plan import plan_ranks
 from backends.megatron.conversion.offline.sources import MegatronSource
@@ -14,7 +13,7 @@ from slime_like.interfaces.conversion import ConversionOptions, ConversionSummar
 from slime_like.models.dimensions import ModelDimensions
 
 
-class MegatronConverter:
+class MegatronConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -27,16 +26,8 @@ class MegatronConverter:
     ) -> ConversionSummary:
         return to_megatron(config, output, options, report)
 
-    def to_hugging_face(
-        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
-        return to_hugging_face(config, MegatronSource(config, checkpoint), checkpoint, output, options, report)
-
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
         return MegatronSource(config, checkpoint)
-
-    def open_hugging_face(self, directory: Path) -> TensorSource:
-        return HuggingFaceSource(directory)
 
 
 def _without_replicas(config: RunConfig) -> RunConfig:
