@@ -74,8 +74,11 @@ def forward(
     packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:
         raise TrainerError(
-            f"{type(module).__name__}: a pack needs its boundaries and no mask; this model does not hand on what it is "
-            "called with, so use another, or trainer.backend=megatron where it knows the family"
+            "a pack needs its boundaries and no mask",
+            code="model-hands-on-no-boundaries",
+            who=type(module).__name__,
+            remedy="this model does not hand on what it is called with, so use another, or trainer.backend=megatron "
+            "where it knows the family",
         )
     _require_plain(module, dropout, packed.longest, sliding_window, is_causal, options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
@@ -112,13 +115,16 @@ def _require_plain(
     if others:
         raise TrainerError(
             f"{type(module).__name__} asks for {', '.join(others)} in attention, which packed attention does not "
-            "compute; use a model without"
+            "support",
+            code="attention-not-supported",
+            remedy="use a model without",
         )
     if sliding_window is not None and longest > sliding_window:
         raise TrainerError(
             f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, and a sequence has {longest}, "
-            "for which packed attention is not the same; lower data.max_prompt_tokens and rollout.max_new_tokens to "
-            "that many together"
+            "for which packed attention is not the same",
+            code="sequence-beyond-window",
+            remedy="lower data.max_prompt_tokens and rollout.max_new_tokens to that many together",
         )
 
 

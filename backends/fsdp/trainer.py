@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from backends.common.step.balance import BalanceLoss
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import own_forward, parallel
@@ -139,8 +140,9 @@ class FsdpTrainer(TrainerBase):
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
                 f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to {reach} at "
-                "most (sliding_window or attention_chunk_size), which packed attention does not compute; train on "
-                "shorter ones"
+                "most (sliding_window or attention_chunk_size), which packed attention does not support",
+                code="sequence-beyond-window",
+                remedy="train on shorter ones",
             )
         return self._builder.build(pack, balance)
 
@@ -169,7 +171,8 @@ class FsdpTrainer(TrainerBase):
         """Scale gradients by ``1 / denominator``, clip, step the optimizer and the schedule."""
         stats = super().finish_step(denominator)
         if stats is None:
-            raise TrainerError(f"rank {self.placement.rank}, finish_step: the step had no window; accumulate one first")
+            problem = "the step had no window"
+            raise rank_error("finish_step", problem, code="empty-window", remedy="accumulate one first")
         with self._phase("finish_step"):
             self.optimizer.zero_gradients()
             self.model.shard_weights()

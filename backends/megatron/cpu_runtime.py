@@ -80,7 +80,8 @@ def _cpu_tracker(random: ModuleType) -> type:
     class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined]
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
-                raise TrainerError(f"cpu_runtime: random state {name!r} or seed {seed} is added twice")
+                problem = f"random state {name!r} or seed {seed} is added twice"
+                raise TrainerError(problem, code="random-state-twice", who="cpu_runtime")
             self._is_initialized = True
             self.seeds_.add(seed)
             with torch.random.fork_rng(devices=[]):
@@ -195,5 +196,8 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise TrainerError(
-            f"cpu_runtime: cannot import {name} ({error}); install megatron-core=={PINNED_MEGATRON}"
+            f"cannot import {name} ({error})",
+            code="megatron-version",
+            who="cpu_runtime",
+            remedy=f"install megatron-core=={PINNED_MEGATRON}",
         ) from error

@@ -55,7 +55,7 @@ def refused_by_disk(path: Path) -> Iterator[None]:
     except (CheckpointException, OSError) as error:
         cause = _of_system(error)
         reason = str(error) if cause is None else cause.strerror or str(cause)
-        raise CheckpointError(refusal(path, reason)) from error
+        raise CheckpointError(refusal(path, reason), code="write-refused") from error
 
 
 def save_to_stream(value: Any, stream: Any) -> None:

@@ -143,8 +143,10 @@ class Checksums:
             except FileNotFoundError as error:
                 if name not in self._files:
                     raise CheckpointError(
-                        f"{self._directory}: was written by another trainer.backend, whose checkpoints have no {name}; "
-                        "use the one that wrote it, or the Hugging Face model that its run exported"
+                        f"was written by another trainer.backend, whose checkpoints have no {name}",
+                        code="checkpoint-of-another-backend",
+                        who=str(self._directory),
+                        remedy="use the one that wrote it, or the Hugging Face model that its run exported",
                     ) from error
                 raise not_whole(self._directory, f"{name} is missing") from error
             written = self._files.get(name)
@@ -206,13 +208,16 @@ class Checksums:
 def damaged(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
     remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
-    return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
+    return CheckpointError(f"is damaged ({reason})", code="checkpoint-damaged", who=str(directory), remedy=remedy)
 
 
 def not_whole(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a checkpoint that lacks what is written last, or was never one."""
     return CheckpointError(
-        f"{directory}: not a whole training checkpoint ({reason}); {damage_remedy(directory, 'use another one')}"
+        f"not a whole training checkpoint ({reason})",
+        code="checkpoint-not-whole",
+        who=str(directory),
+        remedy=damage_remedy(directory, "use another one"),
     )
 
 

@@ -76,9 +76,9 @@ def write_hf_directory(
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
     occupied = directory.exists() and not (directory / "config.json").is_file()
     if occupied and any(directory.iterdir()):
-        raise CheckpointError(f"{directory}: exists and is no Hugging Face checkpoint; choose another directory")
+        raise _occupied(directory, "exists and is no Hugging Face checkpoint")
     if directory.resolve() == source_dir.resolve():
-        raise CheckpointError(f"{directory}: is the model that training started from; choose another directory")
+        raise _occupied(directory, "is the model that training started from")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -112,7 +112,8 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
         weight_map, total = _number_files(partial)
         missing = sorted(set(expected) - weight_map.keys())
         if missing:
-            raise CheckpointError(f"{directory}: tensors that no rank wrote: {listed(missing)}")
+            problem = f"tensors that no rank wrote: {listed(missing)}"
+            raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -168,8 +169,19 @@ def _require_whole(file: Path) -> None:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error}); copy or download it again") from error
+        raise CheckpointError(
+            f"not valid JSON ({error})", code="file-damaged", who=str(file), remedy="copy or download it again"
+        ) from error
+
+
+def _occupied(directory: Path, problem: str) -> CheckpointError:
+    return CheckpointError(problem, code="directory-occupied", who=str(directory), remedy="choose another directory")
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: could not be written ({error}); free space or choose another directory")
+    return CheckpointError(
+        f"could not be written ({error})",
+        code="write-refused",
+        who=str(path),
+        remedy="free space or choose another directory",
+    )

@@ -58,10 +58,15 @@ class HfCheckpoint:
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
             otherwise = f"{file} is damaged ({error}); copy or download it again"
-            raise CheckpointError(file_problem(file) or otherwise) from error
+            raise CheckpointError(file_problem(file) or otherwise, code="weight-file-damaged") from error
         twice = sorted(self._slices.keys() & set(names))
         if twice:
-            raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")
+            raise CheckpointError(
+                f"tensors that another file has too: {listed(twice)}",
+                code="tensor-stored-twice",
+                who=str(file),
+                remedy="remove one of them",
+            )
         self._slices |= {name: reader.get_slice(name) for name in names}
 
     def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
@@ -86,8 +91,10 @@ class HfCheckpoint:
         ]
         if problems:
             raise CheckpointError(
-                f"{self.directory}: the tensors do not fit its config.json; {'; '.join(problems)}; "
-                "use the config.json and the weights of the same, unquantised model"
+                f"the tensors do not fit its config.json; {'; '.join(problems)}",
+                code="tensors-do-not-fit",
+                who=str(self.directory),
+                remedy="use the config.json and the weights of the same, unquantised model",
             )
 
     def require_copies(self, copies: Collection[str], original: str) -> None:
@@ -101,8 +108,11 @@ class HfCheckpoint:
         different = sorted(name for name in copies if not self._same(name, original))
         if different:
             raise CheckpointError(
-                f"{self.directory}: config.json says tie_word_embeddings=true, but {listed(different)} and {original} "
-                "are stored and differ; set it to false, or remove what is not the model's own"
+                f"config.json says tie_word_embeddings=true, but {listed(different)} and {original} are stored and "
+                "differ",
+                code="tied-tensors-differ",
+                who=str(self.directory),
+                remedy="set it to false, or remove what is not the model's own",
             )
 
     def _same(self, one: str, other: str) -> bool:
@@ -151,7 +161,10 @@ class HfCheckpoint:
         values = self.read_unchecked(name, axis, start, length)
         if is_not_finite(values):
             raise CheckpointError(
-                f"{self.directory}: {name} holds NaN or infinity; use a checkpoint from before it went wrong"
+                f"{name} holds NaN or infinity",
+                code="weights-not-finite",
+                who=str(self.directory),
+                remedy="use a checkpoint from before it went wrong",
             )
         return values
 
@@ -177,8 +190,9 @@ def _weight_files(directory: Path) -> list[Path]:
     try:
         files = weight_files(directory)
     except WeightFilesError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(str(error), code="weight-files") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise CheckpointError(f"{directory}: files that its index lists are missing: {listed(missing)}")
+        problem = f"files that its index lists are missing: {listed(missing)}"
+        raise CheckpointError(problem, code="weight-files-missing", who=str(directory))
     return files

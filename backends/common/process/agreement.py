@@ -6,9 +6,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, TrainerError
 
 Result = TypeVar("Result")
+
+
+def rank_error(phase: str, problem: str, *, code: str, remedy: str) -> TrainerError:
+    """Error of this rank of the world."""
+    return TrainerError(problem, code=code, who=f"rank {dist.get_rank()}", phase=phase, remedy=remedy)
 
 
 def together(action: Callable[[], Result], what: str, device: torch.device) -> Result:

@@ -12,16 +12,15 @@ its layer has run: neither packing, nor windows, nor any parallel axis can show 
 count, for they are routed too; padding and fillers do not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
-from slime_like.errors import TrainerError
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -42,35 +41,28 @@ class BalanceLoss:
 
     @classmethod
     def of_step(
-        cls, coefficient: float, denominator: float, tokens: int, replicas: dist.ProcessGroup, device: torch.device
-    ) -> BalanceLoss:
-        """For a step whose gradients will be divided by ``denominator``; ``tokens`` are this replica's. Collective."""
-        total = torch.tensor(tokens, dtype=torch.int64, device=device)
-        dist.all_reduce(total, group=replicas)
-        return cls(coefficient * denominator / int(total), int(total))
-
-    @classmethod
-    def configured(
         cls,
         coefficient: float,
         denominator: float | None,
         tokens: int | None,
         replicas: dist.ProcessGroup,
         device: torch.device,
-    ) -> BalanceLoss | None:
-        """``None`` where ``algorithm.moe_aux_loss_coef`` is 0. Collective where it is not.
+    ) -> Self:
+        """For a step whose gradients will be divided by ``denominator``; ``tokens`` are this replica's. Collective.
 
         Raises:
             TrainerError: the step did not begin with what the loss needs.
         """
-        if coefficient == 0:
-            return None
         if denominator is None or tokens is None:
-            raise TrainerError(
-                f"rank {dist.get_rank()}, begin_step: algorithm.moe_aux_loss_coef={coefficient:g} has its own "
-                "denominator; give begin_step the step's denominator and this replica's tokens, or set it to 0"
+            raise rank_error(
+                "begin_step",
+                f"algorithm.moe_aux_loss_coef={coefficient:g} has its own denominator",
+                code="denominator",
+                remedy="give begin_step the step's denominator and this replica's tokens, or set it to 0",
             )
-        return cls.of_step(coefficient, denominator, tokens, replicas, device)
+        total = torch.tensor(tokens, dtype=torch.int64, device=device)
+        dist.all_reduce(total, group=replicas)
+        return cls(coefficient * denominator / int(total), int(total))
 
     def mean(self, layers: int, device: torch.device) -> Tensor:
         """Over layers and tokens, without coefficient: 1 is an even load. Collective over the world."""
@@ -96,7 +88,7 @@ class RoutedTokens:
     loss: BalanceLoss
 
     @classmethod
-    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> RoutedTokens:
+    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> Self:
         """Create it for the ``rows`` of the token axis of ``shard``."""
         source = shard.source[rows]
         padding = pack.num_sequences

@@ -42,6 +42,9 @@ class _UsersPolicy:
     def _raise_named(self, error: Exception, member: str) -> NoReturn:
         if isinstance(error, SlimeLikeError):
             raise error
-        failure = TrainerError(f"{format_error('algorithm.loss', self._path, error, member)}; correct it")
-        failure.users_traceback = full_traceback(error)
-        raise failure from error
+        raise TrainerError(
+            format_error("algorithm.loss", self._path, error, member),
+            code="custom-loss-failed",
+            remedy="correct it",
+            users_traceback=full_traceback(error),
+        ) from error

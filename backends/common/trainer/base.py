@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
@@ -17,7 +18,7 @@ from backends.common.step.sums import StepSums, reduced_over_data, require_finit
 from backends.common.trainer.reference import ReferenceWeights, configured_reference, preserved_weights
 from backends.common.trainer.storage import StoringTrainer
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, TrainerError
+from slime_like.errors import ConfigError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -158,8 +159,10 @@ class TrainerBase(StoringTrainer):
         with self._phase("begin_step"):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
-            balance = BalanceLoss.configured(coefficient, denominator, tokens, self.replicas, self.device)
-            self._step = StepSums(denominator, balance)
+            self._step = StepSums(denominator)
+            if coefficient:
+                balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+                self._step.balance = balance
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
@@ -197,10 +200,12 @@ class TrainerBase(StoringTrainer):
         if weights == "policy":
             return self._score(micro_batches)
         if self._reference is None:
-            raise TrainerError(
-                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0, and "
-                "algorithm.kl_reward_coef too, or because reference.placement is workers; set one above 0, or "
-                "placement: trainer"
+            raise rank_error(
+                "score",
+                "no reference is loaded because algorithm.kl_coef is 0, and algorithm.kl_reward_coef too, or because "
+                "reference.placement is workers",
+                code="no-reference",
+                remedy="set one above 0, or placement: trainer",
             )
         self.settle_weights()
         with self._reference.in_place():

@@ -41,8 +41,13 @@ class StoringTrainer(ABC):
                 yield
         except RuntimeError as error:
             alone = self.placement.world_size == 1
-            hint = "" if alone else "; if a collective failed, another rank died or hung: its own message says why"
-            raise TrainerError(f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}{hint}") from error
+            raise TrainerError(
+                f"{type(error).__name__}: {error}",
+                code="trainer-phase-failed",
+                who=f"rank {self.placement.rank}",
+                phase=name,
+                remedy="" if alone else "if a collective failed, another rank died or hung: its own message says why",
+            ) from error
 
     def settle_weights(self) -> None:  # noqa: B027 - where updates are whole when they return
         """Make every weight of this rank whole, where an update may still be on its way. Collective.

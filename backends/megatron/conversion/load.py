@@ -51,7 +51,9 @@ def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensio
     unused = [name for name, mark in zip(names, used.tolist(), strict=True) if not mark]
     if unused:
         raise CheckpointError(
-            f"no parameter of any rank takes {listed(unused)}; the model was built without the modules they belong to"
+            f"no parameter of any rank takes {listed(unused)}",
+            code="model-differs-from-config",
+            remedy="the model was built without the modules they belong to",
         )
 
 

@@ -149,8 +149,10 @@ class MegatronCheckpoint:
         ]
         if problems:
             raise CheckpointError(
-                f"{self.directory}: the tensors are not those of the model's config.json; {'; '.join(problems)}; "
-                "give the --model.path that wrote it"
+                f"the tensors are not those of the model's config.json; {'; '.join(problems)}",
+                code="checkpoint-of-another-model",
+                who=str(self.directory),
+                remedy="give the --model.path that wrote it",
             )
 
     def _wrong_shapes(self, entries: Iterable[ShardedTensor]) -> list[str]:
