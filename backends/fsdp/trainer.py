@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ class FsdpTrainer(TrainerBase):
     groups: Groups
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement, contextlib.nullcontext())
+        super().__init__(config, placement)
         self._by_package = config.trainer.attention == "ring_flash_attn"
 
     @staticmethod

@@ -8,18 +8,20 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from backends.common.checkpoint.integrity import Checksums, damaged, not_whole
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
-from backends.megatron.checkpoint_writer import CheckpointWriter
+from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
-from backends.megatron.verified_reading import PLAIN_FILES, verified_reading
+from backends.megatron.patch import Patch, applied
 from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
 from slime_like.errors import CheckpointError
 
@@ -119,10 +121,14 @@ def _fill_all(model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
         fill_weights(chunk, loaded[f"model{index}"])
 
 
+class _Reader(VerifyingReader, CachedMetadataFileSystemReader):
+    """Megatron's reader, which reads the metadata once, made to compare every piece with its checksum."""
+
+
 def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
-        with verified_reading(checksums):
+        with applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: _Reader(path, checksums))):
             loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
         cause = cause_of(error)

@@ -23,8 +23,10 @@ from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream
 from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.megatron.patch import Patch, applied
-from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
+
+PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
+"""What Megatron and torch write beside the data files; every rank reads them as a whole."""
 
 
 class CheckpointWriter(RankWriting):

@@ -5,13 +5,11 @@ random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects tho
 ``with`` block and puts the originals back afterwards. Where CUDA is available it does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,31 +20,18 @@ from backends.megatron.patch import PINNED_MEGATRON, Patch, applied
 from slime_like.errors import TrainerError
 
 
-class megatron_runtime:  # a context manager, named like a function
-    """Context in which Megatron-core builds, steps and checkpoints on this machine. One thread may enter it repeatedly.
-
-    Wrap model construction, every step and every checkpoint in it.
+@contextlib.contextmanager
+def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
+    """Inside, Megatron-core builds, steps and checkpoints on this machine. Wrap all of that in it; it may be nested.
 
     Args:
         on_meta: what would be made on a GPU gets a shape only, on every machine, one with CUDA too.
     """
-
-    def __init__(self, on_meta: bool = False) -> None:
-        self._stack: list[contextlib.ExitStack] = []
-        self._on_meta = on_meta
-
-    def __enter__(self) -> megatron_runtime:
-        stack = contextlib.ExitStack()
-        if self._on_meta or not torch.cuda.is_available():
-            for patch in _patches(self._on_meta):
+    with contextlib.ExitStack() as stack:
+        if on_meta or not torch.cuda.is_available():
+            for patch in _patches(on_meta):
                 stack.enter_context(applied(patch))
-        self._stack.append(stack)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.pop().close()
+        yield
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,8 +54,13 @@ class MegatronTrainer(TrainerBase):
     wrapped: list[DistributedDataParallel]
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement, megatron_runtime())
+        super().__init__(config, placement)
         self._communication = Communication([])
+
+    @property
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """Megatron-core on this machine."""
+        return megatron_runtime()
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:

@@ -5,8 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, Saved
-from backends.common.attention.partial_results import merged_attention
+from backends.common.attention.kernels import AttentionKernel, Saved, merged_attention
 from backends.common.attention.ring import RingSegments, ring_step
 from tests.parallel.dense import boundaries
 

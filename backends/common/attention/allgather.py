@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
 from backends.common.attention.packed_attention import PackedAttention
-from backends.common.attention.partial_results import merged_attention
 
 
 @dataclass(frozen=True, slots=True)

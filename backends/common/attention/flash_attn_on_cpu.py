@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments
-from backends.common.attention.partial_results import merged_attention
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments, merged_attention
 
 
 def flash_attn_modules() -> dict[str, ModuleType]:

@@ -1,11 +1,8 @@
 """Reading slices of a Hugging Face checkpoint's safetensors files."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ _COMPARED = 1 << 22
 """Elements of a tensor that are compared at a time."""
 
 
-class HfCheckpoint:
+class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
     """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
 
     A context manager that closes the files. Opening reads headers only.
@@ -43,12 +40,7 @@ class HfCheckpoint:
             self._stack.close()
             raise
 
-    def __enter__(self) -> HfCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._slices.clear()
         self._stack.close()
 

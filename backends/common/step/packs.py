@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.trajectory import PackedTrajectory
@@ -64,3 +63,24 @@ def on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:
         return pack
     moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return replace(pack, **moved)
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+def join_context_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the context group of parts that are zero where another rank's tokens stand.
+
+    Every rank computes the same loss of the whole result. In backward each keeps the gradient as it is, and so takes
+    its own tokens' share of it: the sum over ranks, which data-parallel reduction makes, is the gradient once.
+    """
+    return part if group.size() == 1 else _SumForward.apply(part, group)

@@ -1,6 +1,5 @@
 """A trainer rank's start, step and scoring, whatever computes its model."""
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -55,13 +54,8 @@ class TrainerBase(StoringTrainer):
     device: torch.device
     replicas: dist.ProcessGroup
 
-    def __init__(
-        self,
-        config: RunConfig,
-        placement: RankPlacement,
-        runtime: contextlib.AbstractContextManager[object],
-    ) -> None:
-        super().__init__(config, placement, runtime)
+    def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
+        super().__init__(config, placement)
         self._objective = Objective(config)
         self._reference: ReferenceWeights | None = None
         self._step = StepSums()
@@ -148,8 +142,7 @@ class TrainerBase(StoringTrainer):
             with self._phase("load"):
                 self.state.load_weights(directory)
             return
-        self.settle_weights()
-        with self._phase("load"), preserved_weights(self.state):
+        with self._settled("load"), preserved_weights(self.state):
             self.state.load_weights(directory)
             self._reference = ReferenceWeights(self.state)
 

@@ -17,21 +17,19 @@ class StoringTrainer(ABC):
     """The part of ``TrainerBackend`` that moves the state and computes nothing.
 
     Attributes:
-        runtime: the context in which every phase runs; may be entered repeatedly.
         state: this rank's shard (after ``setup``).
     """
 
     state: TrainerState
 
-    def __init__(
-        self,
-        config: RunConfig,
-        placement: RankPlacement,
-        runtime: contextlib.AbstractContextManager[object],
-    ) -> None:
+    def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         self.config = config
         self.placement = placement
-        self.runtime = runtime
+
+    @property
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """A new context in which a phase runs."""
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -55,6 +53,12 @@ class StoringTrainer(ABC):
         Every method here that reads weights does so itself.
         """
 
+    @contextlib.contextmanager
+    def _settled(self, phase: str) -> Iterator[None]:
+        self.settle_weights()
+        with self._phase(phase):
+            yield
+
     @property
     def _bucket_bytes(self) -> int:
         return int(self.config.sync.bucket_mb * 2**20)
@@ -66,34 +70,29 @@ class StoringTrainer(ABC):
 
     def export_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint."""
-        self.settle_weights()
-        with self._phase("writing the Hugging Face model"):
+        with self._settled("writing the Hugging Face model"):
             self.state.export_hugging_face(directory)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state."""
-        self.settle_weights()
-        with self._phase("save"):
+        with self._settled("save"):
             self.state.plan_save(directory, snapshot=False).write_all()
 
     def start_save(self, directory: Path) -> "_StartedSave":
         """Start a save from a snapshot in host memory, which a thread writes while training continues."""
-        self.settle_weights()
-        with self._phase("save"):
+        with self._settled("save"):
             writing = self.state.plan_save(directory, snapshot=True)
             writing.write_in_background()
         return _StartedSave(self, writing)
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, under this layout or another."""
-        self.settle_weights()
-        with self._phase("load"):
+        with self._settled("load"):
             self.state.load(directory)
 
     def save_weights(self, directory: Path) -> None:
         """Write the weights alone."""
-        self.settle_weights()
-        with self._phase("save"):
+        with self._settled("save"):
             self.state.save_weights(directory)
 
     def offload(self, keep_weights: bool = False) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.common.step.custom_loss import configured_loss
-from backends.common.step.objective import Objective
+from backends.common.step.objective import Objective, configured_loss
 from slime_like.algorithms import LossInputs
 from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.errors import DataError, TrainerError

@@ -6,7 +6,7 @@ import pytest
 
 from backends.common.checkpoint.integrity import Checksums, Piece
 from backends.fsdp.checkpoint_writer import PLAIN_FILES as FSDP_FILES
-from backends.megatron.verified_reading import PLAIN_FILES as MEGATRON_FILES
+from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
 from slime_like.errors import CheckpointError
 
 OLDER = "resume from a checkpoint before checkpoint"

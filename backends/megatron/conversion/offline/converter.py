@@ -3,13 +3,16 @@
 import math
 from pathlib import Path
 
+from torch import Tensor
+
 from backends.common.hugging_face.converter import HuggingFaceConverter
+from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
 from backends.megatron.conversion.offline.plan import plan_ranks
-from backends.megatron.conversion.offline.sources import MegatronSource
 from backends.megatron.conversion.offline.to_megatron import to_megatron
-from slime_like.config import RunConfig
-from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
+from slime_like.config import ParallelConfig, RunConfig
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -36,3 +39,30 @@ def _without_replicas(config: RunConfig) -> RunConfig:
     fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
     trainer = config.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
     return config.model_copy(update={"trainer": trainer})
+
+
+class MegatronSource:
+    """A Megatron checkpoint; tensors that make up one parameter are read together."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
+        one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        (plan,) = plan_ranks(config.model_copy(update={"trainer": one_rank}), dimensions)
+        plans = [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
+        self._checkpoint = MegatronCheckpoint(checkpoint, plans)
+        self._plans = {plan.placement.source_names()[0]: plan for plan in plans}
+        self.tensors = {
+            name: TensorInfo(str(self._checkpoint.dtype(plan)).removeprefix("torch."), shape)
+            for plan in plans
+            for name, shape in zip(plan.placement.source_names(), plan.placement.shapes, strict=True)
+        }
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return [plan.placement.source_names() for plan in self._plans.values()]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Names must be one of ``groups``."""
+        plan = self._plans[names[0]]
+        tensors = merge_shards(plan.placement, [self._checkpoint.read(plan)])
+        return dict(zip(plan.placement.source_names(), tensors, strict=True))

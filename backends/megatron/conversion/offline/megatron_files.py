@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, damaged
 from backends.common.checkpoint.reading import FORMAT
 from backends.common.process.agreement import listed
+from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.conversion.offline.plan import ParameterPlan
 from backends.megatron.conversion.transforms import Shape
-from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 
 
