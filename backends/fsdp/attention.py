@@ -42,7 +42,6 @@ class Boundaries:
     """Boundaries of one micro-batch's sequences; handed from the model's call down to every layer.
 
     Attributes:
-        attention: computes within them.
         longest: tokens of the longest sequence, which no sliding window may be narrower than.
     """
 

@@ -29,12 +29,7 @@ MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
 
 
 class StoredCheckpoint:
-    """A checkpoint opened for reading.
-
-    Attributes:
-        common: its plain values.
-        shapes, dtypes: of every stored tensor, by its name in the checkpoint.
-    """
+    """A checkpoint opened for reading."""
 
     def __init__(self, directory: Path, checksums: Checksums, common: dict[str, Any], metadata: Metadata) -> None:
         self._directory = directory
@@ -66,19 +61,12 @@ class StoredCheckpoint:
         return cls(directory, checksums, common, metadata)
 
     def require_whole(self) -> None:
-        """Refuse data files that are missing or of another length, whatever is read of them.
-
-        Raises:
-            CheckpointError: names the file.
-        """
+        """Refuse data files that are missing or of another length, whatever is read of them."""
         self._checksums.verify_lengths()
 
     def require(self, state: dict[str, Tensor], kinds: set[str] | None = None) -> None:
         """Refuse a checkpoint that has not exactly the tensors of ``state``, of the given ``kinds`` (none: model and
         optimizer).
-
-        Raises:
-            CheckpointError: names or shapes differ.
         """
         prefixes = tuple(kinds or (MODEL, MOMENTS))
         found = {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}

@@ -18,8 +18,6 @@ class ModelInput(MicroBatch):
     """One pack on this rank's device.
 
     Attributes:
-        boundaries: what attention reads.
-        responses: what the head scores.
         routed: whose tokens the routers see, where the objective balances them.
     """
 
@@ -33,8 +31,6 @@ class BatchBuilder:
     """Makes micro-batches for one rank.
 
     Attributes:
-        device: where the model computes.
-        context: ranks that share every pack.
         by_package: several context ranks attend by ring-flash-attn instead of our own all-gather.
     """
 

@@ -16,7 +16,6 @@ class Optimizer:
     Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
 
     Attributes:
-        updates: steps taken so far.
         moments: by parameter name, this rank's first and second moments.
     """
 

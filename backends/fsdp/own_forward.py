@@ -51,11 +51,7 @@ def response_logprobs(logits: Tensor, tokens: Tensor, prompt_len: int) -> Tensor
 
 
 def require_same(ours: Tensor, reference: Tensor, dtype: torch.dtype, path: object) -> None:
-    """Refuse a model that this backend would compute otherwise than transformers does.
-
-    Raises:
-        ConfigError: with the difference.
-    """
+    """Refuse a model that this backend would compute otherwise than transformers does."""
     gap = float((ours.double() - reference.double()).abs().mean())
     if not gap <= BOUNDS[dtype]:  # NaN is no agreement either
         raise ConfigError(
@@ -73,9 +69,6 @@ def require_separate(ours: Tensor, others: Tensor, first: int, dtype: torch.dtyp
     Args:
         ours, others: (R,) logprobs of two packs that differ in the first sequence alone.
         first: response tokens of that sequence.
-
-    Raises:
-        ConfigError: with the difference.
     """
     gap = float((ours.double() - others.double())[first:].abs().max())
     if not gap <= LEAKS[dtype]:

@@ -22,7 +22,6 @@ class Groups:
 
     Attributes:
         mesh: all ranks in one dimension: what everything is sharded over.
-        context: ranks that share every pack.
         replicas: one rank of every replica, with this rank's place in its context group.
     """
 
@@ -38,11 +37,7 @@ class Groups:
 
 
 def initialize(config: RunConfig, placement: RankPlacement) -> Groups:
-    """Join the other ranks and build every process group, each with the step's time limit.
-
-    Raises:
-        TrainerError: the world's size is not that of the configured layout, or the others did not come in time.
-    """
+    """Join the other ranks and build every process group, each with the step's time limit."""
     # gloo beside NCCL: gradients that live in host memory are measured there.
     join_world(config, placement, cuda_backend="cpu:gloo,cuda:nccl")
     return build_groups(config)

@@ -22,12 +22,7 @@ from slime_like.models.dimensions import ModelDimensions
 
 
 class FsdpState(TrainerState):
-    """See ``TrainerState``.
-
-    Attributes:
-        model: Hugging Face's model with a logprob head, sharded.
-        optimizer: AdamW on this rank's shards, in a trainer that trains.
-    """
+    """See ``TrainerState``."""
 
     optimizer: Optimizer
 

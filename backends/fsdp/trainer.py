@@ -36,12 +36,7 @@ if TYPE_CHECKING:
 
 
 class FsdpTrainer(TrainerBase):
-    """One rank of an FSDP2 trainer. See ``TrainerBackend`` for the meaning of every method.
-
-    Attributes:
-        model: Hugging Face's model with a logprob head, sharded (after ``setup``).
-        groups: this rank's process groups.
-    """
+    """One rank of an FSDP2 trainer. See ``TrainerBackend`` for the meaning of every method."""
 
     state: FsdpState
     optimizer: Optimizer

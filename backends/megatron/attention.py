@@ -20,7 +20,6 @@ class PackedLayout(PackedSeqParams):
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
         interleaved: it turns neighbouring elements, not those half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
-        responses: what the head scores.
     """
 
     cos: Tensor | None = None
@@ -31,11 +30,7 @@ class PackedLayout(PackedSeqParams):
 
     @classmethod
     def given(cls, packed_seq_params: Self | None) -> Self:
-        """Check the layout that a layer was called with.
-
-        Raises:
-            ValueError: nothing, or what has no rotary table.
-        """
+        """Check the layout that a layer was called with."""
         if packed_seq_params is None or packed_seq_params.cos is None:
             raise ValueError("attention needs the micro-batch's PackedLayout as packed_seq_params")
         return packed_seq_params

@@ -37,7 +37,6 @@ def plan_checkpoint(
     The caller owns naming and atomicity; all ranks must share the file system.
 
     Args:
-        model_chunks: this rank's chunks, without data-parallel wrapping.
         snapshot: of the state as it is now, in host memory: it may change before it is written.
 
     Raises:
@@ -87,11 +86,7 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
 
 
 def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
-    """Write what ``load_weights`` reads. Collective over the world.
-
-    Raises:
-        CheckpointError: the disk refused.
-    """
+    """Write what ``load_weights`` reads. Collective over the world."""
     state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
     CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device).write_all()
 

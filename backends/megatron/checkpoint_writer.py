@@ -100,11 +100,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
                 tensors[index] = (item, tensor.detach().to("cpu", copy=True))
 
     def write(self) -> dict[str, list[Piece]]:
-        """Write this rank's files, flushed to disk; their pieces. Needs neither CUDA nor another rank.
-
-        Raises:
-            CheckpointError: the disk refused.
-        """
+        """Write this rank's files, flushed to disk; their pieces. Needs neither CUDA nor another rank."""
         written: dict[str, list[Piece]] = {}
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets or []):

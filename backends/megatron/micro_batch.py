@@ -32,10 +32,6 @@ class BatchBuilder:
     """Makes micro-batches for one rank.
 
     Attributes:
-        device: where the model computes.
-        dtype: the model's dtype.
-        rotary: the model's rotary embedding.
-        context_group: ranks that share every pack.
         attention: what computes attention; it decides how packs are cut over those ranks.
         sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
             sequence parallelism), ``None`` where every rank has them all. Local token counts are multiples of its size.
@@ -67,9 +63,7 @@ class BatchBuilder:
         """Cut this rank's part out of every pack.
 
         Args:
-            packs: the same on every rank that shares them.
             same_length: pad all to the longest.
-            balance: the routers' loss of the step that the micro-batches belong to.
         """
         given, packs = packs, [on_device(pack, self.device) for pack in packs]
         multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()

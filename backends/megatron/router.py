@@ -16,11 +16,7 @@ from backends.megatron.weight_state import EXPERT_BIAS
 
 @dataclass
 class RoutedLayout(PackedLayout):
-    """Inputs of layers and routers besides hidden states.
-
-    Attributes:
-        routed: whose tokens the routers see, where the objective balances them.
-    """
+    """Inputs of layers and routers besides hidden states."""
 
     routed: RoutedTokens | None = None
 

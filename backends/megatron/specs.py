@@ -66,11 +66,7 @@ def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
 
 
 def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: bool) -> ModuleSpec:
-    """One transformer layer: packed attention, and a norm that allows sequence parallelism.
-
-    Args:
-        fused: the CPU's kernels compute what they serve; else torch's operators compute everything.
-    """
+    """One transformer layer: packed attention, and a norm that allows sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,

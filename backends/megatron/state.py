@@ -25,7 +25,6 @@ class MegatronState(TrainerState):
     """See ``TrainerState``.
 
     Attributes:
-        chunks: this rank's model chunks, without their data-parallel wrapping.
         wrapped, optimizer: the same chunks inside Megatron's DDP, and what updates them, in a trainer that trains.
     """
 

@@ -45,7 +45,6 @@ class MegatronTrainer(TrainerBase):
 
     Attributes:
         chunks: this rank's model chunks, without their data-parallel wrapping (after ``setup``).
-        wrapped: the same chunks inside Megatron's DDP.
     """
 
     state: MegatronState

@@ -47,11 +47,7 @@ class Llama3Segments:
 
     @classmethod
     def of(cls, cu_seqlens_padded: Tensor, rank: int, size: int) -> Self:
-        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``.
-
-        Raises:
-            TrainerError: the package is missing, or cannot run on this device.
-        """
+        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``."""
         prepare = llama3_module(cu_seqlens_padded.device.type).llama3_flash_attn_prepare_cu_seqlens
         # Boundaries without empty segments: the package looks for the part's first and last one by bisection.
         return cls(*prepare(torch.unique_consecutive(cu_seqlens_padded), True, rank, size))

@@ -22,7 +22,6 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
     """Write tensors and serialised objects one behind the other, flushed to disk.
 
     Args:
-        path: the file.
         key: its name in the checkpoint's index.
         entries: torch's write items, each with its tensor or its ``BytesIO``.
 

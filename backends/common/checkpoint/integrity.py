@@ -31,12 +31,7 @@ _SHOWN = 2
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on.
-
-    Attributes:
-        name: the tensor's name in the checkpoint, for messages.
-        crc32: of these bytes.
-    """
+    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on."""
 
     name: str
     offset: int
@@ -79,7 +74,6 @@ class Checksums:
     """The checksums of one checkpoint directory.
 
     Args:
-        directory: of the checkpoint.
         pieces: by data file.
         files: length and CRC-32 of the other files.
     """
@@ -132,11 +126,7 @@ class Checksums:
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
     def verify_plain_files(self, names: Sequence[str]) -> None:
-        """Compare the files that are read as a whole.
-
-        Raises:
-            CheckpointError: one is missing or differs.
-        """
+        """Compare the files that are read as a whole."""
         for name in names:
             try:
                 found = _whole_file(self._directory / name)
@@ -155,11 +145,7 @@ class Checksums:
                 raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
 
     def verify_lengths(self) -> None:
-        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not.
-
-        Raises:
-            CheckpointError: names the files that are missing, or the first of another length with its tensors.
-        """
+        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not."""
         missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
         if missing:
             raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
@@ -180,11 +166,7 @@ class Checksums:
         raise damaged(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
-        """Compare ``length`` bytes at ``offset`` of the open data file ``name``.
-
-        Raises:
-            CheckpointError: they differ, are cut off, or are not what was written there.
-        """
+        """Compare ``length`` bytes at ``offset`` of the open data file ``name``."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")

@@ -83,11 +83,7 @@ class RankWriting(ABC):
             self._failure = error
 
     def write_all(self) -> None:
-        """Write and finish. Collective.
-
-        Raises:
-            CheckpointError: a rank could not write; on every rank.
-        """
+        """Write and finish. Collective."""
         self.write()
         self.finish()
 
@@ -98,11 +94,7 @@ class RankWriting(ABC):
         self._thread.start()
 
     def is_written(self) -> bool:
-        """Return whether this rank has written all its files. Not collective.
-
-        Raises:
-            CheckpointError: it could not.
-        """
+        """Return whether this rank has written all its files. Not collective."""
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._failure is not None:

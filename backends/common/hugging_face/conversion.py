@@ -111,11 +111,7 @@ class FileFaults:
 
 @dataclass(frozen=True, slots=True)
 class Conversion(ABC, Generic[Job]):
-    """One conversion on its way to disk.
-
-    Attributes:
-        source: what is converted.
-    """
+    """One conversion on its way to disk."""
 
     source: Path
     partial: PartialOutput

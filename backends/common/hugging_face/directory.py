@@ -53,8 +53,6 @@ def write_hf_directory(
             ones. Always exhausted, so that no rank waits in a gather.
         expected: names of the whole model's tensors.
         stage: number of this rank among those that send.
-        dtype: of the weights, for the configuration.
-        device: where this rank's small collectives run.
 
     Raises:
         CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.

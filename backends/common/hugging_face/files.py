@@ -66,9 +66,6 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
 
         Args:
             ignored: names that may be present without a use.
-
-        Raises:
-            CheckpointError: lists missing and unexpected tensors, wrong shapes, and tensors that are not floats.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
         problems = [
@@ -93,9 +90,6 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
         """Refuse a checkpoint whose tied tensors are stored with other bits than ``original``.
 
         Its ``config.json`` says that they are one; transformers would believe the file, and engines the configuration.
-
-        Raises:
-            CheckpointError: names what differs.
         """
         different = sorted(name for name in copies if not self._same(name, original))
         if different:

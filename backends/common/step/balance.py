@@ -80,7 +80,6 @@ class RoutedTokens:
     Attributes:
         sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers.
         lengths: (S,) tokens of every sequence, on all ranks together.
-        loss: the step's balancing loss.
     """
 
     sequence: Tensor
@@ -123,7 +122,6 @@ def sequence_load(routing_map: Tensor, tokens: RoutedTokens, top_k: int, group: 
 
     Args:
         routing_map: (t, E) bool, this rank's choices.
-        tokens: whose they are.
         top_k: choices per token.
         group: the ranks that hold parts of the same sequences.
     """

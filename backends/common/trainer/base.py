@@ -41,10 +41,7 @@ class TrainerBase(StoringTrainer):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
     Attributes:
-        dimensions: the model's sizes, from its checkpoint.
-        coordinates: this rank's place on every axis.
         optimizer: AdamW and its schedule (in a trainer that trains).
-        device: where this rank computes.
         replicas: the data-parallel group, without context ranks.
     """
 

@@ -14,11 +14,7 @@ from slime_like.interfaces import RankPlacement, WeightBucket
 
 
 class StoringTrainer(ABC):
-    """The part of ``TrainerBackend`` that moves the state and computes nothing.
-
-    Attributes:
-        state: this rank's shard (after ``setup``).
-    """
+    """The part of ``TrainerBackend`` that moves the state and computes nothing."""
 
     state: TrainerState
 

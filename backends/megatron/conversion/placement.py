@@ -58,11 +58,7 @@ class Placement:
         return self.rule.transform.pieces(Sources(self.shapes, tp, self.dimensions), tuple(self.parameter.shape))
 
     def check(self) -> None:
-        """Every element of the parameter must have exactly one source.
-
-        Raises:
-            CheckpointError: shape or coverage is wrong.
-        """
+        """Every element of the parameter must have exactly one source."""
         actual = tuple(self.parameter.shape)
         wanted = self.rule.transform.shard_shape(Sources(self.shapes, self.tp, self.dimensions), actual)
         covered = sum(piece.numel(self.shapes) for piece in self.pieces()) if actual == wanted else -1

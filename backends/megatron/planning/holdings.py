@@ -28,12 +28,7 @@ _HOST_COPIES = 4
 def holdings_of(
     chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
 ) -> Holdings:
-    """Count one rank's memory after the optimizer's first step.
-
-    Args:
-        chunks, wrapped: its model chunks, bare and inside DDP.
-        optimizer: Megatron's, chained.
-    """
+    """Count one rank's memory after the optimizer's first step."""
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     on_device, on_host = _optimizer_bytes(optimizer, weights)

@@ -111,7 +111,6 @@ class MegatronCheckpoint:
     Opening reads the index only. Every piece is compared with its checksum when it is read. Threads may share it.
 
     Args:
-        directory: the one with ``.metadata`` in it.
         plans: the parameters of the model, as one rank has them.
 
     Raises:

@@ -110,11 +110,7 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
 
 
 def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:
-    """Every element of every tensor, on either side, must have exactly one place.
-
-    Raises:
-        CheckpointError: names the tensors of which parts are missing or twice.
-    """
+    """Every element of every tensor, on either side, must have exactly one place."""
     shapes = family_of(dimensions).hf_shapes(dimensions)
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     cut_axis: dict[str, int] = {}
