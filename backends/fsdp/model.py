@@ -269,11 +269,9 @@ def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_nothing_else(hugging_face: nn.Module) -> None:
-    """A checkpoint's tensors must be parameters or routers' biases: others would neither be loaded nor reach engines."""
-    known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)} | set(
-        routing_biases(hugging_face)
-    )
-    others = [name for name in hugging_face.state_dict() if name not in known]
+    """Refuse tensors of a checkpoint that would neither be loaded nor reach engines."""
+    known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
+    others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
             [

@@ -110,11 +110,6 @@ def export_buckets(
     yield WeightBucket(bucket)
 
 
-def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The whole tensor in ``dtype``, on every rank. Collective. Rounded before it travels."""
-    return _joined(shard_of(parameter).detach(), parameter.shape, dtype, device)
-
-
 def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor of ``shape`` of which each rank has its ``own`` rows."""
     size, shard = dist.get_world_size(), shard.to(device, dtype)

@@ -36,26 +36,24 @@ def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _patches(on_meta: bool) -> tuple[Patch, ...]:
-    megatron = [*_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
-    return *device_patches("meta" if on_meta else "cpu"), *megatron
-
-
-# ------------------------------------------------------------------------------------------------------ random numbers
-def _random_patches() -> list[Patch]:
     random = _module("megatron.core.tensor_parallel.random")
-    return [
+    messages = _module("megatron.core.pipeline_parallel.p2p_communication")
+    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
+    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    return (
+        *device_patches("meta" if on_meta else "cpu"),
         Patch(random, "CudaRNGStatesTracker", _cpu_tracker(random)),
-        Patch(random, "_get_cuda_rng_state", _get_rng_state),
-        Patch(random, "_set_cuda_rng_state", _set_rng_state),
-    ]
-
-
-def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
+        Patch(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        Patch(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        Patch(messages, "_batched_p2p_ops", _tagged_p2p_ops),
+        # Read by the router, but bound only where Transformer Engine imports.
+        Patch(moe_utils, "te_general_gemm", None, adds=True),
+        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
+        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
+    )
 
 
 def _cpu_tracker(random: ModuleType) -> type:
@@ -86,12 +84,7 @@ def _cpu_tracker(random: ModuleType) -> type:
     return CpuRngStatesTracker
 
 
-# ---------------------------------------------------------------------------------------------------------- pipeline
 _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
-
-
-def _pipeline_patches() -> list[Patch]:
-    return [Patch(_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", _tagged_p2p_ops)]
 
 
 def _tagged_p2p_ops(
@@ -123,29 +116,8 @@ def _tagged_p2p_ops(
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-# ------------------------------------------------------------------------------------------------- mixture of experts
-def _expert_patches() -> list[Patch]:
-    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
-    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
-    return [
-        # Read by the router, but bound only where Transformer Engine imports.
-        Patch(moe_utils, "te_general_gemm", None, adds=True),
-        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
-    ]
-
-
 def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-# --------------------------------------------------------------------------------------------------------- optimizer
-def _optimizer_patches() -> list[Patch]:
-    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
-    return [
-        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
-        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
-    ]
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -47,7 +47,7 @@ class LogprobModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         selected = hidden_states.squeeze(1)
-        if not self._is_selected:
+        if not getattr(self.decoder.layers[-1], "scores", False):  # else the last layer returns those rows only
             selected = selected.index_select(0, responses.index)
         if self.gather_weight is not None:
             self.gather_weight()
@@ -67,11 +67,6 @@ class LogprobModel(GPTModel):
         )
         # An entropy that only is reported must not cost a gradient.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
-
-    @property
-    def _is_selected(self) -> bool:
-        """True if the last layer returns only the scored rows."""
-        return bool(getattr(self.decoder.layers[-1], "scores", False))
 
     def output_weight(self) -> Tensor:
         """(V_local, H), the head's own or the embedding's."""

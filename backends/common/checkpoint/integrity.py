@@ -126,7 +126,7 @@ class Checksums:
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
     def verify_plain_files(self, names: Sequence[str]) -> None:
-        """Compare the files that are read as a whole."""
+        """Refuse files that are missing or differ, of those that are read as a whole."""
         for name in names:
             try:
                 found = _whole_file(self._directory / name)
@@ -166,7 +166,7 @@ class Checksums:
         raise damaged(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
-        """Compare ``length`` bytes at ``offset`` of the open data file ``name``."""
+        """Refuse ``length`` bytes at ``offset`` of the open data file ``name`` that are not those written."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")

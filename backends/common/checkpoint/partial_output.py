@@ -102,7 +102,11 @@ def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialO
             if lines[:1] == [wanted]:
                 output.finished = _still_whole(output.path, lines[1:])
             else:
-                _clear(output.path)
+                for path in output.path.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    elif path.name != _JOURNAL:
+                        path.unlink()
             # Written anew: what is not whole any more, and a line that was cut off, must not stay in it.
             lock.truncate(0)
             lock.write("\n".join([wanted, *(file.to_json() for file in output.finished.values())]) + "\n")
@@ -121,14 +125,6 @@ def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialO
             ) from error
         output._journal = lock
         yield output
-
-
-def _clear(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _JOURNAL:
-            path.unlink()
 
 
 def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFile]:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.errors import CheckpointError
 from slime_like.models.weight_files import WeightFilesError, file_problem, weight_files
 
@@ -68,19 +68,15 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
             ignored: names that may be present without a use.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
-        problems = [
-            f"{what}: {listed(names)}"
-            for what, names in (
-                ("missing", sorted(expected.keys() - present)),
-                ("unexpected", sorted(present - expected.keys())),
-                ("wrong shape", self._wrong_shapes(expected)),
-                ("not of a floating-point type (quantised?)", self._not_floats(expected)),
-            )
-            if names
-        ]
-        if problems:
+        problems = {
+            "missing": sorted(expected.keys() - present),
+            "unexpected": sorted(present - expected.keys()),
+            "wrong shape": self._wrong_shapes(expected),
+            "not of a floating-point type (quantised?)": self._not_floats(expected),
+        }
+        if any(problems.values()):
             raise CheckpointError(
-                f"the tensors do not fit its config.json; {'; '.join(problems)}",
+                f"the tensors do not fit its config.json; {listed_by_kind(problems)}",
                 code="tensors-do-not-fit",
                 who=str(self.directory),
                 remedy="use the config.json and the weights of the same, unquantised model",

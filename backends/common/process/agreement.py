@@ -1,6 +1,6 @@
 """All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,11 @@ def gathered(value: Result) -> list[Result] | None:
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values)
     return values
+
+
+def listed_by_kind(found: Mapping[str, list[str]]) -> str:
+    """Kinds of faults, each with the names that have it; empty if none has."""
+    return "; ".join(f"{kind}: {listed(names)}" for kind, names in found.items() if names)
 
 
 def listed(names: list[str], limit: int = 20) -> str:

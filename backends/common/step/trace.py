@@ -8,7 +8,7 @@ trains.
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from slime_like.algorithms import head
+from slime_like.interfaces.estimate import Axis, Traffic, Work
 
 META = torch.device("meta")
 HEAD = "head"
@@ -47,6 +48,11 @@ class Counted:
         """Add ``count`` messages or collectives of ``nbytes`` in all."""
         before, calls = self.sent.get(tuple(ranks), (0, 0))
         self.sent[tuple(ranks)] = before + nbytes, calls + count
+
+    def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
+        """This work, with ``further`` messages; ``axes`` belong to groups, ``default`` to all others."""
+        sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
+        return Work(self.matmul_flops, self.attention_flops, (*sent, *further))
 
     def add(self, other: Self) -> None:
         """Add another counter to this one."""
@@ -93,6 +99,12 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self._label = before
+
+    def restart(self) -> int:
+        """Count work and the peak from here on; bytes that are there now."""
+        self.counted = Counted()
+        self.restart_peak()
+        return self.live
 
     @contextlib.contextmanager
     def head_labelled(self) -> Iterator[None]:

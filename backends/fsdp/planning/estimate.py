@@ -89,8 +89,10 @@ class _Rank:
         return RankEstimate(
             rank=rank,
             memory=self._memory(largest),
-            forward=_work(largest.scoring, self._gathers(1)),
-            training=_work(largest.training, self._gathers(2) + (self._sums() if self._sums_always else ())),
+            forward=largest.scoring.work({}, "context", self._gathers(1)),
+            training=largest.training.work(
+                {}, "context", self._gathers(2) + (self._sums() if self._sums_always else ())
+            ),
             update=Work(0.0, 0.0, () if self._sums_always else self._sums()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
@@ -142,19 +144,15 @@ class _Rank:
         trace, builder = self._trace, BatchBuilder(torch.device("cpu"), self._groups.context, False)
         with trace, trace.head_labelled():
             with torch.no_grad():
-                trace.counted = scoring = Counted()
-                base = trace.live
-                trace.restart_peak()
+                base = trace.restart()
                 self._loss(builder, pack)
-                forward_peak = trace.peak - base
-            trace.counted = training = Counted()
-            base = trace.live
-            trace.restart_peak()
+                forward_peak, scoring = trace.peak - base, trace.counted
+            base = trace.restart()
             loss = self._loss(builder, pack)
             saved = trace.live - base
             loss.backward()
             peak, own_head = trace.peak - base, trace.peak_labelled.get(HEAD, 0)
-        return _Passes(peak, own_head, saved, forward_peak, scoring, training)
+        return _Passes(peak, own_head, saved, forward_peak, scoring, trace.counted)
 
     def _loss(self, builder: BatchBuilder, pack: PackedTrajectory) -> Tensor:
         batch = builder.build(pack)
@@ -172,11 +170,6 @@ class _Rank:
     def _sums(self) -> tuple[Traffic, ...]:
         """Gradients, each to the rank that keeps it."""
         return _over_all_ranks(self._units.whole * _MASTER.itemsize, len(self._units.layers) + 1)
-
-
-def _work(counted: Counted, traffic: tuple[Traffic, ...]) -> Work:
-    sent = tuple(Traffic("context", ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items())
-    return Work(counted.matmul_flops, counted.attention_flops, sent + traffic)
 
 
 def _over_all_ranks(nbytes: int, calls: int) -> tuple[Traffic, ...]:

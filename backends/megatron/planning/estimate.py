@@ -1,7 +1,7 @@
 """One rank on GPUs, worked out without one: its real shard, DDP and optimizer on shapes, and a step followed."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes
 from slime_like.config import RunConfig
-from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -95,9 +95,9 @@ class _Rank:
         return RankEstimate(
             rank=rank,
             memory=self._memory(largest, peaks[worst], passes.standing, update_bytes),
-            forward=_work([part.scoring for part in largest], _axes(), handed_on[:1]),
-            training=_work([part.training for part in largest], _axes(), handed_on),
-            update=_work([update], _axes(_replicas()), ()),
+            forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
+            training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
+            update=update.work(_axes(_replicas()), "world", ()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
             layers=f"local layers, {self._attention} attention",
@@ -138,9 +138,8 @@ class _Rank:
     def _update(self) -> tuple[Counted, int]:
         """Sums over replicas, the optimizer's step, and the gathering of sharded weights, each followed once."""
         trace = self._trace
-        trace.counted = Counted()
+        trace.restart()
         with trace, torch.no_grad():
-            trace.restart_peak()
             finalize_model_grads(self._wrapped, None)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
@@ -178,14 +177,11 @@ def _as_on_cuda(optimizer: Any) -> None:
         group["foreach"] = True
 
 
-def _work(chunks: Sequence[Counted], axes: dict[tuple[int, ...], Axis], handed_on: tuple[Traffic, ...]) -> Work:
-    counted = Counted()
+def _total(chunks: Iterable[Counted]) -> Counted:
+    total = Counted()
     for chunk in chunks:
-        counted.add(chunk)
-    sent = tuple(
-        Traffic(axes.get(ranks, "world"), ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items()
-    )
-    return Work(counted.matmul_flops, counted.attention_flops, sent + handed_on)
+        total.add(chunk)
+    return total
 
 
 def _axes(last: Sequence[tuple[Axis, Any]] = ()) -> dict[tuple[int, ...], Axis]:

@@ -82,18 +82,14 @@ class Passes:
 
     @torch.no_grad()
     def _score(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[int, Counted]:
-        self._trace.counted = Counted()
-        base = self._trace.live
-        self._trace.restart_peak()
+        base = self._trace.restart()
         batch = self._batch(pack)
         self._forward(chunk, wrapped, batch)
         return self._trace.peak - base, self._trace.counted
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
-        trace.counted = Counted()
-        base, host = trace.live, _HostShapes(wrapped)
-        trace.restart_peak()
+        base, host = trace.restart(), _HostShapes(wrapped)
         batch = self._batch(pack)
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)

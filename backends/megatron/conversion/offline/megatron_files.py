@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, damaged
 from backends.common.checkpoint.reading import FORMAT
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.conversion.offline.plan import ParameterPlan
 from backends.megatron.conversion.transforms import Shape
@@ -137,18 +137,14 @@ class MegatronCheckpoint:
 
     def _require(self, expected: Mapping[str, ShardedTensor]) -> None:
         present = {key for key in self._tensors if not key.startswith("optimizer.")}
-        problems = [
-            f"{what}: {listed(names)}"
-            for what, names in (
-                ("missing", sorted(expected.keys() - present)),
-                ("unexpected", sorted(present - expected.keys())),
-                ("wrong shape", self._wrong_shapes(expected.values())),
-            )
-            if names
-        ]
-        if problems:
+        problems = {
+            "missing": sorted(expected.keys() - present),
+            "unexpected": sorted(present - expected.keys()),
+            "wrong shape": self._wrong_shapes(expected.values()),
+        }
+        if any(problems.values()):
             raise CheckpointError(
-                f"the tensors are not those of the model's config.json; {'; '.join(problems)}",
+                f"the tensors are not those of the model's config.json; {listed_by_kind(problems)}",
                 code="checkpoint-of-another-model",
                 who=str(self.directory),
                 remedy="give the --model.path that wrote it",

@@ -22,14 +22,14 @@ from backends.common.hugging_face.conversion import (
 from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.load import open_checked
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.models.converted import MODEL, WEIGHTS, write_description
-from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
+from slime_like.models.dimensions import ModelDimensions, keeps_type
 from slime_like.system.threads import Tracker
 
 
@@ -72,10 +72,7 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
     """See ``Converter.to_checkpoint``."""
     source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
     plans = plan_ranks(config, dimensions)
-    with HfCheckpoint(source) as checkpoint:
-        ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
-        checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
-        checkpoint.require_copies(ignored.intersection(HEADS), EMBEDDING)
+    with open_checked(source, dimensions, compares_copies=True) as checkpoint:
         jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
