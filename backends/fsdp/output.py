@@ -1,9 +1,7 @@
 """Output scaling of a Hugging Face model, for a head that computes logits in chunks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ class Output:
     cap: float | None
 
     @classmethod
-    def of(cls, config: Any) -> Output:
+    def of(cls, config: Any) -> Self:
         """From a transformers configuration.
 
         Raises:

@@ -1,10 +1,7 @@
 """The FSDP2 trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,13 +23,10 @@ from slime_like.checks.latent import latent_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
-from slime_like.interfaces import RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces.conversion import Converter
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
-
-if TYPE_CHECKING:
-    from backends.fsdp.converter import FsdpConverter
-    from slime_like.interfaces.trainer import Planner
 
 
 class FsdpTrainer(TrainerBase):
@@ -49,7 +43,6 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = [*schedule_problems(config), *fsdp_problems(config), *attention_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
@@ -59,14 +52,12 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def planner() -> Planner:
-        """Return the estimates of ``slime-like plan``."""
         from backends.fsdp.planning import estimate
 
         return estimate
 
     @staticmethod
-    def converter() -> FsdpConverter:
-        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
+    def converter() -> Converter:
         from backends.fsdp.converter import FsdpConverter
 
         return FsdpConverter()
@@ -162,7 +153,6 @@ class FsdpTrainer(TrainerBase):
         self.optimizer.scale(1.0 / denominator)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
-        """Scale gradients by ``1 / denominator``, clip, step the optimizer and the schedule."""
         stats = super().finish_step(denominator)
         if stats is None:
             problem = "the step had no window"
@@ -186,5 +176,4 @@ class FsdpTrainer(TrainerBase):
         return scored
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
         parallel.leave()

@@ -1,10 +1,7 @@
 """The Megatron-core trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -31,13 +28,10 @@ from slime_like.checks.offload import offload_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces.conversion import Converter
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-
-if TYPE_CHECKING:
-    from backends.megatron.conversion.offline.converter import MegatronConverter
-    from slime_like.interfaces.trainer import Planner
 
 
 class MegatronTrainer(TrainerBase):
@@ -63,7 +57,6 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = [*schedule_problems(config), *offload_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
@@ -77,14 +70,12 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def planner() -> Planner:
-        """Return the estimates of ``slime-like plan``."""
         from backends.megatron.planning import estimate
 
         return estimate
 
     @staticmethod
-    def converter() -> MegatronConverter:
-        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
+    def converter() -> Converter:
         from backends.megatron.conversion.offline.converter import MegatronConverter
 
         return MegatronConverter()
@@ -156,5 +147,4 @@ class MegatronTrainer(TrainerBase):
             self._communication.settle_weights()
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
         parallel.leave()

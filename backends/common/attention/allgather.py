@@ -8,7 +8,7 @@ travel while a rank computes with its own, and so do their gradients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -52,30 +52,28 @@ class GatherSegments:
         return Pairing(self.reaching_in, self.prefix_segments, False, scale)
 
 
-class _Gathering:
-    """Every rank's part of ``x``, on its way."""
+class _OnItsWay(NamedTuple):
+    """Result of a collective that runs; its input must live until then."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = x.contiguous()
-        self._whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-        self._work = dist.all_gather_into_tensor(self._whole, self._own, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._whole
-
-
-class _Homecoming:
-    """Sum over ranks of the gradient ``x`` of a gathered tensor, this rank's part of it, on its way."""
-
-    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        self._whole = x
-        self._own = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-        self._work = dist.reduce_scatter_tensor(self._own, x, group=group, async_op=True)
+    work: dist.Work
+    result: Tensor
+    source: Tensor
 
     def wait(self) -> Tensor:
-        self._work.wait()
-        return self._own
+        self.work.wait()
+        return self.result
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+    """Every rank's part of ``x``."""
+    x, whole = x.contiguous(), x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    return _OnItsWay(dist.all_gather_into_tensor(whole, x, group=group, async_op=True), whole, x)
+
+
+def _sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+    """Sum over ranks of the gradient ``x`` of a gathered tensor, this rank's part of it."""
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    return _OnItsWay(dist.reduce_scatter_tensor(part, x, group=group, async_op=True), part, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class AllGatherAttention(PackedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         segments, kernel = self.segments, kernel_for(q.device.type)
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
-        prefix, gathering = slice(*segments.prefix), [_Gathering(x, self.group) for x in (k, v)]
+        prefix, gathering = slice(*segments.prefix), [_gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(segments.local, segments.local, True, scale))
         keys, values = (whole.wait()[prefix] for whole in gathering)
         if (reaching := segments.reaching(scale)) is not None:
@@ -109,7 +107,7 @@ class AllGatherAttention(PackedAttention):
             far_q, *parts = kernel.backward(grad[:n], part, reaching)
             for target, value in zip(far, parts, strict=True):
                 target[slice(*segments.prefix)] = value
-        homecoming = [_Homecoming(x, self.group) for x in far]
+        homecoming = [_sum_parts(x, self.group) for x in far]
         dq, dk, dv = kernel.backward(grad, saved, Pairing(segments.local, segments.local, True, scale))
         if n:
             dq = torch.cat([(dq[:n].to(lse.dtype) + far_q).to(dq.dtype), dq[n:]])

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from backends.common.checkpoint.data_file import error_of_system
 from backends.common.checkpoint.integrity import ChecksumStream, Piece
 from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
 from backends.common.hugging_face.files import is_not_finite
@@ -65,9 +66,8 @@ def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
+        if (reason := error_of_system(error)) is None:
             raise
-        reason = error if isinstance(error, OSError) else error.__context__
         what = f" with {listed(list(tensors))}" if tensors else ""
         raise CheckpointError(
             f"{path}{what} could not be written ({reason})",

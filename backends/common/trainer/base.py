@@ -40,6 +40,8 @@ class StepOptimizer(Protocol):
 class TrainerBase(StoringTrainer):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
+    See ``TrainerBackend`` for the meaning of its methods.
+
     Attributes:
         optimizer: AdamW and its schedule (in a trainer that trains).
         replicas: the data-parallel group, without context ranks.
@@ -106,7 +108,6 @@ class TrainerBase(StoringTrainer):
         return self.coordinates
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
-        """Weights alone: neither gradients nor an optimizer nor a reference take memory."""
         with self._phase("setup"):
             self._open()
             if checkpoint is None:
@@ -134,7 +135,6 @@ class TrainerBase(StoringTrainer):
             self.state.load_weights(weights / "trainer")
 
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
-        """Read weights into the policy of a trainer that only scores, or into the reference."""
         if weights == "policy":
             with self._phase("load"):
                 self.state.load_weights(directory)
@@ -145,7 +145,6 @@ class TrainerBase(StoringTrainer):
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
-        """Zero the gradients and the step's sums."""
         with self._phase("begin_step"):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
@@ -155,7 +154,6 @@ class TrainerBase(StoringTrainer):
                 self._step.balance = balance
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
-        """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
         self._step.require_denominator(denominator)
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
@@ -175,7 +173,6 @@ class TrainerBase(StoringTrainer):
         return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """The step's finished gradients under Hugging Face's names; nothing is updated."""
         self._step.require_denominator(denominator)
         with self._phase("finalize_gradients"):
             self.finalize_gradients(denominator)
@@ -186,7 +183,6 @@ class TrainerBase(StoringTrainer):
     def score(
         self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
     ) -> list[ScoredLogprobs] | None:
-        """Response logprobs and entropy of every pack, by the very code that training runs, without gradient."""
         if weights == "policy":
             return self._score(micro_batches)
         if self._reference is None:

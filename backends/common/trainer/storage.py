@@ -14,7 +14,7 @@ from slime_like.interfaces import RankPlacement, WeightBucket
 
 
 class StoringTrainer(ABC):
-    """The part of ``TrainerBackend`` that moves the state and computes nothing."""
+    """The part of ``TrainerBackend`` that moves the state and computes nothing; see there for its methods."""
 
     state: TrainerState
 
@@ -60,44 +60,36 @@ class StoringTrainer(ABC):
         return int(self.config.sync.bucket_mb * 2**20)
 
     def export_weights(self) -> Iterator[WeightBucket]:
-        """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
         self.settle_weights()
         return self.state.export_weights(self._bucket_bytes)
 
     def export_hf(self, directory: Path) -> None:
-        """Write a complete Hugging Face checkpoint."""
         with self._settled("writing the Hugging Face model"):
             self.state.export_hugging_face(directory)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state."""
         with self._settled("save"):
             self.state.plan_save(directory, snapshot=False).write_all()
 
     def start_save(self, directory: Path) -> "_StartedSave":
-        """Start a save from a snapshot in host memory, which a thread writes while training continues."""
         with self._settled("save"):
             writing = self.state.plan_save(directory, snapshot=True)
             writing.write_in_background()
         return _StartedSave(self, writing)
 
     def load(self, directory: Path) -> None:
-        """Read what ``save`` wrote, under this layout or another."""
         with self._settled("load"):
             self.state.load(directory)
 
     def save_weights(self, directory: Path) -> None:
-        """Write the weights alone."""
         with self._settled("save"):
             self.state.save_weights(directory)
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""
         self.settle_weights()
         self.state.offload(keep_weights)
 
     def onload(self) -> None:
-        """Move them back to the device."""
         self.state.onload()
 
     @abstractmethod

@@ -1,7 +1,5 @@
 """Shards of many parameters on their way to the rank that puts them together: one exchange for a whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -9,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -109,7 +107,7 @@ class _Segments:
         self._turn = 0
         self.everyone_sees = False
 
-    def __enter__(self) -> _Segments:
+    def __enter__(self) -> Self:
         size = _TOKEN_BYTES + 2 * self._half
         with _segment(size) as (mine, offer):
             offers = [offer] * self._group.size()
