@@ -88,14 +88,7 @@ _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
 
 
 def _tagged_p2p_ops(
-    *,
-    tensor_send_prev: torch.Tensor | None,
-    tensor_recv_prev: torch.Tensor | None,
-    tensor_send_next: torch.Tensor | None,
-    tensor_recv_next: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    prev_pipeline_rank: int,
-    next_pipeline_rank: int,
+    *, group: dist.ProcessGroup, prev_pipeline_rank: int, next_pipeline_rank: int, **tensors: torch.Tensor | None
 ) -> list[Any]:
     """Megatron's batched messages, with a tag for each direction.
 
@@ -103,10 +96,10 @@ def _tagged_p2p_ops(
     could be received as each other.
     """
     messages = (
-        (dist.isend, tensor_send_prev, prev_pipeline_rank, _GRADIENT_TAG),
-        (dist.irecv, tensor_recv_prev, prev_pipeline_rank, _ACTIVATION_TAG),
-        (dist.isend, tensor_send_next, next_pipeline_rank, _ACTIVATION_TAG),
-        (dist.irecv, tensor_recv_next, next_pipeline_rank, _GRADIENT_TAG),
+        (dist.isend, tensors["tensor_send_prev"], prev_pipeline_rank, _GRADIENT_TAG),
+        (dist.irecv, tensors["tensor_recv_prev"], prev_pipeline_rank, _ACTIVATION_TAG),
+        (dist.isend, tensors["tensor_send_next"], next_pipeline_rank, _ACTIVATION_TAG),
+        (dist.irecv, tensors["tensor_recv_next"], next_pipeline_rank, _GRADIENT_TAG),
     )
     operations = [
         dist.P2POp(operation, tensor, peer, group, tag)

@@ -10,9 +10,9 @@ one of each, merged by the log-sum-exp.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -64,13 +64,10 @@ class _Call:
 
 def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """(Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors where flash-attn has dropout's mask and state."""
-    call, kernel = _Call(**options), CpuFlash()
-    split = _Split.of(call)
-    near = split.near_keys
-    out, lse = kernel.forward(q, k[near], v[near], Pairing(split.queries, split.queries, True, call.softmax_scale))
-    if split.far is not None:
-        rows, keys = split.far.query_rows, split.far.key_rows
-        part = kernel.forward(q[rows], k[keys], v[keys], split.far.pairing(call.softmax_scale))
+    kernel, (near, *far) = CpuFlash(), _parts(_Call(**options))
+    out, lse = kernel.forward(q, k[near.keys], v[near.keys], near.pairing)
+    for rows, keys, pairing in far:
+        part = kernel.forward(q[rows], k[keys], v[keys], pairing)
         out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
@@ -88,70 +85,46 @@ def _flash_attn_varlen_backward(
     **options: Any,
 ) -> None:
     """Writes ``dq``, ``dk`` and ``dv``."""
-    call, kernel = _Call(**options), CpuFlash()
-    split = _Split.of(call)
-    near, pairing = split.near_keys, Pairing(split.queries, split.queries, True, call.softmax_scale)
-    local = kernel.backward(dout, Saved(q, k[near], v[near], out, softmax_lse), pairing)
-    dq.copy_(local[0])
-    dk[near], dv[near] = local[1], local[2]
-    if split.far is not None:
-        rows, keys = split.far.query_rows, split.far.key_rows
+    dq.zero_()
+    for rows, keys, pairing in _parts(_Call(**options)):
         saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
-        far = kernel.backward(dout[rows], saved, split.far.pairing(call.softmax_scale))
-        dq[rows] = local[0][rows] + far[0]
-        dk[keys], dv[keys] = far[1], far[2]
+        part, dk[keys], dv[keys] = CpuFlash().backward(dout[rows], saved, pairing)
+        dq[rows] += part
 
 
-@dataclass(frozen=True, slots=True)
-class _Far:
-    """Keys before the first query of their segment, and the queries that see all of them."""
+class _Part(NamedTuple):
+    """Rows of queries and of the keys that they see, every key in one part."""
 
-    query_rows: Tensor
-    queries: Segments
-    key_rows: Tensor
-    keys: Segments
+    rows: Tensor
+    keys: Tensor
+    pairing: Pairing
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[range, range]]) -> Self:
-        queries, keys = zip(*spans, strict=True)
-        return cls(_rows(queries), _boundaries(queries), _rows(keys), _boundaries(keys))
-
-    def pairing(self, scale: float) -> Pairing:
-        return Pairing(self.queries, self.keys, False, scale)
+    def of(cls, queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> Self:
+        return cls(_rows(queries), _rows(keys), Pairing(_boundaries(queries), _boundaries(keys), causal, scale))
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Packed causal attention, parted into squares under a mask and rectangles without one.
+def _parts(call: _Call) -> list[_Part]:
+    """Squares under a mask, and rectangles of queries with the keys before the first of them.
 
-    Attributes:
-        queries: boundaries of the queries.
-        near_keys: (Tq,) the last rows of every segment's keys, as many as it has queries.
-        far: what remains; ``None`` where every segment has as many keys as queries.
+    Raises:
+        ValueError: flash-attn would read wrong rows, or skip some, silently.
     """
-
-    queries: Segments
-    near_keys: Tensor
-    far: _Far | None
-
-    @classmethod
-    def of(cls, call: _Call) -> Self:
-        """Raises ValueError where flash-attn would read wrong rows, or skip some, silently."""
-        q_spans, k_spans = (list(pairwise(ends.tolist())) for ends in (call.cu_seqlens_q, call.cu_seqlens_k))
-        _require_sound("q", q_spans, call.max_seqlen_q)
-        _require_sound("k", k_spans, call.max_seqlen_k)
-        near: list[Tensor] = []
-        far: list[tuple[range, range]] = []
-        for (q_start, q_end), (k_start, k_end) in zip(q_spans, k_spans, strict=True):
-            first = k_end - (q_end - q_start)
-            if first < k_start:
-                raise ValueError(
-                    f"a segment has {q_end - q_start} queries and {k_end - k_start} keys; keys must suffice"
-                )
-            near.append(torch.arange(first, k_end))
-            if first > k_start:
-                far.append((range(q_start, q_end), range(k_start, first)))
-        return cls(Segments.of(call.cu_seqlens_q), torch.cat(near), _Far.of(far) if far else None)
+    queries, keys = (
+        [range(*ends) for ends in pairwise(boundaries.tolist())]
+        for boundaries in (call.cu_seqlens_q, call.cu_seqlens_k)
+    )
+    _require_sound("q", queries, call.max_seqlen_q)
+    _require_sound("k", keys, call.max_seqlen_k)
+    spans = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
+    for q, k, missing in spans:
+        if missing < 0:
+            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; keys must suffice")
+    parts = [_Part.of(queries, [k[before:] for _, k, before in spans], True, call.softmax_scale)]
+    far = [(q, k[:before]) for q, k, before in spans if before]
+    if far:
+        parts.append(_Part.of([q for q, _ in far], [k for _, k in far], False, call.softmax_scale))
+    return parts
 
 
 def _rows(spans: Sequence[range]) -> Tensor:
@@ -159,11 +132,11 @@ def _rows(spans: Sequence[range]) -> Tensor:
 
 
 def _boundaries(spans: Sequence[range]) -> Segments:
-    return Segments.of(torch.tensor([0, *torch.tensor([len(span) for span in spans]).cumsum(0)], dtype=torch.int32))
+    return Segments.of(torch.tensor([0, *accumulate(map(len, spans))], dtype=torch.int32))
 
 
-def _require_sound(what: str, spans: Sequence[tuple[int, int]], longest: int) -> None:
-    lengths = [end - start for start, end in spans]
+def _require_sound(what: str, spans: Sequence[range], longest: int) -> None:
+    lengths = [len(span) for span in spans]
     if min(lengths) < 1:
         raise ValueError(f"cu_seqlens_{what} has an empty segment; leave empty segments out")
     if max(lengths) > longest:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -112,9 +112,7 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
         if missing:
             problem = f"tensors that no rank wrote: {listed(missing)}"
             raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
-        if len(set(weight_map.values())) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(partial, weight_map, total)
         copy_companions(source_dir, partial, dtype)
         for file in partial.glob("*.safetensors"):
             shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
@@ -131,13 +129,25 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
     weight_map: dict[str, str] = {}
     total = 0
     for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        name = file_name(number, len(files))
         with safe_open(file, framework="pt") as reader:
             weight_map |= dict.fromkeys(reader.keys(), name)
         header = int.from_bytes(file.open("rb").read(8), "little")
         total += file.stat().st_size - 8 - header
         file.rename(partial / name)
     return weight_map, total
+
+
+def file_name(number: int, count: int) -> str:
+    """Name of file ``number`` (from 1) of ``count``, as transformers gives it."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> None:
+    """Write which file each tensor is in, where there are several, and the bytes of all."""
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:

@@ -18,12 +18,11 @@ from backends.common.hugging_face.conversion import (
     in_files,
     refused_by_disk,
 )
-from backends.common.hugging_face.directory import copy_companions
+from backends.common.hugging_face.directory import copy_companions, file_name, write_index
 from backends.common.hugging_face.files import Shape
 from slime_like.config import RunConfig
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.models.dimensions import keeps_type
-from slime_like.models.weight_files import INDEX
 from slime_like.system.threads import Tracker
 from slime_like.weights.checksums import as_bytes
 
@@ -89,12 +88,9 @@ def _type_of(source: TensorSource, names: Sequence[str], wanted: torch.dtype | N
 
 def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
     files = in_files(groups, lambda group: group.nbytes, max_bytes)
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
     # Wide types first: every tensor then begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
-    return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
+    return [_Job(file_name(number, len(files)), file) for number, file in enumerate(ordered, start=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +129,7 @@ def _convert(config: RunConfig, work: _ToHuggingFace, jobs: Sequence[_Job], repo
     total = sum(job.nbytes for job in jobs)
     weight_map = {name: job.name for job in jobs for name in job.tensors}
     with refused_by_disk(partial.path):
-        if len(jobs) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(partial.path, weight_map, total)
         dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.groups])
         copy_companions(config.model.path, partial.path, dtype)
         partial.commit()
