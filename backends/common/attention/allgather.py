@@ -103,8 +103,9 @@ class AllGatherAttention(PackedAttention):
         n, reaching = 0, segments.reaching(scale)
         if reaching is not None:
             n = reaching.q.host[-1]
-            part = Saved(q[:n], more[0], more[1], out[:n], lse[:, :n].contiguous())
-            far_q, *parts = kernel.backward(grad[:n], part, reaching)
+            far_q, *parts = kernel.backward(
+                grad[:n], Saved(q[:n], more[0], more[1], out[:n], lse[:, :n].contiguous()), reaching
+            )
             for target, value in zip(far, parts, strict=True):
                 target[slice(*segments.prefix)] = value
         homecoming = [_sum_parts(x, self.group) for x in far]

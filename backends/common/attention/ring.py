@@ -117,8 +117,7 @@ class RingAttention(PackedAttention):
         kernel = kernel_for(q.device.type)
         for plan, goes_on in self._steps(scale):
             exchange = _Exchange([k, v], self.group) if goes_on else None
-            keys, values = _take(k, plan.k_rows), _take(v, plan.k_rows)
-            part = kernel.forward(_take(q, plan.q_rows), keys, values, plan.pairing)
+            part = kernel.forward(_take(q, plan.q_rows), _take(k, plan.k_rows), _take(v, plan.k_rows), plan.pairing)
             accumulated = merged_attention(accumulated, part, plan.q_rows)
             if exchange is not None:
                 k, v = exchange.wait()
@@ -134,8 +133,11 @@ class RingAttention(PackedAttention):
         for plan, goes_on in self._steps(scale):
             onward = _Exchange([k, v], self.group) if goes_on else None
             mine, theirs = plan.q_rows, plan.k_rows
-            part = Saved(_take(q, mine), _take(k, theirs), _take(v, theirs), _take(out, mine), _take(lse, mine, axis=1))
-            parts = kernel.backward(_take(grad, mine), part, plan.pairing)
+            parts = kernel.backward(
+                _take(grad, mine),
+                Saved(_take(q, mine), _take(k, theirs), _take(v, theirs), _take(out, mine), _take(lse, mine, axis=1)),
+                plan.pairing,
+            )
             _add(dq, mine, parts[0])
             if homeward is not None:
                 # These gradients belong to the keys in hand; they arrive one hop after them.
