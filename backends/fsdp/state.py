@@ -15,7 +15,7 @@ from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
-from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, own_tensors
+from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
@@ -33,7 +33,8 @@ class FsdpState(TrainerState):
         self.model = model
 
     def weights(self) -> list[Tensor]:
-        return own_tensors(self.model)
+        shards = [shard_of(parameter).detach() for parameter in self.model.parameters_by_name().values()]
+        return [*shards, *self.model.kept_by_name().values()]
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))

@@ -121,9 +121,3 @@ def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.
     whole = shard.new_empty(size * rows, *shape[1:])
     dist.all_gather_into_tensor(whole, padded)
     return whole[: shape[0]]
-
-
-def own_tensors(model: LogprobModel) -> list[Tensor]:
-    """Everything that a checkpoint sets of this rank's: its shards, and routers' biases. Gathered copies are freed."""
-    shards = [shard_of(parameter).detach() for parameter in model.parameters_by_name().values()]
-    return [*shards, *model.kept_by_name().values()]

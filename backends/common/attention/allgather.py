@@ -24,15 +24,13 @@ class GatherSegments:
 
     Attributes:
         local: boundaries of the sequences, or pieces of them, inside the part.
-        reaching_in: boundaries of the first piece alone, if it continues a sequence of earlier ranks.
-        prefix: ``[start, end)`` of that sequence's earlier tokens on the whole axis; ``end`` is where the part begins.
-        prefix_segments: boundaries of those tokens alone.
+        prefix: earlier tokens, on the whole axis, of the sequence that reaches in; its end is where the part begins.
+        reaching_in: boundaries of that sequence's first piece alone, and of its earlier tokens; None if there is none.
     """
 
     local: Segments
-    reaching_in: Segments | None
-    prefix: tuple[int, int]
-    prefix_segments: Segments | None
+    prefix: slice
+    reaching_in: tuple[Segments, Segments] | None
 
     @classmethod
     def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int) -> Self:
@@ -40,16 +38,14 @@ class GatherSegments:
         local = Segments.of(cu_seqlens_local)
         start = max(boundary for boundary in cu_seqlens_padded.tolist() if boundary <= begin)
         if start == begin:
-            return cls(local, None, (begin, begin), None)
+            return cls(local, slice(begin, begin), None)
         first = cu_seqlens_local.new_tensor([0, local.host[1]])
         earlier = cu_seqlens_local.new_tensor([0, begin - start])
-        return cls(local, Segments.of(first), (start, begin), Segments.of(earlier))
+        return cls(local, slice(start, begin), (Segments.of(first), Segments.of(earlier)))
 
     def reaching(self, scale: float) -> Pairing | None:
         """The first piece's queries with the earlier keys, if it continues a sequence."""
-        if self.reaching_in is None or self.prefix_segments is None:
-            return None
-        return Pairing(self.reaching_in, self.prefix_segments, False, scale)
+        return None if self.reaching_in is None else Pairing(*self.reaching_in, False, scale)
 
 
 class _OnItsWay(NamedTuple):
@@ -86,9 +82,9 @@ class AllGatherAttention(PackedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         segments, kernel = self.segments, kernel_for(q.device.type)
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
-        prefix, gathering = slice(*segments.prefix), [_gather(x, self.group) for x in (k, v)]
+        gathering = [_gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(segments.local, segments.local, True, scale))
-        keys, values = (whole.wait()[prefix] for whole in gathering)
+        keys, values = (whole.wait()[segments.prefix] for whole in gathering)
         if (reaching := segments.reaching(scale)) is not None:
             rows = torch.arange(reaching.q.host[-1], device=q.device)
             part = kernel.forward(q[: len(rows)], keys, values, reaching)
@@ -107,7 +103,7 @@ class AllGatherAttention(PackedAttention):
                 grad[:n], Saved(q[:n], more[0], more[1], out[:n], lse[:, :n].contiguous()), reaching
             )
             for target, value in zip(far, parts, strict=True):
-                target[slice(*segments.prefix)] = value
+                target[segments.prefix] = value
         homecoming = [_sum_parts(x, self.group) for x in far]
         dq, dk, dv = kernel.backward(grad, saved, Pairing(segments.local, segments.local, True, scale))
         if n:

@@ -102,34 +102,28 @@ class RoutedTokens:
             logits: (t, E) of the router.
             chosen: (t, E) bool, its choices.
             sigmoid: scores are sigmoids, not a softmax.
-            top_k, group: as in ``sequence_load``.
+            top_k: choices per token.
+            group: the ranks that hold parts of the same sequences.
         """
         if sigmoid:
             affinity = logits.float().sigmoid()
             probability = affinity / affinity.sum(dim=-1, keepdim=True)
         else:
             probability = logits.softmax(dim=-1, dtype=torch.float32)
-        load = sequence_load(chosen, self, top_k, group)
+        load = self._load(chosen, top_k, group)
         # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its own tokens.
         loss = logits.shape[-1] * (probability * load[self.sequence]).sum()
         self.loss.sums.append(loss.detach().double())
         return self.loss.scale * loss
 
-
-@torch.no_grad()
-def sequence_load(routing_map: Tensor, tokens: RoutedTokens, top_k: int, group: dist.ProcessGroup) -> Tensor:
-    """(S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding.
-
-    Args:
-        routing_map: (t, E) bool, this rank's choices.
-        top_k: choices per token.
-        group: the ranks that hold parts of the same sequences.
-    """
-    count = len(tokens.lengths)
-    load = torch.zeros(count + 1, routing_map.shape[1], dtype=torch.float32, device=routing_map.device)
-    load.index_add_(0, tokens.sequence, routing_map.float())
-    if group.size() > 1:
-        dist.all_reduce(load, group=group)
-    load[:count] /= top_k * tokens.lengths[:, None]
-    load[count] = 0.0
-    return load
+    @torch.no_grad()
+    def _load(self, chosen: Tensor, top_k: int, group: dist.ProcessGroup) -> Tensor:
+        """(S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding."""
+        count = len(self.lengths)
+        load = torch.zeros(count + 1, chosen.shape[1], dtype=torch.float32, device=chosen.device)
+        load.index_add_(0, self.sequence, chosen.float())
+        if group.size() > 1:
+            dist.all_reduce(load, group=group)
+        load[:count] /= top_k * self.lengths[:, None]
+        load[count] = 0.0
+        return load

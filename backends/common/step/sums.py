@@ -71,18 +71,11 @@ class StepSums:
                 remedy="give both the same",
             )
 
-    def bad_micro_batch(self) -> int | None:
-        """Index of the first micro-batch whose loss is not finite."""
-        if not self.losses:
-            return None
-        bad = (~torch.isfinite(torch.stack(self.losses))).nonzero()
-        return int(bad[0]) if len(bad) else None
-
 
 def require_finite_losses(step: StepSums, device: torch.device) -> None:
     """Raise on every rank if any rank saw a loss that is not finite; the error names the first such rank."""
-    bad = step.bad_micro_batch()
-    mine = torch.tensor([-1 if bad is None else bad], dtype=torch.int64, device=device)
+    bad = (~torch.isfinite(torch.stack(step.losses))).nonzero().flatten().tolist() if step.losses else []
+    mine = torch.tensor(bad[:1] or [-1], dtype=torch.int64, device=device)
     everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(everyone, mine)
     for rank, micro_batch in enumerate(everyone.tolist()):

@@ -186,13 +186,10 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    return (
-        tensor
-        if tensor.is_meta
-        else torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad
-        )
-    )
+    if tensor.is_meta:
+        return tensor
+    like: dict[str, Any] = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+    return torch.empty_strided(tensor.shape, tensor.stride(), device=META, **like)
 
 
 def _nothing(tensor: Tensor) -> Tensor:
