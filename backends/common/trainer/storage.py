@@ -10,7 +10,7 @@ from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.state import TrainerState
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankPlacement, WeightBucket
+from slime_like.interfaces import PendingSave, RankPlacement, WeightBucket
 
 
 class StoringTrainer(ABC):
@@ -71,7 +71,7 @@ class StoringTrainer(ABC):
         with self._settled("save"):
             self.state.plan_save(directory, snapshot=False).write_all()
 
-    def start_save(self, directory: Path) -> "_StartedSave":
+    def start_save(self, directory: Path) -> PendingSave:
         with self._settled("save"):
             writing = self.state.plan_save(directory, snapshot=True)
             writing.write_in_background()

@@ -1,6 +1,5 @@
 """From the ranks' shards to full tensors under Hugging Face names, streamed in buckets."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,17 +64,16 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
         return
     batches = [_Batch(placements) for placements in in_files(exported, _gathered_bytes, bucket_bytes)]
     device = exported[0].parameter.device
-    with contextlib.ExitStack() as stack:
-        group = parallel_state.get_tensor_model_parallel_group()
-        dense = stack.enter_context(_open(role.dense, group, [batch.dense for batch in batches], device))
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        expert = stack.enter_context(_open(role.expert, group, [batch.expert for batch in batches], device))
-        arena = _Arena(device)
-        for batch in batches:
-            arena.clear()
-            shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
-            parts = (part for item in batch.placements for part in _tensors(item, shards, role, arena))
-            yield from _buckets(parts, bucket_bytes)
+    group = parallel_state.get_tensor_model_parallel_group()
+    dense = _open(role.dense, group, [batch.dense for batch in batches], device)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    expert = _open(role.expert, group, [batch.expert for batch in batches], device)
+    arena = _Arena(device)
+    for batch in batches:
+        arena.clear()
+        shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
+        parts = (part for item in batch.placements for part in _tensors(item, shards, role, arena))
+        yield from _buckets(parts, bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,12 @@ def _gathered_bytes(placement: Placement) -> int:
     return nbytes * len(_expert_numbers(placement))
 
 
-@contextlib.contextmanager
 def _open(
     takes_part: bool, group: dist.ProcessGroup, batches: Sequence[Sequence[Placement]], device: torch.device
-) -> Iterator[Gather | None]:
+) -> Gather | None:
     """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
     largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)
-    if not takes_part or largest == 0:
-        yield None
-        return
-    with open_gather(group, largest, device) as gather:
-        yield gather
+    return open_gather(group, largest, device) if takes_part and largest else None
 
 
 def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[str, list[Tensor]]:

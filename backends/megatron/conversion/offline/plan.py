@@ -39,18 +39,10 @@ class ParameterPlan:
     sharded: ShardedTensor | ShardedTensorFactory
 
     @property
-    def name(self) -> str:
-        return self.placement.name
-
-    @property
     def key(self) -> str:
         """Name of the tensor on disk, which holds the same parameter of all layers where these are alike."""
         key: str = self.sharded.key
         return key
-
-    @property
-    def numel(self) -> int:
-        return self.placement.parameter.numel()
 
     def meta(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.placement.parameter.shape, dtype=dtype, device="meta")

@@ -42,7 +42,7 @@ class _Cast:
 
     @property
     def nbytes(self) -> int:
-        return self.plan.numel * self.dtype.itemsize
+        return self.plan.placement.parameter.numel() * self.dtype.itemsize
 
     def entries(self) -> list[ShardedTensor]:
         return self.plan.entries(self.plan.meta(self.dtype))
@@ -62,7 +62,7 @@ class _Job:
 
     @property
     def tensors(self) -> list[str]:
-        return [cast.plan.name for cast in self.parameters]
+        return [cast.plan.placement.name for cast in self.parameters]
 
     def entries(self) -> list[ShardedTensor | ShardedObject]:
         return [*(entry for parameter in self.parameters for entry in parameter.entries()), *self.objects]
