@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from backends.common.attention.choice import OwnAttention
+from backends.common.attention.choice import AnyAttention
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
@@ -45,7 +45,7 @@ class Boundaries:
         longest: tokens of the longest sequence, which no sliding window may be narrower than.
     """
 
-    attention: OwnAttention
+    attention: AnyAttention
     longest: int
 
 

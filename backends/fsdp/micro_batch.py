@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from backends.common.attention.choice import own_attention
+from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.fsdp.attention import Boundaries
@@ -42,7 +42,7 @@ class BatchBuilder:
         """Cut this rank's part out of ``pack``, which is the same on every rank that shares it."""
         moved = on_device(pack, self.device)
         shard = split_for_context_parallel(moved, self.context.size(), self.context.rank(), layout="contiguous")
-        attention = own_attention("ring_flash_attn" if self.by_package else "allgather", shard, self.context)
+        attention = choose_attention("ring_flash_attn" if self.by_package else "allgather", shard, self.context)
         routed = None if balance is None else RoutedTokens.of(moved, shard, slice(None), balance)
         boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(moved, shard)
         return ModelInput(pack, moved, shard, self.context, boundaries, responses, routed)

@@ -47,11 +47,11 @@ def build_groups(config: RunConfig) -> Groups:
     """The groups of the configured layout, inside a world that exists. Collective."""
     parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
-    own_context, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
-    own_replicas, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
+    context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
+    replica_group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (parallel.world_size,), mesh_dim_names=("shard",))
-    return Groups(mesh, own_context, own_replicas)
+    return Groups(mesh, context_group, replica_group)
 
 
 def device() -> torch.device:

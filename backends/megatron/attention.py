@@ -7,7 +7,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from backends.common.attention.choice import OwnAttention
+from backends.common.attention.choice import AnyAttention
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 
@@ -25,7 +25,7 @@ class PackedLayout(PackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     interleaved: bool = False
-    attention: OwnAttention | None = None
+    attention: AnyAttention | None = None
     responses: ResponseRows | None = None
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from backends.common.attention.choice import own_attention
+from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
@@ -97,7 +97,7 @@ class BatchBuilder:
             sin=sin,
             interleaved=self.rotary.interleaved,
             # Transformer Engine's reads the fields that Megatron itself knows.
-            attention=None if name == "transformer_engine" else own_attention(name, shard, self.context_group),
+            attention=None if name == "transformer_engine" else choose_attention(name, shard, self.context_group),
             responses=ResponseRows.of(pack, shard),
             routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )

@@ -34,7 +34,7 @@ def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: ContextShard, group: Any) -> AllGatherAttention:
         return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
 
-    micro_batch.own_attention = attention
+    micro_batch.choose_attention = attention
 
 
 def positions_begin_anew_on_every_rank() -> None:

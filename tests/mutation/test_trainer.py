@@ -65,14 +65,14 @@ def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> AllGatherAttention:
         return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
 
-    micro_batch.own_attention = attention
+    micro_batch.choose_attention = attention
 
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> RingFlashAttention:
         return RingFlashAttention(Llama3Segments.of(shard.cu_seqlens_local, 0, 1), group)
 
-    micro_batch.own_attention = attention
+    micro_batch.choose_attention = attention
 
 
 def the_package_is_given_zigzag_chunks() -> None:

@@ -11,12 +11,12 @@ from backends.common.attention.ring import RingAttention, RingSegments
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from slime_like.algorithms.context import ContextShard
 
-OwnAttention = PackedAttention | RingFlashAttention
+AnyAttention = PackedAttention | RingFlashAttention
 
 
-def own_attention(
+def choose_attention(
     name: Literal["ring", "allgather", "ring_flash_attn"], shard: ContextShard, group: dist.ProcessGroup
-) -> OwnAttention:
+) -> AnyAttention:
     """Attention of ``shard`` with the other parts of its pack, which the other ranks of ``group`` hold."""
     boundaries, size = shard.cu_seqlens_padded, group.size()
     if size == 1:

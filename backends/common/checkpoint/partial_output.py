@@ -85,7 +85,7 @@ class PartialOutput:
 def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialOutput]:
     """Open the output of ``request`` (plain JSON: all that decides what is written), fresh or where it was left.
 
-    What an error or an interruption leaves stays hidden; the same request goes on with it, another one begins anew.
+    What an error or an interruption leaves stays hidden; the same request continues it, another one clears it.
 
     Raises:
         CheckpointError: the disk refuses, or another process is writing the same output.
@@ -107,7 +107,7 @@ def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialO
                         shutil.rmtree(path)
                     elif path.name != _JOURNAL:
                         path.unlink()
-            # Written anew: what is not whole any more, and a line that was cut off, must not stay in it.
+            # Rewritten: what is not whole any more, and a line that was cut off, must not stay in it.
             lock.truncate(0)
             lock.write("\n".join([wanted, *(file.to_json() for file in output.finished.values())]) + "\n")
             lock.flush()

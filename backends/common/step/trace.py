@@ -213,7 +213,7 @@ def _flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) 
 
 
 def _flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """Five products instead of two: the scores anew, and the gradients of scores, values, queries and keys."""
+    """Five products instead of two: the scores again, and the gradients of scores, values, queries and keys."""
     counted.attention_flops += 5 * _flash_pairs(inputs[1], inputs[6], inputs[7], causal=args[11])
 
 

@@ -151,8 +151,8 @@ class _Rank:
             loss = self._loss(builder, pack)
             saved = trace.live - base
             loss.backward()
-            peak, own_head = trace.peak - base, trace.peak_labelled.get(HEAD, 0)
-        return _Passes(peak, own_head, saved, forward_peak, scoring, trace.counted)
+            peak, head_bytes = trace.peak - base, trace.peak_labelled.get(HEAD, 0)
+        return _Passes(peak, head_bytes, saved, forward_peak, scoring, trace.counted)
 
     def _loss(self, builder: BatchBuilder, pack: PackedTrajectory) -> Tensor:
         batch = builder.build(pack)

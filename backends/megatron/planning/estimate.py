@@ -62,8 +62,8 @@ def holdings(config: RunConfig, rank: int) -> Holdings:
 
 @contextlib.contextmanager
 def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
-    own_layers = config.trainer.model_copy(update={"attention": planned_attention(config)})
-    local = config.model_copy(update={"trainer": own_layers})
+    trainer = config.trainer.model_copy(update={"attention": planned_attention(config)})
+    local = config.model_copy(update={"trainer": trainer})
     with alone_as(local, rank, on_meta=True):
         yield _Rank(local, planned_attention(config))
 
