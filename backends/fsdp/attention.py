@@ -4,14 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
-from backends.common.attention.allgather import GatherSegments, allgather_attention
-from backends.common.attention.kernels import Segments, kernel_for
-from backends.common.attention.packed_attention import packed_attention
-from backends.common.attention.ring_flash_attn import Llama3Segments, llama3_attention
+from backends.common.attention.choice import AnyAttention
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
@@ -43,22 +39,13 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Boundaries of the sequences of one micro-batch; handed from the model's call down to every layer.
-
-    Exactly one of the first three is set.
+    """Boundaries of one micro-batch's sequences; handed from the model's call down to every layer.
 
     Attributes:
-        segments: of the local tokens (one context rank).
-        gather: of the local contiguous part (several context ranks).
-        llama3: the same as the package ring-flash-attn wants them.
-        group: the context ranks.
         longest: tokens of the longest sequence, which no sliding window may be narrower than.
     """
 
-    segments: Segments | None
-    gather: GatherSegments | None
-    llama3: Llama3Segments | None
-    group: dist.ProcessGroup
+    attention: AnyAttention
     longest: int
 
 
@@ -86,14 +73,17 @@ def forward(
     packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:
         raise TrainerError(
-            f"{type(module).__name__}: a pack needs its boundaries and no mask; this model does not hand on what it is "
-            "called with, so use another, or trainer.backend=megatron where it knows the family"
+            "a pack needs its boundaries and no mask",
+            code="model-hands-on-no-boundaries",
+            who=type(module).__name__,
+            remedy="this model does not hand on what it is called with, so use another, or trainer.backend=megatron "
+            "where it knows the family",
         )
     _require_plain(module, dropout, packed.longest, sliding_window, is_causal, options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend(q, k, v, packed, scale)[None], None
+    return packed.attention.attend(q, k, v, scale)[None], None
 
 
 def hand_on(layer: torch.nn.Module) -> None:
@@ -124,25 +114,17 @@ def _require_plain(
     if others:
         raise TrainerError(
             f"{type(module).__name__} asks for {', '.join(others)} in attention, which packed attention does not "
-            "compute; use a model without"
+            "support",
+            code="attention-not-supported",
+            remedy="use a model without",
         )
     if sliding_window is not None and longest > sliding_window:
         raise TrainerError(
             f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, and a sequence has {longest}, "
-            "for which packed attention is not the same; lower data.max_prompt_tokens and rollout.max_new_tokens to "
-            "that many together"
+            "for which packed attention is not the same",
+            code="sequence-beyond-window",
+            remedy="lower data.max_prompt_tokens and rollout.max_new_tokens to that many together",
         )
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Boundaries, scale: float) -> Tensor:
-    kernel = kernel_for(q.device.type)
-    if packed.gather is not None:
-        return allgather_attention(q, k, v, packed.gather, scale, kernel, packed.group)
-    if packed.llama3 is not None:
-        return llama3_attention(q, k, v, packed.llama3, scale, packed.group)
-    if packed.segments is None:
-        raise TrainerError("a micro-batch without boundaries reached the attention; build it with BatchBuilder")
-    return packed_attention(q, k, v, packed.segments, scale, kernel)
 
 
 def register() -> None:

@@ -1,15 +1,14 @@
 """The routers' balancing loss, computed from the logits that transformers' models return."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.step.balance import RoutedTokens, sequence_load
+from backends.common.step.balance import RoutedTokens
 from slime_like.models.dimensions import ModelDimensions
 
 _RANKED_BY = 2
@@ -32,7 +31,7 @@ class Routers:
     biases: Sequence[Tensor] | None
 
     @classmethod
-    def of(cls, dimensions: ModelDimensions, biases: Sequence[Tensor]) -> Routers:
+    def of(cls, dimensions: ModelDimensions, biases: Sequence[Tensor]) -> Self:
         """Those of a known family; ``biases`` in the order of the layers."""
         used = biases if dimensions.moe_sigmoid else None
         return cls(dimensions.moe_top_k, dimensions.moe_groups, dimensions.moe_top_groups, used)
@@ -40,30 +39,16 @@ class Routers:
     def balance_loss(self, logits: Sequence[Tensor], tokens: RoutedTokens, context: dist.ProcessGroup) -> Tensor:
         """Balancing loss of one micro-batch: this rank's tokens' share, summed over layers and scaled.
 
-        Takes note of every layer's share in ``tokens.loss``.
-
         Args:
             logits: (T_local, E) of every layer with experts.
-            tokens: whose they are.
             context: the ranks that hold parts of the same sequences.
         """
         total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
         biases: Sequence[Tensor | None] = self.biases or [None] * len(logits)
         for layer_logits, bias in zip(logits, biases, strict=True):
-            probability = self._probability(layer_logits)
-            load = sequence_load(self._chosen(layer_logits, bias), tokens, self.top_k, context)
-            # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>.
-            loss = layer_logits.shape[-1] * (probability * load[tokens.sequence]).sum()
-            tokens.loss.sums.append(loss.detach().double())
-            total = total + loss
-        return tokens.loss.scale * total
-
-    def _probability(self, logits: Tensor) -> Tensor:
-        """(T, E) float32, sums to 1: the softmax, or sigmoids' share of their sum."""
-        if self.biases is None:
-            return logits.softmax(dim=-1, dtype=torch.float32)
-        affinity = logits.float().sigmoid()
-        return affinity / affinity.sum(dim=-1, keepdim=True)
+            chosen = self._chosen(layer_logits, bias)
+            total = total + tokens.layer_loss(layer_logits, chosen, self.biases is not None, self.top_k, context)
+        return total
 
     @torch.no_grad()
     def _chosen(self, logits: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
-from backends.common.checkpoint.integrity import Checksums, Piece
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.process.agreement import together
+from backends.common.process.agreement import gathered, together
 
 COMMON = "common.json"
 PLAIN_FILES = (".metadata", COMMON)
@@ -26,15 +25,13 @@ PLAIN_FILES = (".metadata", COMMON)
 class CheckpointWriter(RankWriting):
     """One checkpoint on its way to disk: planned when made, then written, then finished.
 
-    Making and finishing are collective over the world; writing is this rank's own business.
-
     Args:
-        directory: made here; shared by all ranks.
         state: tensors by name; sharded ones are written once, each rank its part.
         common: plain values, the same on every rank.
-        device: where this rank's small collectives run.
         snapshot: copy every tensor to host memory now, so that the state may change before it is written.
     """
+
+    plain_files = PLAIN_FILES
 
     def __init__(
         self,
@@ -46,7 +43,6 @@ class CheckpointWriter(RankWriting):
     ) -> None:
         super().__init__(directory, device)
         self._common = common
-        self._pieces: dict[str, list[Piece]] = {}
         self._results: list[WriteResult] = []
         self._metadata: Metadata | None = None
         planner, plan = self._plan(state)
@@ -59,12 +55,10 @@ class CheckpointWriter(RankWriting):
         planner, first = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, is_coordinator=first)
         local_plan = planner.create_local_plan()
-        gathered: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(local_plan, gathered)
         settled: list[Any] = [None]
         everyones: list[Any] | None = None
-        if gathered is not None:
-            everyones, self._metadata = planner.create_global_plan(gathered)
+        if (plans := gathered(local_plan)) is not None:
+            everyones, self._metadata = planner.create_global_plan(plans)
         dist.scatter_object_list(settled, everyones)
         return planner, planner.finish_plan(settled[0])
 
@@ -76,25 +70,19 @@ class CheckpointWriter(RankWriting):
             self._pieces[name], self._results = write_data_file(self._directory / name, name, self._entries)
         self._entries = []
 
-    def finish(self, timeout_s: float = 0.0) -> None:
-        what = f"writing {self._directory}"
-        together(lambda: self._join(timeout_s), what, self._device)
-        written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((self._pieces, self._results), written)
-        together(lambda: self._complete(written), what, self._device)
+    def _write_index(self) -> None:
+        results = gathered(self._results)
+        together(lambda: self._write_plain_files(results), f"writing {self._directory}", self._device)
 
-    def _complete(self, written: list[Any] | None) -> None:
-        """Write, on rank 0, the index, the plain values and, last, all checksums."""
-        if written is None or self._metadata is None:
+    def _write_plain_files(self, results: list[list[WriteResult]] | None) -> None:
+        if results is None or self._metadata is None:
             return
         with refused_by_disk(self._directory):
-            FileSystemWriter(self._directory).finish(self._metadata, [results for _, results in written])
+            FileSystemWriter(self._directory).finish(self._metadata, results)
             with (self._directory / COMMON).open("w", encoding="utf-8") as file:
                 json.dump(self._common, file, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-            pieces = {file: entries for files, _ in written for file, entries in files.items()}
-            Checksums.of_directory(self._directory, pieces, PLAIN_FILES).write()
 
 
 def _host_copy(data: Any) -> Any:

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backends.common.hugging_face.source import HuggingFaceSource
-from backends.common.hugging_face.writing import to_hugging_face
+from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
 from backends.fsdp.model import meta_model
 from backends.fsdp.names import pieces, stored_shapes
@@ -16,7 +15,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 
 
-class FsdpConverter:
+class FsdpConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -31,16 +30,8 @@ class FsdpConverter:
             ["trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"]
         )
 
-    def to_hugging_face(
-        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
-        return to_hugging_face(config, FsdpSource(checkpoint), checkpoint, output, options, report)
-
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
         return FsdpSource(checkpoint)
-
-    def open_hugging_face(self, directory: Path) -> TensorSource:
-        return HuggingFaceSource(directory)
 
 
 class FsdpSource:

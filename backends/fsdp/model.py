@@ -30,7 +30,6 @@ class LogprobModel(nn.Module):
     """The root of what is sharded. Its forward pass returns logprobs and entropies of response tokens.
 
     Attributes:
-        hugging_face: the model itself.
         names: what checkpoints call its parameters, by module name.
         chunk_tokens: tokens whose logits exist at once.
         entropy_gradient: the loss has an entropy term. An entropy that only is reported must cost no gradient.
@@ -169,11 +168,7 @@ def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
 
 
 def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
-    """Made by transformers from ``config.json``, wherever the context puts its tensors.
-
-    Raises:
-        ConfigError: transformers knows no such causal language model.
-    """
+    """Made by transformers from ``config.json``, wherever the context puts its tensors."""
     attention.register()
     path, remote = config.model.path, config.model.trust_remote_code
     try:
@@ -274,15 +269,9 @@ def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_nothing_else(hugging_face: nn.Module) -> None:
-    """A checkpoint's tensors must be parameters or routers' biases: others would neither be loaded nor reach engines.
-
-    Raises:
-        ConfigError: names such buffers.
-    """
-    known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)} | set(
-        routing_biases(hugging_face)
-    )
-    others = [name for name in hugging_face.state_dict() if name not in known]
+    """Refuse tensors of a checkpoint that would neither be loaded nor reach engines."""
+    known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
+    others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
             [
@@ -293,11 +282,7 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
 
 
 def _layers_name(hugging_face: Any) -> str:
-    """Find the decoder's layers: the outermost list of as many modules as the configuration has layers.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Find the decoder's layers: the outermost list of as many modules as the configuration has layers."""
     count = hugging_face.config.get_text_config().num_hidden_layers
     for name, module in hugging_face.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

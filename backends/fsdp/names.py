@@ -27,9 +27,7 @@ class Piece:
     """Rows of one stored tensor, and where they lie in the model's memory.
 
     Attributes:
-        name: of the stored tensor.
         start: its first row that is meant.
-        view: the rows themselves.
     """
 
     name: str
@@ -70,7 +68,6 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
     transformers defines the arrangement of every family's checkpoints.
 
     Args:
-        hugging_face: on the meta device.
         kept: tensors of its checkpoint that are no parameters, by module name.
 
     Raises:

@@ -1,5 +1,7 @@
 """AdamW on the ranks' shards, the run's schedule, and clipping by the norm of the whole gradient."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +18,6 @@ class Optimizer:
     Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
 
     Attributes:
-        updates: steps taken so far.
         moments: by parameter name, this rank's first and second moments.
     """
 
@@ -27,12 +28,10 @@ class Optimizer:
         # The very memory of the shards, without their distributed type, whose every operation costs.
         self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
         settings = config.trainer.optimizer
-        matrices = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p)]
-        others = [self._shards[name] for name, p in self._parameters.items() if not _decays(name, p)]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay, "decays": True},
-            {"params": others, "weight_decay": 0.0, "decays": False},
-        ]
+        groups: list[dict[str, Any]] = []
+        for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
+            shards = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p) == decays]
+            groups.append({"params": shards, "weight_decay": decay, "decays": decays})
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=settings.lr,

@@ -1,9 +1,7 @@
 """Output scaling of a Hugging Face model, for a head that computes logits in chunks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ class Output:
     cap: float | None
 
     @classmethod
-    def of(cls, config: Any) -> Output:
+    def of(cls, config: Any) -> Self:
         """From a transformers configuration.
 
         Raises:
@@ -40,12 +38,8 @@ class Output:
         """
         factor = 1.0
         for name, power in _FACTORS:
-            factor *= _positive(config, name, 1.0) ** power
-        cap = (
-            None
-            if getattr(config, "final_logit_softcapping", None) is None
-            else _positive(config, "final_logit_softcapping", 1.0)
-        )
+            factor *= (_positive(config, name) or 1.0) ** power
+        cap = _positive(config, "final_logit_softcapping")
         if cap is not None and factor != 1.0:
             raise ConfigError(
                 [f"model.path: final_logit_softcapping={cap:g} beside another factor of the logits is not computed"]
@@ -64,10 +58,10 @@ class Output:
         return torch.cat([hidden, padding], dim=1), torch.cat([weight, columns], dim=1)
 
 
-def _positive(config: Any, name: str, default: float) -> float:
+def _positive(config: Any, name: str) -> float | None:
     value = getattr(config, name, None)
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ConfigError([f"model.path: {name}={value!r} of its config.json must be above 0; correct that file"])
     return float(value)

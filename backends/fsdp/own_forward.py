@@ -30,18 +30,11 @@ def probe(vocab_size: int, reach: int | None, seed: int = 0) -> PackedTrajectory
     most = max(2, reach or max(map(sum, LENGTHS)))
     lengths = [(min(prompt, most - 1), min(response, most - min(prompt, most - 1))) for prompt, response in LENGTHS]
     generators = [torch.Generator().manual_seed(index or seed + len(lengths)) for index in range(len(lengths))]
-    return pack_sequences(
-        [
-            _sequence(index, *pair, vocab_size, generator)
-            for index, (pair, generator) in enumerate(zip(lengths, generators, strict=True))
-        ]
-    )
-
-
-def _sequence(index: int, prompt: int, response: int, vocab_size: int, generator: torch.Generator) -> ScoredTrajectory:
-    own_prompt = torch.randint(vocab_size, (prompt,), generator=generator)
-    own_response = torch.randint(vocab_size, (response,), generator=generator)
-    return ScoredTrajectory.unrewarded(f"probe-{index}", own_prompt, own_response, group_id=index)
+    sequences = []
+    for index, (pair, generator) in enumerate(zip(lengths, generators, strict=True)):
+        prompt, response = (torch.randint(vocab_size, (length,), generator=generator) for length in pair)
+        sequences.append(ScoredTrajectory.unrewarded(f"probe-{index}", prompt, response, group_id=index))
+    return pack_sequences(sequences)
 
 
 def response_logprobs(logits: Tensor, tokens: Tensor, prompt_len: int) -> Tensor:
@@ -51,20 +44,15 @@ def response_logprobs(logits: Tensor, tokens: Tensor, prompt_len: int) -> Tensor
 
 
 def require_same(ours: Tensor, reference: Tensor, dtype: torch.dtype, path: object) -> None:
-    """Refuse a model that this backend would compute otherwise than transformers does.
-
-    Raises:
-        ConfigError: with the difference.
-    """
-    gap = float((ours.double() - reference.double()).abs().mean())
-    if not gap <= BOUNDS[dtype]:  # NaN is no agreement either
-        raise ConfigError(
-            [
-                f"model.path={path}: trainer.backend=fsdp computes logprobs that differ from those of transformers' "
-                f"own forward pass by {gap:.3g} nats in the mean (allowed: {BOUNDS[dtype]:g}); its attention or "
-                "head is of a kind that packs do not admit, so use another model"
-            ]
-        )
+    """Refuse a model that this backend would compute otherwise than transformers does."""
+    gap, bound = float((ours.double() - reference.double()).abs().mean()), BOUNDS[dtype]
+    _require_below(
+        gap,
+        bound,
+        f"model.path={path}: trainer.backend=fsdp computes logprobs that differ from those of transformers' own "
+        f"forward pass by {gap:.3g} nats in the mean (allowed: {bound:g}); its attention or head is of a kind that "
+        "packs do not admit, so use another model",
+    )
 
 
 def require_separate(ours: Tensor, others: Tensor, first: int, dtype: torch.dtype, path: object) -> None:
@@ -73,16 +61,17 @@ def require_separate(ours: Tensor, others: Tensor, first: int, dtype: torch.dtyp
     Args:
         ours, others: (R,) logprobs of two packs that differ in the first sequence alone.
         first: response tokens of that sequence.
-
-    Raises:
-        ConfigError: with the difference.
     """
     gap = float((ours.double() - others.double())[first:].abs().max())
-    if not gap <= LEAKS[dtype]:
-        raise ConfigError(
-            [
-                f"model.path={path}: in its layers a sequence notices the one before it in a micro-batch (logprobs "
-                f"change by {gap:.3g} nats), as with convolutions or recurrences over tokens, which "
-                "trainer.backend=fsdp does not cut at boundaries; use another model"
-            ]
-        )
+    _require_below(
+        gap,
+        LEAKS[dtype],
+        f"model.path={path}: in its layers a sequence notices the one before it in a micro-batch (logprobs change by "
+        f"{gap:.3g} nats), as with convolutions or recurrences over tokens, which trainer.backend=fsdp does not cut at "
+        "boundaries; use another model",
+    )
+
+
+def _require_below(gap: float, bound: float, problem: str) -> None:
+    if not gap <= bound:  # NaN is no agreement either
+        raise ConfigError([problem])

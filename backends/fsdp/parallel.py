@@ -22,7 +22,6 @@ class Groups:
 
     Attributes:
         mesh: all ranks in one dimension: what everything is sharded over.
-        context: ranks that share every pack.
         replicas: one rank of every replica, with this rank's place in its context group.
     """
 
@@ -38,11 +37,7 @@ class Groups:
 
 
 def initialize(config: RunConfig, placement: RankPlacement) -> Groups:
-    """Join the other ranks and build every process group, each with the step's time limit.
-
-    Raises:
-        TrainerError: the world's size is not that of the configured layout, or the others did not come in time.
-    """
+    """Join the other ranks and build every process group, each with the step's time limit."""
     # gloo beside NCCL: gradients that live in host memory are measured there.
     join_world(config, placement, cuda_backend="cpu:gloo,cuda:nccl")
     return build_groups(config)
@@ -52,11 +47,11 @@ def build_groups(config: RunConfig) -> Groups:
     """The groups of the configured layout, inside a world that exists. Collective."""
     parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
-    own_context, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
-    own_replicas, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
+    context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
+    replica_group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (parallel.world_size,), mesh_dim_names=("shard",))
-    return Groups(mesh, own_context, own_replicas)
+    return Groups(mesh, context_group, replica_group)
 
 
 def device() -> torch.device:

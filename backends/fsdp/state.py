@@ -6,26 +6,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.process.agreement import together
 from backends.common.trainer.state import TrainerState
-from backends.fsdp import checkpoint, offload
+from backends.fsdp import checkpoint
 from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
-from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, own_tensors
+from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
 
 
 class FsdpState(TrainerState):
-    """See ``TrainerState``.
-
-    Attributes:
-        model: Hugging Face's model with a logprob head, sharded.
-        optimizer: AdamW on this rank's shards, in a trainer that trains.
-    """
+    """See ``TrainerState``."""
 
     optimizer: Optimizer
 
@@ -36,7 +33,8 @@ class FsdpState(TrainerState):
         self.model = model
 
     def weights(self) -> list[Tensor]:
-        return own_tensors(self.model)
+        shards = [shard_of(parameter).detach() for parameter in self.model.parameters_by_name().values()]
+        return [*shards, *self.model.kept_by_name().values()]
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))
@@ -46,18 +44,44 @@ class FsdpState(TrainerState):
         load_hf_weights(self.model, path, self._device)
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load_weights(directory, self.model, self._device)
+        opened = self._open(directory)
+        state = checkpoint.model_state(self.model)
+        opened.require(state, {checkpoint.MODEL})
+        self.model.shard_weights()
+        opened.read(state)
 
     def save_weights(self, directory: Path) -> None:
-        checkpoint.save_weights(directory, self.model, self._groups, self._device)
+        self.model.shard_weights()
+        common = checkpoint.plain_values(self._groups)
+        CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
-        checkpoint.load_checkpoint(directory, self._config, self.model, self.optimizer, self._groups, self._device)
+        """On the ranks that wrote it everything comes back bit for bit, random state included.
+
+        On other ranks weights, optimizer and schedule do; random states belong to the old ranks and stay as they are.
+        """
+        opened = self._open(directory)
+        common, now = opened.common, checkpoint.schedule(self._config)
+        require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
+        state = checkpoint.training_state(self.model, self.optimizer)
+        learned = {name: value for name, value in state.items() if not name.startswith(checkpoint.RANDOM)}
+        opened.require(learned)
+        if common["layout"] != checkpoint.layout(self._groups):
+            state = learned
+        self.model.shard_weights()
+        opened.read(state)
+        self.optimizer.set_updates(int(common["updates"]))
+        checkpoint.set_random_state(state)
+
+    def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
+        return together(lambda: checkpoint.StoredCheckpoint.open(directory), f"reading {directory}", self._device)
 
     def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
-        return checkpoint.plan_checkpoint(
-            directory, self._config, self.model, self.optimizer, self._groups, self._device, snapshot
-        )
+        self.model.shard_weights()
+        state = checkpoint.training_state(self.model, self.optimizer)
+        common = checkpoint.plain_values(self._groups)
+        common |= {"schedule": checkpoint.schedule(self._config), "updates": self.optimizer.updates}
+        return CheckpointWriter(directory, state, common, self._device, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, self._dtype, bucket_bytes, self._device)
@@ -70,10 +94,24 @@ class FsdpState(TrainerState):
         write_hf_directory(buckets, names, self._config.model.path, directory, 0, self._dtype, self._device)
 
     def offload(self, keep_weights: bool) -> None:
-        offload.to_host(self.model, self.optimizer, keep_weights, self._config.trainer.optimizer.offload)
+        if not torch.cuda.is_available():
+            return
+        self.model.shard_weights()
+        self.optimizer.zero_gradients()
+        if not self._lives_on_host:
+            if not keep_weights:
+                self.model.to("cpu")
+            self.optimizer.move("cpu")
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        offload.to_device(self.model, self.optimizer, self._device, self._config.trainer.optimizer.offload)
+        if torch.cuda.is_available() and not self._lives_on_host:
+            self.model.to(self._device)
+            self.optimizer.move(self._device)
+
+    @property
+    def _lives_on_host(self) -> bool:
+        return self._config.trainer.optimizer.offload
 
     @property
     def _dtype(self) -> torch.dtype:

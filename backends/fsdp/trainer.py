@@ -1,21 +1,17 @@
 """The FSDP2 trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
 
-from __future__ import annotations
-
-import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
+from backends.common.process.agreement import rank_error
 from backends.common.step.balance import BalanceLoss
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import own_forward, parallel
 from backends.fsdp.balance import Routers
-from backends.fsdp.micro_batch import BatchBuilder, MicroBatch
+from backends.fsdp.micro_batch import BatchBuilder, ModelInput
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
@@ -27,22 +23,14 @@ from slime_like.checks.latent import latent_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
-from slime_like.interfaces import RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces.conversion import Converter
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
-if TYPE_CHECKING:
-    from backends.fsdp.converter import FsdpConverter
-    from slime_like.interfaces.estimate import RankEstimate, RankKind
-
 
 class FsdpTrainer(TrainerBase):
-    """One rank of an FSDP2 trainer. See ``TrainerBackend`` for the meaning of every method.
-
-    Attributes:
-        model: Hugging Face's model with a logprob head, sharded (after ``setup``).
-        groups: this rank's process groups.
-    """
+    """One rank of an FSDP2 trainer. See ``TrainerBackend`` for the meaning of every method."""
 
     state: FsdpState
     optimizer: Optimizer
@@ -50,12 +38,11 @@ class FsdpTrainer(TrainerBase):
     groups: Groups
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement, contextlib.nullcontext())
+        super().__init__(config, placement)
         self._by_package = config.trainer.attention == "ring_flash_attn"
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = [*schedule_problems(config), *fsdp_problems(config), *attention_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
@@ -64,22 +51,13 @@ class FsdpTrainer(TrainerBase):
         return [*problems, *family_problems(config, dimensions), *latent_problems(config.trainer, dimensions)]
 
     @staticmethod
-    def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """All ranks of the layout, which hold and do the same."""
+    def planner() -> Planner:
         from backends.fsdp.planning import estimate
 
-        return estimate.rank_kinds(config)
+        return estimate
 
     @staticmethod
-    def estimate(config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank on GPUs, without one."""
-        from backends.fsdp.planning import estimate
-
-        return estimate.estimate(config, rank)
-
-    @staticmethod
-    def converter() -> FsdpConverter:
-        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
+    def converter() -> Converter:
         from backends.fsdp.converter import FsdpConverter
 
         return FsdpConverter()
@@ -141,49 +119,44 @@ class FsdpTrainer(TrainerBase):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
                 self._loss(self._batch(pack, self._step.balance)).backward()
 
-    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> MicroBatch:
+    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
         """This rank's part of a pack whose sequences all layers see whole."""
         reach = self.dimensions.attention_reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
                 f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to {reach} at "
-                "most (sliding_window or attention_chunk_size), which packed attention does not compute; train on "
-                "shorter ones"
+                "most (sliding_window or attention_chunk_size), which packed attention does not support",
+                code="sequence-beyond-window",
+                remedy="train on shorter ones",
             )
         return self._builder.build(pack, balance)
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
+    def _loss(self, batch: ModelInput) -> Tensor:
         """The pack's weighted sum and, behind it, its share of the routers' loss."""
         scored, *routers = self._forward(batch, routers=batch.routed is not None)
-        logprobs, entropy = self._whole(batch, scored)
+        logprobs, entropy = batch.whole(scored)
         loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
         if batch.routed is None:
             return loss
         chosen = Routers.of(self.dimensions, list(self.model.kept_by_name().values()))
         return loss + chosen.balance_loss(routers, batch.routed, self.groups.context)
 
-    def _forward(self, batch: MicroBatch, routers: bool) -> tuple[Tensor, ...]:
+    def _forward(self, batch: ModelInput, routers: bool) -> tuple[Tensor, ...]:
         shard = batch.shard
         result: tuple[Tensor, ...] = self.model(
             shard.tokens, shard.position_ids, batch.boundaries, batch.responses, routers
         )
         return result
 
-    def _whole(self, batch: MicroBatch, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """The pack's (R,) values from this context rank's part, differentiable."""
-        part = torch.stack([batch.shard.scatter(scored[0]), batch.shard.scatter(scored[1])])
-        logprobs, entropy = join_context_parts(part, self.groups.context)
-        return logprobs, entropy
-
     def finalize_gradients(self, denominator: float) -> None:
         """Gradients are summed over all ranks already: divide them once."""
         self.optimizer.scale(1.0 / denominator)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
-        """Scale gradients by ``1 / denominator``, clip, step the optimizer and the schedule."""
         stats = super().finish_step(denominator)
         if stats is None:
-            raise TrainerError(f"rank {self.placement.rank}, finish_step: the step had no window; accumulate one first")
+            problem = "the step had no window"
+            raise rank_error("finish_step", problem, code="empty-window", remedy="accumulate one first")
         with self._phase("finish_step"):
             self.optimizer.zero_gradients()
             self.model.shard_weights()
@@ -197,11 +170,10 @@ class FsdpTrainer(TrainerBase):
             for pack in micro_batches:
                 batch = self._batch(pack)
                 (part,) = self._forward(batch, routers=False)
-                logprobs, entropy = self._whole(batch, part)
+                logprobs, entropy = batch.whole(part)
                 scored.append(ScoredLogprobs(logprobs.float(), entropy.float()))
             self.model.shard_weights()
         return scored
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
         parallel.leave()

@@ -110,11 +110,6 @@ def export_buckets(
     yield WeightBucket(bucket)
 
 
-def gathered(parameter: nn.Parameter | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The whole tensor in ``dtype``, on every rank. Collective. Rounded before it travels."""
-    return _joined(shard_of(parameter).detach(), parameter.shape, dtype, device)
-
-
 def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor of ``shape`` of which each rank has its ``own`` rows."""
     size, shard = dist.get_world_size(), shard.to(device, dtype)
@@ -126,9 +121,3 @@ def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.
     whole = shard.new_empty(size * rows, *shape[1:])
     dist.all_gather_into_tensor(whole, padded)
     return whole[: shape[0]]
-
-
-def own_tensors(model: LogprobModel) -> list[Tensor]:
-    """Everything that a checkpoint sets of this rank's: its shards, and routers' biases. Gathered copies are freed."""
-    shards = [shard_of(parameter).detach() for parameter in model.parameters_by_name().values()]
-    return [*shards, *model.kept_by_name().values()]

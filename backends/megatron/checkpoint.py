@@ -2,62 +2,57 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from backends.common.checkpoint.integrity import Checksums, damaged, not_whole
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
+from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
-from backends.megatron.checkpoint_writer import CheckpointWriter
-from backends.megatron.verified_reading import PLAIN_FILES, verified_reading
+from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
+from backends.megatron.optimizer import Optimizer
+from backends.megatron.patch import Patch, applied
 from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
 from slime_like.errors import CheckpointError
 
-FORMAT = 1
-_UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
-"""What torch, pickle and JSON raise on a file that is missing, cut off or overwritten."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
 
 
 def plan_checkpoint(
-    directory: Path,
-    model_chunks: Sequence[GPTModel],
-    optimizer: Any,
-    scheduler: Any,
-    extra: dict[str, Any],
-    snapshot: bool = False,
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, snapshot: bool
 ) -> CheckpointWriter:
     """A writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
     The caller owns naming and atomicity; all ranks must share the file system.
 
     Args:
-        model_chunks: this rank's chunks, without data-parallel wrapping.
-        optimizer, scheduler: Megatron's.
-        extra: plain values that come back from ``load_checkpoint``; the same on every rank.
         snapshot: of the state as it is now, in host memory: it may change before it is written.
 
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
-    state = _training_state(model_chunks, optimizer, scheduler, extra)
-    return CheckpointWriter(Path(directory), state, next(model_chunks[0].parameters()).device, snapshot)
+    megatron = optimizer.megatron
+    _fill_adam_state(megatron)
+    state = _sharded_state(model_chunks, megatron, loading=False)
+    state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
+    state |= {"adam_step": _adam_step(megatron), "random": _sharded_random_state()}
+    state["extra"] = {}  # versions before this one read it
+    return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, snapshot)
 
 
-def load_checkpoint(
-    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
-) -> dict[str, Any]:
-    """Read what a writer of ``plan_checkpoint`` wrote, in place, and return its ``extra``. Collective over the world.
+def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer) -> None:
+    """Read what a writer of ``plan_checkpoint`` wrote, in place. Collective over the world.
 
     Under the layout that wrote it everything comes back bit for bit, random state included. Under another layout
     weights, optimizer and schedule do; random states belong to the ranks of the old layout and stay as they are.
@@ -65,12 +60,11 @@ def load_checkpoint(
     Raises:
         CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
     """
-    directory = Path(directory)
-    device = next(model_chunks[0].parameters()).device
+    megatron, device = optimizer.megatron, next(model_chunks[0].parameters()).device
     checksums, common = together(lambda: _read_common(directory), f"reading {directory}", device)
-    _fill_adam_state(optimizer)
-    _set_adam_step(optimizer, common["adam_step"])
-    state = _sharded_state(model_chunks, optimizer, loading=True)
+    _fill_adam_state(megatron)
+    _set_adam_step(megatron, common["adam_step"])
+    state = _sharded_state(model_chunks, megatron, loading=True)
     same_layout = common["layout"] == _layout()
     if same_layout:
         state["random"] = _sharded_random_state()
@@ -78,24 +72,23 @@ def load_checkpoint(
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
         raise CheckpointError(
-            f"{directory}: is of another model or optimizer; only one of both has {listed(differing)}; "
-            "use the model.path and trainer.optimizer settings that wrote it"
+            f"is of another model or optimizer; only one of both has {listed(differing)}",
+            code="checkpoint-of-another-model",
+            who=str(directory),
+            remedy="use the model.path and trainer.optimizer settings that wrote it",
         )
-    _restore(directory, loaded, model_chunks, optimizer, scheduler)
+    _fill_all(model_chunks, loaded)
+    megatron.load_state_dict(loaded["optimizer"])
+    _set_adam_step(megatron, loaded["adam_step"])
+    _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"])
     if same_layout:
         _set_random_state(loaded["random"])
-    extra: dict[str, Any] = loaded["extra"]
-    return extra
 
 
 def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
-    """Write what ``load_weights`` reads. Collective over the world.
-
-    Raises:
-        CheckpointError: the disk refused.
-    """
+    """Write what ``load_weights`` reads. Collective over the world."""
     state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
-    CheckpointWriter(Path(directory), state, next(model_chunks[0].parameters()).device).write_all()
+    CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device).write_all()
 
 
 def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
@@ -104,43 +97,47 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     Raises:
         CheckpointError: no checkpoint there, damaged, or of another model.
     """
-    directory = Path(directory)
     device = next(model_chunks[0].parameters()).device
     checksums, _ = together(lambda: _read_common(directory), f"reading {directory}", device)
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
         raise CheckpointError(
-            f"{directory}: is of another model; only one of both has {listed(differing)}; use the model.path that "
-            "wrote it"
+            f"is of another model; only one of both has {listed(differing)}",
+            code="checkpoint-of-another-model",
+            who=str(directory),
+            remedy="use the model.path that wrote it",
         )
+    _fill_all(model_chunks, loaded)
+
+
+def _fill_all(model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model_chunks):
         fill_weights(chunk, loaded[f"model{index}"])
+
+
+class _Reader(VerifyingReader, CachedMetadataFileSystemReader):
+    """Megatron's reader, which reads the metadata once, made to compare every piece with its checksum."""
 
 
 def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
-        with verified_reading(checksums):
+        with applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: _Reader(path, checksums))):
             loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, CheckpointException, *_UNREADABLE) as error:
-        # torch wraps what a rank met; shapes and names that differ are plain errors of these kinds.
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if isinstance(reason, CheckpointError):
-            raise reason from error
-        if not isinstance(reason, CheckpointingException | KeyError | ValueError):
-            raise damaged(directory, _brief(reason)) from error
+    except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
+        cause = cause_of(error)
+        # Shapes and names that differ are plain errors of these kinds.
+        if not isinstance(cause, CheckpointingException | KeyError | ValueError):
+            raise damaged(directory, brief(cause)) from error
         raise CheckpointError(
-            f"{directory}: does not fit this model ({_brief(reason)}); use the model.path that wrote it"
+            f"does not fit this model ({brief(cause)})",
+            code="checkpoint-of-another-model",
+            who=str(directory),
+            remedy="use the model.path that wrote it",
         ) from error
     # Checkpoints that were written with modules of Transformer Engine's kind may hold what is no weight.
     return loaded, {key for key in unread if EXTRA_STATE not in key}, absent
-
-
-def _brief(error: BaseException) -> str:
-    """Type and the message's first sentence: torch's next ones guess at what may have happened."""
-    text = " ".join(str(error).split()).partition(". ")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
@@ -149,25 +146,11 @@ def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except CheckpointingException as error:
-        raise not_whole(directory, _brief(error)) from error
-    except _UNREADABLE as error:
-        raise damaged(directory, _brief(error)) from error
-    if common.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{directory}: has checkpoint format {common.get('format')}, this version reads {FORMAT}; "
-            "load it with the version that wrote it and export a Hugging Face model"
-        )
+        raise not_whole(directory, brief(error)) from error
+    except UNREADABLE as error:
+        raise damaged(directory, brief(error)) from error
+    require_format(directory, common)
     return checksums, common
-
-
-def _restore(
-    directory: Path, loaded: dict[str, Any], model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any
-) -> None:
-    for index, chunk in enumerate(model_chunks):
-        fill_weights(chunk, loaded[f"model{index}"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    _set_adam_step(optimizer, loaded["adam_step"])
-    _restore_schedule(directory, scheduler, loaded["scheduler"])
 
 
 def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
@@ -175,28 +158,12 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) ->
     now = scheduler.state_dict()
     # A constant rate does not depend on where the run ends: such a run may be made longer.
     free = {"num_steps", "lr_decay_steps"} if now["lr_decay_style"] == "constant" else {"num_steps"}
-    differing = [
-        f"{key} {saved.get(key)} (now {now[key]})" for key in now if key not in free and now[key] != saved.get(key)
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{directory}: was trained with another learning-rate schedule: {', '.join(differing)}; "
-            "use the same steps and trainer.optimizer settings"
-        )
+    require_schedule(directory, saved, now, [key for key in now if key not in free])
     scheduler.num_steps = 0
     scheduler.step(increment=saved["num_steps"])
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
-def _training_state(
-    model_chunks: Sequence[GPTModel], optimizer: Any, scheduler: Any, extra: dict[str, Any]
-) -> dict[str, Any]:
-    _fill_adam_state(optimizer)
-    state = _sharded_state(model_chunks, optimizer, loading=False)
-    state |= {"scheduler": scheduler.state_dict(), "extra": extra, "format": FORMAT, "layout": _layout()}
-    return state | {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
-
-
 def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bool) -> dict[str, Any]:
     models = _sharded_models(model_chunks)
     tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)

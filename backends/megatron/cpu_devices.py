@@ -14,54 +14,41 @@ from backends.megatron.patch import Patch
 
 def device_patches(target: str) -> list[Patch]:
     """Redirect Megatron's CUDA calls to ``target``, "cpu" or "meta"."""
-    current_device = _meta_device if target == "meta" else torch.cpu.current_device
-    return [*_device_patches(current_device), *_literal_patches(target)]
+    cuda = torch.cuda
+    return [
+        Patch(cuda, "current_device", _meta_device if target == "meta" else torch.cpu.current_device),
+        Patch(cuda, "synchronize", torch.cpu.synchronize),
+        Patch(cuda, "Stream", CpuStream),
+        Patch(cuda, "Event", CpuEvent),
+        Patch(cuda, "current_stream", CpuStream),
+        Patch(cuda, "default_stream", CpuStream),
+        Patch(cuda, "stream", _stream_context),
+        *_literal_patches(target),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ device and streams
-class CpuStream:
-    """A stream whose work is already done: the CPU runs operations in program order."""
+class _Done:
+    """A stream whose work is done, or an event that has happened: the CPU runs operations in program order."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:
         pass
 
-    def synchronize(self) -> None:
-        pass
+    synchronize = wait_stream = wait_event = record = wait = __init__
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    def query(self) -> bool:
+        return True
 
-    def wait_event(self, event: Any) -> None:
-        pass
+
+class CpuEvent(_Done):
+    """An event of the CPU."""
+
+
+class CpuStream(_Done):
+    """A stream of the CPU."""
 
     def record_event(self, event: Any = None) -> Any:
         return event if event is not None else CpuEvent()
-
-    def query(self) -> bool:
-        return True
-
-
-class CpuEvent:
-    """An event that has always happened."""
-
-    def __init__(self, *unused: Any, **options: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-def _same_stream(device: Any = None) -> CpuStream:
-    return CpuStream()
 
 
 def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
@@ -70,19 +57,6 @@ def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
 
 def _meta_device() -> torch.device:
     return torch.device("meta")
-
-
-def _device_patches(current_device: Callable[[], Any]) -> list[Patch]:
-    cuda = torch.cuda
-    return [
-        Patch(cuda, "current_device", current_device),
-        Patch(cuda, "synchronize", torch.cpu.synchronize),
-        Patch(cuda, "Stream", CpuStream),
-        Patch(cuda, "Event", CpuEvent),
-        Patch(cuda, "current_stream", _same_stream),
-        Patch(cuda, "default_stream", _same_stream),
-        Patch(cuda, "stream", _stream_context),
-    ]
 
 
 # ------------------------------------------------------------------------------------------- literal CUDA devices
@@ -138,9 +112,9 @@ def _itself(tensor: torch.Tensor, *unused: Any, **options: Any) -> torch.Tensor:
 def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
     found = _TYPE(tensor, *args, **kwargs)
-    return (
-        found.replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1) if isinstance(found, str) else found
-    )
+    if not isinstance(found, str):
+        return found
+    return found.replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1)
 
 
 _TYPE = torch.Tensor.type

@@ -5,13 +5,11 @@ random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects tho
 ``with`` block and puts the originals back afterwards. Where CUDA is available it does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,55 +20,40 @@ from backends.megatron.patch import PINNED_MEGATRON, Patch, applied
 from slime_like.errors import TrainerError
 
 
-class megatron_runtime:  # a context manager, named like a function
-    """Context in which Megatron-core builds, steps and checkpoints on this machine. One thread may enter it repeatedly.
-
-    Wrap model construction, every step and every checkpoint in it.
+@contextlib.contextmanager
+def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
+    """Inside, Megatron-core builds, steps and checkpoints on this machine. Wrap all of that in it; it may be nested.
 
     Args:
         on_meta: what would be made on a GPU gets a shape only, on every machine, one with CUDA too.
     """
-
-    def __init__(self, on_meta: bool = False) -> None:
-        self._stack: list[contextlib.ExitStack] = []
-        self._on_meta = on_meta
-
-    def __enter__(self) -> megatron_runtime:
-        stack = contextlib.ExitStack()
-        if self._on_meta or not torch.cuda.is_available():
-            for patch in _patches(self._on_meta):
+    with contextlib.ExitStack() as stack:
+        if on_meta or not torch.cuda.is_available():
+            for patch in _patches(on_meta):
                 stack.enter_context(applied(patch))
-        self._stack.append(stack)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.pop().close()
+        yield
 
 
 @functools.cache
 def _patches(on_meta: bool) -> tuple[Patch, ...]:
-    megatron = [*_random_patches(), *_pipeline_patches(), *_expert_patches(), *_optimizer_patches()]
-    return *device_patches("meta" if on_meta else "cpu"), *megatron
-
-
-# ------------------------------------------------------------------------------------------------------ random numbers
-def _random_patches() -> list[Patch]:
     random = _module("megatron.core.tensor_parallel.random")
-    return [
+    messages = _module("megatron.core.pipeline_parallel.p2p_communication")
+    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
+    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    return (
+        *device_patches("meta" if on_meta else "cpu"),
         Patch(random, "CudaRNGStatesTracker", _cpu_tracker(random)),
-        Patch(random, "_get_cuda_rng_state", _get_rng_state),
-        Patch(random, "_set_cuda_rng_state", _set_rng_state),
-    ]
-
-
-def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
+        Patch(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        Patch(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        Patch(messages, "_batched_p2p_ops", _tagged_p2p_ops),
+        # Read by the router, but bound only where Transformer Engine imports.
+        Patch(moe_utils, "te_general_gemm", None, adds=True),
+        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
+        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
+    )
 
 
 def _cpu_tracker(random: ModuleType) -> type:
@@ -80,7 +63,8 @@ def _cpu_tracker(random: ModuleType) -> type:
     class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined]
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
-                raise TrainerError(f"cpu_runtime: random state {name!r} or seed {seed} is added twice")
+                problem = f"random state {name!r} or seed {seed} is added twice"
+                raise TrainerError(problem, code="random-state-twice", who="cpu_runtime")
             self._is_initialized = True
             self.seeds_.add(seed)
             with torch.random.fork_rng(devices=[]):
@@ -100,23 +84,11 @@ def _cpu_tracker(random: ModuleType) -> type:
     return CpuRngStatesTracker
 
 
-# ---------------------------------------------------------------------------------------------------------- pipeline
 _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
 
 
-def _pipeline_patches() -> list[Patch]:
-    return [Patch(_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", _tagged_p2p_ops)]
-
-
 def _tagged_p2p_ops(
-    *,
-    tensor_send_prev: torch.Tensor | None,
-    tensor_recv_prev: torch.Tensor | None,
-    tensor_send_next: torch.Tensor | None,
-    tensor_recv_next: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    prev_pipeline_rank: int,
-    next_pipeline_rank: int,
+    *, group: dist.ProcessGroup, prev_pipeline_rank: int, next_pipeline_rank: int, **tensors: torch.Tensor | None
 ) -> list[Any]:
     """Megatron's batched messages, with a tag for each direction.
 
@@ -124,10 +96,10 @@ def _tagged_p2p_ops(
     could be received as each other.
     """
     messages = (
-        (dist.isend, tensor_send_prev, prev_pipeline_rank, _GRADIENT_TAG),
-        (dist.irecv, tensor_recv_prev, prev_pipeline_rank, _ACTIVATION_TAG),
-        (dist.isend, tensor_send_next, next_pipeline_rank, _ACTIVATION_TAG),
-        (dist.irecv, tensor_recv_next, next_pipeline_rank, _GRADIENT_TAG),
+        (dist.isend, tensors["tensor_send_prev"], prev_pipeline_rank, _GRADIENT_TAG),
+        (dist.irecv, tensors["tensor_recv_prev"], prev_pipeline_rank, _ACTIVATION_TAG),
+        (dist.isend, tensors["tensor_send_next"], next_pipeline_rank, _ACTIVATION_TAG),
+        (dist.irecv, tensors["tensor_recv_next"], next_pipeline_rank, _GRADIENT_TAG),
     )
     operations = [
         dist.P2POp(operation, tensor, peer, group, tag)
@@ -137,29 +109,8 @@ def _tagged_p2p_ops(
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-# ------------------------------------------------------------------------------------------------- mixture of experts
-def _expert_patches() -> list[Patch]:
-    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
-    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
-    return [
-        # Read by the router, but bound only where Transformer Engine imports.
-        Patch(moe_utils, "te_general_gemm", None, adds=True),
-        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
-    ]
-
-
 def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-# --------------------------------------------------------------------------------------------------------- optimizer
-def _optimizer_patches() -> list[Patch]:
-    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
-    return [
-        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
-        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
-    ]
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -195,5 +146,8 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise TrainerError(
-            f"cpu_runtime: cannot import {name} ({error}); install megatron-core=={PINNED_MEGATRON}"
+            f"cannot import {name} ({error})",
+            code="megatron-version",
+            who="cpu_runtime",
+            remedy=f"install megatron-core=={PINNED_MEGATRON}",
         ) from error

@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from backends.common.attention.packed_attention import LocalAttention
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from slime_like.cpu.kernels.operators import (
@@ -111,7 +112,7 @@ class FusedSelfAttention(SelfAttention):
         layout = PackedLayout.given(packed_seq_params)
         if not self._is_fused(hidden_states, layout):
             return super().forward(hidden_states, attention_mask, *given, packed_seq_params=layout, **options)
-        assert layout.segments is not None and layout.cos is not None and layout.sin is not None
+        assert isinstance(layout.attention, LocalAttention) and layout.cos is not None and layout.sin is not None
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         query_norm, key_norm = (n if isinstance(n, RMSNorm) else None for n in (self.q_layernorm, self.k_layernorm))
         context = FusedAttention.apply(
@@ -121,14 +122,16 @@ class FusedSelfAttention(SelfAttention):
             0.0 if query_norm is None else query_norm.eps,
             layout.cos.squeeze(1),
             layout.sin.squeeze(1),
-            np.asarray(layout.segments.host, dtype=np.int64),
+            np.asarray(layout.attention.segments.host, dtype=np.int64),
             self.core_attention.scale,
         )
         return self.linear_proj(context.unsqueeze(1))
 
     def _is_fused(self, hidden_states: Tensor, layout: PackedLayout) -> bool:
-        segments = layout.segments
-        if segments is None or segments.longest > LONGEST or layout.interleaved or self.checkpoint_core_attention:
+        attention = layout.attention
+        if not isinstance(attention, LocalAttention) or attention.segments.longest > LONGEST:
+            return False
+        if layout.interleaved or self.checkpoint_core_attention:
             return False
         # With more ranks than KV heads a rank has a part of a group's queries.
         whole_groups = self.config.num_query_groups >= self.world_size

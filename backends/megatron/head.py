@@ -18,27 +18,20 @@ class LogprobModel(GPTModel):
 
     r is the number of response tokens that this context-parallel rank scores; the rows come with the micro-batch
     (``PackedLayout.responses``). Stages before the last return hidden states as usual.
+
+    Attributes:
+        true_vocab_size: the vocabulary without padding.
+        chunk_tokens: tokens whose logits exist at once.
+        entropy_gradient: the loss has an entropy term.
+        rows: what computes logits, if torch's operators do not.
+        gather_weight: called before the output weight is read: it may still be on its way from other ranks.
     """
 
     true_vocab_size: int
     chunk_tokens: int | None
     entropy_gradient: bool
     rows: LogitRows | None
-    _gather_weight: Callable[[], None] | None = None
-
-    def set_head(
-        self, true_vocab_size: int, chunk_tokens: int | None, entropy_gradient: bool, rows: LogitRows | None
-    ) -> None:
-        """Fix the vocabulary without padding, how many tokens' logits exist at once, if the loss has entropy, and what
-        computes logits, if not torch's operators do."""
-        self.true_vocab_size = true_vocab_size
-        self.chunk_tokens = chunk_tokens
-        self.entropy_gradient = entropy_gradient
-        self.rows = rows
-
-    def set_weight_gather(self, gather: Callable[[], None]) -> None:
-        """Call ``gather`` before the output weight is read: it may still be on its way from other ranks."""
-        self._gather_weight = gather
+    gather_weight: Callable[[], None] | None = None
 
     def _postprocess(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
@@ -54,10 +47,10 @@ class LogprobModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         selected = hidden_states.squeeze(1)
-        if not self._is_selected:
+        if not getattr(self.decoder.layers[-1], "scores", False):  # else the last layer returns those rows only
             selected = selected.index_select(0, responses.index)
-        if self._gather_weight is not None:
-            self._gather_weight()
+        if self.gather_weight is not None:
+            self.gather_weight()
         weight = self.output_weight()
         group = self.pg_collection.tp
         logprobs, entropy = fused_logprobs(
@@ -74,11 +67,6 @@ class LogprobModel(GPTModel):
         )
         # An entropy that only is reported must not cost a gradient.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
-
-    @property
-    def _is_selected(self) -> bool:
-        """True if the last layer returns only the scored rows."""
-        return bool(getattr(self.decoder.layers[-1], "scores", False))
 
     def output_weight(self) -> Tensor:
         """(V_local, H), the head's own or the embedding's."""

@@ -5,8 +5,6 @@ positions that it counts itself, right for its context parallelism only, and its
 part of the shared key's gradient under tensor parallelism.
 """
 
-import contextlib
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
+from backends.megatron.patch import Patch, applied
 
 _NORM_EPS = 1e-6
 
@@ -37,7 +36,9 @@ class PackedLatentAttention(MLASelfAttention):
     """Megatron's layer, with angles from the micro-batch's ``PackedLayout``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with _without_transformer_engine():
+        # Megatron 0.16.1 takes the module that wraps the package for the package, and fails where it is not installed.
+        installed = multi_latent_attention.HAVE_TE and find_spec("transformer_engine") is not None
+        with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)
 
     def get_query_key_value_tensors(
@@ -86,14 +87,3 @@ class PackedLatentAttention(MLASelfAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], self.num_attention_heads_per_partition, -1)
-
-
-@contextlib.contextmanager
-def _without_transformer_engine() -> Iterator[None]:
-    """Megatron 0.16.1 takes the module that wraps the package for the package, and fails where it is not installed."""
-    believed = multi_latent_attention.HAVE_TE
-    multi_latent_attention.HAVE_TE = believed and find_spec("transformer_engine") is not None
-    try:
-        yield
-    finally:
-        multi_latent_attention.HAVE_TE = believed

@@ -1,45 +1,29 @@
 """One rank's model input from a pack: its context shard, boundaries, angles and response rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from backends.common.attention.allgather import GatherSegments
-from backends.common.attention.kernels import Segments
-from backends.common.attention.ring_flash_attn import Llama3Segments
+from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
-from backends.common.step.packs import ResponseRows, on_device
+from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
-from backends.megatron.ring import RingSegments
 from backends.megatron.rotary import Rotary, rotary_table
 from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
-from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 
 @dataclass(slots=True)
-class MicroBatch:
-    """One pack on this rank's device.
+class ModelInput(MicroBatch):
+    """One pack on this rank's device; ``layout`` is what the layers read beside hidden states."""
 
-    Attributes:
-        given: the pack as the trainer was given it.
-        pack: the same on this rank's device, whole on every context-parallel rank.
-        shard: this rank's part of it.
-        layout: what the layers read beside hidden states.
-    """
-
-    given: PackedTrajectory
-    pack: PackedTrajectory
-    shard: ContextShard
     layout: RoutedLayout
 
 
@@ -48,10 +32,6 @@ class BatchBuilder:
     """Makes micro-batches for one rank.
 
     Attributes:
-        device: where the model computes.
-        dtype: the model's dtype.
-        rotary: the model's rotary embedding.
-        context_group: ranks that share every pack.
         attention: what computes attention; it decides how packs are cut over those ranks.
         sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
             sequence parallelism), ``None`` where every rank has them all. Local token counts are multiples of its size.
@@ -65,7 +45,7 @@ class BatchBuilder:
     sequence_group: dist.ProcessGroup | None
 
     @classmethod
-    def configured(cls, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> BatchBuilder:
+    def configured(cls, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> Self:
         """Create it for this rank of the configured layout, whose groups exist."""
         layout = config.trainer.parallel
         return cls(
@@ -79,13 +59,11 @@ class BatchBuilder:
 
     def build(
         self, packs: Sequence[PackedTrajectory], same_length: bool = False, balance: BalanceLoss | None = None
-    ) -> list[MicroBatch]:
+    ) -> list[ModelInput]:
         """Cut this rank's part out of every pack.
 
         Args:
-            packs: the same on every rank that shares them.
             same_length: pad all to the longest.
-            balance: the routers' loss of the step that the micro-batches belong to.
         """
         given, packs = packs, [on_device(pack, self.device) for pack in packs]
         multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()
@@ -94,7 +72,7 @@ class BatchBuilder:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
         return [
-            MicroBatch(entry, pack, shard, self._layout(pack, shard, balance))
+            ModelInput(entry, pack, shard, self.context_group, self._layout(pack, shard, balance))
             for entry, pack, shard in zip(given, packs, shards, strict=True)
         ]
 
@@ -106,8 +84,7 @@ class BatchBuilder:
     def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> RoutedLayout:
         table = rotary_table(self.rotary.inv_freq, shard.position_ids, torch.float32)
         cos, sin = ((part * self.rotary.magnitude).to(self.dtype) for part in table)
-        boundaries = shard.cu_seqlens_padded
-        temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
+        boundaries, name = shard.cu_seqlens_padded, self.attention
         return RoutedLayout(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -119,12 +96,9 @@ class BatchBuilder:
             cos=cos,
             sin=sin,
             interleaved=self.rotary.interleaved,
-            **self._boundaries(shard),
-            responses=ResponseRows(
-                index=shard.response_index,
-                targets=response_tokens(pack)[shard.response_slot],
-                temperatures=temperatures[shard.response_slot],
-            ),
+            # Transformer Engine's reads the fields that Megatron itself knows.
+            attention=None if name == "transformer_engine" else choose_attention(name, shard, self.context_group),
+            responses=ResponseRows.of(pack, shard),
             routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
 
@@ -134,16 +108,3 @@ class BatchBuilder:
             return slice(None)
         count = shard.tokens.numel() // self.sequence_group.size()
         return slice(self.sequence_group.rank() * count, (self.sequence_group.rank() + 1) * count)
-
-    def _boundaries(self, shard: ContextShard) -> dict[str, Any]:
-        """What our own attention reads; Transformer Engine's reads the fields that Megatron itself knows."""
-        boundaries, size, rank = shard.cu_seqlens_padded, self.context_group.size(), self.context_group.rank()
-        if self.attention == "transformer_engine":
-            return {}
-        if size == 1:
-            return {"segments": Segments.of(boundaries)}
-        if self.attention == "ring":
-            return {"ring": RingSegments.of(boundaries, size)}
-        if self.attention == "ring_flash_attn":
-            return {"llama3": Llama3Segments.of(boundaries, rank, size)}
-        return {"gather": GatherSegments.of(boundaries, shard.cu_seqlens_local, rank * shard.tokens.numel())}

@@ -231,12 +231,10 @@ def _build_chunk(
         position_embedding_type="none",
         vp_stage=vp_stage,
     )
-    model.set_head(
-        true_vocab_size=dimensions.vocab_size,
-        chunk_tokens=config.trainer.head_chunk_tokens,
-        entropy_gradient=config.algorithm.entropy_coef > 0,
-        rows=_logit_rows() if fused else None,
-    )
+    model.true_vocab_size = dimensions.vocab_size
+    model.chunk_tokens = config.trainer.head_chunk_tokens
+    model.entropy_gradient = config.algorithm.entropy_coef > 0
+    model.rows = _logit_rows() if fused else None
     model.model_type = ModelType.encoder_or_decoder
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -65,7 +65,6 @@ class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
     Attributes:
-        megatron: Megatron's optimizer.
         scheduler: Megatron's schedule; step n (from 1) of the warm-up runs at n / warmup_steps of the peak rate.
     """
 

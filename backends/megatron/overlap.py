@@ -26,7 +26,7 @@ class Communication:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather and chunk.module.post_process:
                 group = chunk.param_to_bucket_group[chunk.module.output_weight()]
-                chunk.module.set_weight_gather(group.finish_param_sync)
+                chunk.module.gather_weight = group.finish_param_sync
 
     def begin_step(self) -> None:
         """Wait for an abandoned step's messages before gradients are zeroed."""

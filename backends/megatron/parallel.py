@@ -15,11 +15,7 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 
 
 def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
-    """Join the other ranks and build every process group, each with the step's time limit.
-
-    Raises:
-        TrainerError: the world's size is not that of the configured layout, or the others did not come in time.
-    """
+    """Join the other ranks and build every process group, each with the step's time limit."""
     join_world(config, placement)
     build_groups(config)
     return coordinates()

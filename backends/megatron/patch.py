@@ -25,8 +25,11 @@ class Patch:
         if not self.adds and not hasattr(self.owner, self.name):
             owner = getattr(self.owner, "__name__", repr(self.owner))
             raise TrainerError(
-                f"cpu_runtime: {owner}.{self.name} does not exist in megatron-core {version('megatron-core')} "
-                f"(the adaptation was written for {PINNED_MEGATRON}); install megatron-core=={PINNED_MEGATRON}"
+                f"{owner}.{self.name} does not exist in megatron-core {version('megatron-core')} (the adaptation was "
+                f"written for {PINNED_MEGATRON})",
+                code="megatron-version",
+                who="cpu_runtime",
+                remedy=f"install megatron-core=={PINNED_MEGATRON}",
             )
 
 

@@ -1,10 +1,8 @@
 """Rotary position embedding by explicit positions: one table per micro-batch, shared by all layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ class Rotary:
     interleaved: bool
 
     @classmethod
-    def of(cls, dimensions: ModelDimensions, device: torch.device) -> Rotary:
+    def of(cls, dimensions: ModelDimensions, device: torch.device) -> Self:
         interleaved = dimensions.latent is not None and dimensions.latent.interleaved
         return cls(inverse_frequencies(dimensions).to(device), rotary_magnitude(dimensions), interleaved)
 

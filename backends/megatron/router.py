@@ -9,18 +9,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from backends.common.step.balance import RoutedTokens, sequence_load
+from backends.common.step.balance import RoutedTokens
 from backends.megatron.attention import PackedLayout
 from backends.megatron.weight_state import EXPERT_BIAS
 
 
 @dataclass
 class RoutedLayout(PackedLayout):
-    """Inputs of layers and routers besides hidden states.
-
-    Attributes:
-        routed: whose tokens the routers see, where the objective balances them.
-    """
+    """Inputs of layers and routers besides hidden states."""
 
     routed: RoutedTokens | None = None
 
@@ -65,20 +61,9 @@ class BalancedRouter(TopKRouter):
         if padding_mask is None or not torch.is_grad_enabled():
             return probs, routing_map
         tokens: RoutedTokens = padding_mask
-        scores = _shares(logits.view(-1, logits.shape[-1]), self.score_function)
-        load = sequence_load(routing_map, tokens, self.topk, self.tp_cp_group)
-        # The sum over tokens of <f of its sequence, its softmax> is sum_s T_s * <f, P>: every rank adds its own tokens.
-        loss = scores.shape[-1] * (scores * load[tokens.sequence]).sum()
-        tokens.loss.sums.append(loss.detach().double())
-        return _AddLoss.apply(probs, tokens.loss.scale * loss), routing_map
-
-
-def _shares(logits: Tensor, score_function: str) -> Tensor:
-    """(t, E) float32, rows adding up to 1."""
-    if score_function == "softmax":
-        return logits.softmax(dim=-1, dtype=torch.float32)
-    scores = logits.float().sigmoid()
-    return scores / scores.sum(dim=-1, keepdim=True)
+        flat, sigmoid = logits.view(-1, logits.shape[-1]), self.score_function == "sigmoid"
+        loss = tokens.layer_loss(flat, routing_map, sigmoid, self.topk, self.tp_cp_group)
+        return _AddLoss.apply(probs, loss), routing_map
 
 
 class BalancedMoELayer(MoELayer):

@@ -11,15 +11,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
 from backends.common.step.balance import BalanceLoss
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import ParallelConfig
 from slime_like.trajectory import PackedTrajectory
 
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+LossFunction = Callable[[ModelInput, Tensor, Tensor], Tensor]
 """(micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of the pack's per-token losses."""
 
 
@@ -38,8 +37,8 @@ class Schedule:
     def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction, balance: BalanceLoss | None = None) -> None:
         """Forward and backward of one window; ``loss`` is called on the last stage, once per micro-batch."""
 
-        def reduce(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
-            logprobs, entropy = self._whole(batch, output)
+        def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
+            logprobs, entropy = batch.whole(output)
             # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
             return loss(batch, logprobs, entropy), torch.tensor(0, dtype=torch.int, device=output.device), None
 
@@ -49,28 +48,22 @@ class Schedule:
     def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
         """(R,) logprobs and entropies of every pack on the last stage, ``None`` on the others."""
 
-        def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-            return self._whole(batch, output)
+        def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+            return batch.whole(output)
 
         results = self._run(self._batches(packs), collect, forward_only=True) if packs else []
         return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
 
-    def _whole(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The pack's (R,) values from this context rank's part, differentiable."""
-        part = torch.stack([batch.shard.scatter(output[0]), batch.shard.scatter(output[1])])
-        logprobs, entropy = join_context_parts(part, self.builder.context_group)
-        return logprobs, entropy
-
-    def _batches(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[MicroBatch]:
+    def _batches(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[ModelInput]:
         """Interleaved schedules take multiples of the pipeline's size: fill up with packs of no weight."""
         filled, interleaved = list(packs), self.parallel.virtual_pipeline > 1
         if interleaved:
             filled += [zero_weight_pack(packs[0])] * (-len(packs) % self.parallel.pipeline)
         return self.builder.build(filled, same_length=interleaved, balance=balance)
 
-    def _run(self, batches: list[MicroBatch], after: Callable[..., Any], forward_only: bool) -> list[Any]:
+    def _run(self, batches: list[ModelInput], after: Callable[..., Any], forward_only: bool) -> list[Any]:
         def forward(batches: Any, model: MegatronModule) -> tuple[Tensor, Callable[..., Any]]:
-            batch: MicroBatch = next(batches)
+            batch: ModelInput = next(batches)
             tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
             with contextlib.nullcontext() if self.offload is None else self.offload.saving():
                 output = model(tokens, positions, None, packed_seq_params=batch.layout)

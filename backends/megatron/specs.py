@@ -34,10 +34,18 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [_experts_of(config, number) for number in numbers]
+    norm: Any = RMSNorm
     if attention == "transformer_engine":
-        layers, norm = [transformer_engine_layer_spec(config, count) for count in experts], _transformer_engine_norm()
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+        layers = [transformer_engine_layer_spec(config, count) for count in experts]
     else:
-        layers, norm = [local_layer_spec(config, count, fused) for count in experts], _own_norm(fused)
+        if fused:
+            from backends.megatron.fused_layers import FusedNorm
+
+            norm = FusedNorm
+        layers = [local_layer_spec(config, count, fused) for count in experts]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -58,11 +66,7 @@ def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
 
 
 def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: bool) -> ModuleSpec:
-    """One transformer layer: packed attention, and a norm that allows sequence parallelism.
-
-    Args:
-        fused: the CPU's kernels compute what they serve; else torch's operators compute everything.
-    """
+    """One transformer layer: packed attention, and a norm that allows sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -128,17 +132,3 @@ def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleS
         spec.submodules.mlp.module = BalancedMoELayer
         spec.submodules.mlp.submodules.router = BalancedRouter
     return spec
-
-
-def _own_norm(fused: bool) -> type[RMSNorm]:
-    if not fused:
-        return RMSNorm
-    from backends.megatron.fused_layers import FusedNorm
-
-    return FusedNorm
-
-
-def _transformer_engine_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm

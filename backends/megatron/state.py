@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
 from backends.common.trainer.state import TrainerState
-from backends.megatron import checkpoint, conversion, offload
+from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
@@ -22,7 +25,6 @@ class MegatronState(TrainerState):
     """See ``TrainerState``.
 
     Attributes:
-        chunks: this rank's model chunks, without their data-parallel wrapping.
         wrapped, optimizer: the same chunks inside Megatron's DDP, and what updates them, in a trainer that trains.
     """
 
@@ -50,11 +52,10 @@ class MegatronState(TrainerState):
         checkpoint.save_weights(directory, self.chunks)
 
     def load(self, directory: Path) -> None:
-        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer.megatron, self.optimizer.scheduler)
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer)
 
     def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
-        optimizer = self.optimizer
-        return checkpoint.plan_checkpoint(directory, self.chunks, optimizer.megatron, optimizer.scheduler, {}, snapshot)
+        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)
@@ -67,7 +68,36 @@ class MegatronState(TrainerState):
         conversion.save_hf(self.chunks, self._dimensions, self._config.model.path, directory)
 
     def offload(self, keep_weights: bool) -> None:
-        offload.to_host(self.wrapped, self.optimizer.megatron, keep_weights)
+        if not torch.cuda.is_available():
+            return
+        for chunk in self.wrapped:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
+            if not keep_weights:
+                _move_unbuffered(chunk, torch.device("cpu"))
+        for part in self._optimizers_on_device():
+            part.offload_to_cpu()
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        offload.to_device(self.wrapped, self.optimizer.megatron)
+        if not torch.cuda.is_available():
+            return
+        for chunk in self.wrapped:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.reload_from_cpu(move_params=True, move_grads=True)
+            _move_unbuffered(chunk, torch.device("cuda", torch.cuda.current_device()))
+        for part in self._optimizers_on_device():
+            part.restore_from_cpu()
+
+    def _optimizers_on_device(self) -> list[Any]:
+        """Megatron's optimizers whose state is on the device. With ``trainer.optimizer.offload`` it never is."""
+        every = self.optimizer.megatron.chained_optimizers
+        return [part for part in every if not isinstance(part.optimizer, HybridDeviceOptimizer)]
+
+
+def _move_unbuffered(chunk: DistributedDataParallel, device: torch.device) -> None:
+    """Only the distributed optimizer keeps weights in DDP's buffers; others are moved one by one."""
+    if chunk.ddp_config.use_distributed_optimizer:
+        return
+    for parameter in chunk.module.parameters():
+        parameter.data = parameter.data.to(device)

@@ -1,9 +1,7 @@
 """The Megatron-core trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
 
-from __future__ import annotations
-
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +14,7 @@ from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention_choice import machine_problems
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
-from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
@@ -30,13 +28,10 @@ from slime_like.checks.offload import offload_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces.conversion import Converter
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-
-if TYPE_CHECKING:
-    from backends.megatron.conversion.offline.converter import MegatronConverter
-    from slime_like.interfaces.estimate import RankEstimate, RankKind
 
 
 class MegatronTrainer(TrainerBase):
@@ -44,7 +39,6 @@ class MegatronTrainer(TrainerBase):
 
     Attributes:
         chunks: this rank's model chunks, without their data-parallel wrapping (after ``setup``).
-        wrapped: the same chunks inside Megatron's DDP.
     """
 
     state: MegatronState
@@ -53,12 +47,16 @@ class MegatronTrainer(TrainerBase):
     wrapped: list[DistributedDataParallel]
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement, megatron_runtime())
+        super().__init__(config, placement)
         self._communication = Communication([])
+
+    @property
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """Megatron-core on this machine."""
+        return megatron_runtime()
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
         problems = [*schedule_problems(config), *offload_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
@@ -71,22 +69,13 @@ class MegatronTrainer(TrainerBase):
         return problems + layout_problems(config.trainer.parallel, dimensions)
 
     @staticmethod
-    def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """All ranks of the layout, those that hold and do the same together."""
+    def planner() -> Planner:
         from backends.megatron.planning import estimate
 
-        return estimate.rank_kinds(config)
+        return estimate
 
     @staticmethod
-    def estimate(config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank on GPUs, without one."""
-        from backends.megatron.planning import estimate
-
-        return estimate.estimate(config, rank)
-
-    @staticmethod
-    def converter() -> MegatronConverter:
-        """Return the converter of ``slime-like convert``. Needs neither device nor process group."""
+    def converter() -> Converter:
         from backends.megatron.conversion.offline.converter import MegatronConverter
 
         return MegatronConverter()
@@ -130,7 +119,7 @@ class MegatronTrainer(TrainerBase):
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
-    def _micro_batch_loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def _micro_batch_loss(self, batch: ModelInput, logprobs: Tensor, entropy: Tensor) -> Tensor:
         return self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
 
     def finalize_gradients(self, denominator: float) -> None:
@@ -158,5 +147,4 @@ class MegatronTrainer(TrainerBase):
             self._communication.settle_weights()
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
         parallel.leave()

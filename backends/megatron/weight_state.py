@@ -39,6 +39,7 @@ def fill_weights(chunk: GPTModel, state: dict[str, Any]) -> None:
     differing = sorted({key for key in missing if not key.endswith(EXTRA_STATE)} | set(unexpected))
     if differing:
         raise CheckpointError(
-            f"the checkpoint and the model do not name the same parameters: {differing[:3]}; use the model.path that "
-            "wrote it"
+            f"the checkpoint and the model do not name the same parameters: {differing[:3]}",
+            code="checkpoint-of-another-model",
+            remedy="use the model.path that wrote it",
         )

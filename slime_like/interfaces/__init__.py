@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from slime_like.interfaces.installed import load_engine as load_engine
     from slime_like.interfaces.reward import RewardResult as RewardResult
     from slime_like.interfaces.reward import group_reward as group_reward
+    from slime_like.interfaces.trainer import PendingSave as PendingSave
+    from slime_like.interfaces.trainer import Planner as Planner
     from slime_like.interfaces.trainer import RankCoordinates as RankCoordinates
     from slime_like.interfaces.trainer import RankPlacement as RankPlacement
     from slime_like.interfaces.trainer import ScoredLogprobs as ScoredLogprobs
@@ -50,8 +52,20 @@ _NAMES = {
     "slime_like.interfaces.environment": ("Environment", "Step", "Task"),
     "slime_like.interfaces.installed": ("load_backend", "load_engine"),
     "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
-    "slime_like.interfaces.trainer": ("RankCoordinates", "RankPlacement", "ScoredLogprobs", "TrainerBackend"),
-    "slime_like.interfaces.weights": ("BucketMetadata", "TensorEntry", "UpdateReceipt", "WeightBucket"),
+    "slime_like.interfaces.trainer": (
+        "PendingSave",
+        "Planner",
+        "RankCoordinates",
+        "RankPlacement",
+        "ScoredLogprobs",
+        "TrainerBackend",
+    ),
+    "slime_like.interfaces.weights": (
+        "BucketMetadata",
+        "TensorEntry",
+        "UpdateReceipt",
+        "WeightBucket",
+    ),
     "slime_like.plugins.entry_points": ("BACKEND_GROUP", "ENGINE_GROUP"),
     "slime_like.trajectory": ("Conversation",),
 }

@@ -47,6 +47,33 @@ class ScoredLogprobs:
     entropy: Tensor
 
 
+class Planner(Protocol):
+    """Estimates of a backend's ranks on GPUs, computed in this process without touching a device."""
+
+    def rank_kinds(self, config: RunConfig) -> list[RankKind]:
+        """Group the layout's ranks by what they hold and do; every rank belongs to one kind."""
+
+    def estimate(self, config: RunConfig, rank: int) -> RankEstimate:
+        """Memory, work and traffic of one rank. Needs ``config.json`` of ``config.model.path`` alone.
+
+        Parameters, gradients and optimizer state are exact.
+        """
+
+
+class PendingSave(Protocol):
+    """One rank's part of a save that was started."""
+
+    def is_written(self) -> bool:
+        """Return whether this rank has written its part. Not collective; never waits.
+
+        Raises:
+            CheckpointError: it could not.
+        """
+
+    def finish(self) -> None:
+        """Wait for every rank's part, at most ``trainer.step_timeout_s``, and make the directory a whole save."""
+
+
 class TrainerBackend(Protocol):
     """One trainer rank. Every method is collective: all ranks call it, in the same order.
 
@@ -60,15 +87,8 @@ class TrainerBackend(Protocol):
         """Problems with this configuration that need neither device nor process group, each with a remedy."""
 
     @staticmethod
-    def rank_kinds(config: RunConfig) -> list[RankKind]:
-        """Group the layout's ranks by what they hold and do; every rank belongs to one kind."""
-
-    @staticmethod
-    def estimate(config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank on GPUs, without one: in this process, touching no device.
-
-        Needs ``config.json`` of ``config.model.path`` alone. Parameters, gradients and optimizer state are exact.
-        """
+    def planner() -> Planner:
+        """Estimates for ``slime-like plan``; a backend without this method can train and not be planned."""
 
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""
@@ -134,21 +154,11 @@ class TrainerBackend(Protocol):
     def save(self, directory: Path) -> None:
         """Write this model, optimizer, scheduler and random state; the caller owns naming and atomicity."""
 
-    def start_save(self, directory: Path) -> None:
+    def start_save(self, directory: Path) -> PendingSave:
         """Start a save of the present state, whose files may be written while training continues.
 
-        Asked for by ``checkpoint.async_save``. ``finish_save`` comes before the next one starts.
+        Used with ``checkpoint.async_save``. The pending save is finished before the next one starts.
         """
-
-    def is_save_written(self) -> bool:
-        """Return whether this rank has written its part of the started save. Not collective; never waits.
-
-        Raises:
-            CheckpointError: it could not.
-        """
-
-    def finish_save(self) -> None:
-        """Wait for every rank's part, at most ``trainer.step_timeout_s``, and make the directory a whole save."""
 
     def load(self, directory: Path) -> None: ...
 

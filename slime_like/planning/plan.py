@@ -96,7 +96,7 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
         ConfigError: it is unknown, or cannot say what it needs before it runs.
     """
     backend = load_backend(config.trainer.backend)
-    if not hasattr(backend, "estimate"):
+    if not hasattr(backend, "planner"):
         raise ConfigError(
             [f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"]
         )
@@ -143,7 +143,7 @@ def estimated_kinds(
     found = []
     for kind in kinds:
         note(f"{kind.name}: {len(kind.ranks)} ranks")
-        found.append((kind, backend.estimate(config, kind.ranks[0])))
+        found.append((kind, backend.planner().estimate(config, kind.ranks[0])))
     return found
 
 
@@ -166,7 +166,7 @@ def _work_out(
             plan.problems.append(str(error))
     if config.reference_workers and _references_are_there(config):
         _work_out_references(plan, config, backend, note)
-    found = estimated_kinds(config, backend, backend.rank_kinds(config), note)
+    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     for kind, estimate in found:
         phases = trainer_phases(config, dimensions, hardware, plan.engine, kind, estimate)

@@ -18,7 +18,8 @@ PHASE = "reference scoring"
 
 def reference_kinds(config: RunConfig, backend: type[TrainerBackend]) -> list[RankKind]:
     """Kinds of one worker's ranks, numbered within the worker."""
-    return [replace(kind, name=f"reference, {kind.name}") for kind in backend.rank_kinds(worker_config(config))]
+    kinds = backend.planner().rank_kinds(worker_config(config))
+    return [replace(kind, name=f"reference, {kind.name}") for kind in kinds]
 
 
 def backend_problems(config: RunConfig, backend: type[TrainerBackend]) -> Iterator[str]:

@@ -205,7 +205,7 @@ def _candidate(
     workload = Workload.of(config, options.mean_prompt, options.mean_response)
     samples = not config.supervised and not config.debug.load_rollouts
     engine = plan_engine(config, dimensions, hardware, workload.mean_length) if samples else None
-    kinds = backend.rank_kinds(config)
+    kinds = backend.planner().rank_kinds(config)
     phases, estimates = [], []
     for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
         ((_, estimate),) = estimated_kinds(config, backend, [kind])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention
+from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention, Pairing, Saved
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 
@@ -49,9 +49,9 @@ def test_kernel_is_softmax_attention(
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, q_lens, k_lens, causal, scale)
     out.backward(grad.float())
-    q_segments, k_segments = segments_of(q_lens, "cuda"), segments_of(k_lens, "cuda")
-    found, found_lse = kernel.forward(q, k, v, q_segments, k_segments, causal, scale)
-    grads = kernel.backward(grad, q, k, v, found, found_lse, q_segments, k_segments, causal, scale)
+    pairing = Pairing(segments_of(q_lens, "cuda"), segments_of(k_lens, "cuda"), causal, scale)
+    found, found_lse = kernel.forward(q, k, v, pairing)
+    grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
     assert found_lse.dtype == torch.float32
     torch.testing.assert_close(found_lse, lse.detach(), rtol=LSE_BOUND, atol=LSE_BOUND)
     for ours, expected in zip([found, *grads], [out, *(x.grad for x in leaves)], strict=True):
@@ -77,11 +77,11 @@ def test_grouped_heads_are_not_repeated_in_memory(kernel: AttentionKernel) -> No
     """Forward takes its output and less than half of what repeated keys and values would."""
     tokens, heads, groups, width = 16384, 32, 4, 128
     q, k, v = (_noise(tokens, count, width, 0) for count in (heads, groups, groups))
-    segments = segments_of([tokens], "cuda")
-    kernel.forward(q, k, v, segments, segments, True, width**-0.5)
+    pairing = Pairing(segments_of([tokens], "cuda"), segments_of([tokens], "cuda"), True, width**-0.5)
+    kernel.forward(q, k, v, pairing)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kernel.forward(q, k, v, segments, segments, True, width**-0.5)
+    kernel.forward(q, k, v, pairing)
     single, repeated = q.nbytes, 2 * q.nbytes
     assert torch.cuda.max_memory_allocated() - before < single + repeated / 2

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from backends.common.attention.allgather import GatherSegments
+from backends.common.attention.allgather import AllGatherAttention, GatherSegments
+from backends.common.step import packs
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
-from backends.fsdp.attention import Boundaries
 from slime_like.algorithms.context import ContextShard
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -31,17 +31,16 @@ from tests.parallel.steps import RankResult
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
-    def boundaries(self: micro_batch.BatchBuilder, cu_seqlens: Tensor, shard: ContextShard, longest: int) -> Boundaries:
-        gather = GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)
-        return Boundaries(None, gather, None, self.context, longest)
+    def attention(name: str, shard: ContextShard, group: Any) -> AllGatherAttention:
+        return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
 
-    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+    micro_batch.choose_attention = attention
 
 
 def positions_begin_anew_on_every_rank() -> None:
     correct = trainer.FsdpTrainer._forward
 
-    def forward(self: trainer.FsdpTrainer, batch: micro_batch.MicroBatch, routers: bool) -> tuple[Tensor, ...]:
+    def forward(self: trainer.FsdpTrainer, batch: micro_batch.ModelInput, routers: bool) -> tuple[Tensor, ...]:
         batch.shard.position_ids = torch.arange(batch.shard.tokens.numel(), dtype=torch.int32)
         return correct(self, batch, routers)
 
@@ -63,13 +62,13 @@ def the_denominator_is_multiplied_by_the_replicas() -> None:
 
 
 def context_ranks_count_their_loss_each() -> None:
-    correct = trainer.join_context_parts
+    correct = packs.join_context_parts
 
     def join(part: Tensor, group: Any) -> Tensor:
         whole = correct(part, group)
         return whole + (group.size() - 1) * (whole - whole.detach())
 
-    trainer.join_context_parts = join  # type: ignore[attr-defined]
+    packs.join_context_parts = join
 
 
 def only_the_last_micro_batch_is_summed() -> None:

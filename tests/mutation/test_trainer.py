@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.allgather import GatherSegments
-from backends.common.attention.ring_flash_attn import Llama3Segments
+from backends.common.attention.allgather import AllGatherAttention, GatherSegments
+from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
+from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, RoutedTokens
-from backends.megatron import micro_batch, schedule
+from backends.megatron import micro_batch
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
@@ -61,17 +62,17 @@ def ring_gets_contiguous_chunks() -> None:
 
 
 def sequences_begin_where_the_rank_begins() -> None:
-    def boundaries(self: Any, shard: context.ContextShard) -> dict[str, Any]:
-        return {"gather": GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0)}
+    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> AllGatherAttention:
+        return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
 
-    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+    micro_batch.choose_attention = attention
 
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
-    def boundaries(self: Any, shard: context.ContextShard) -> dict[str, Any]:
-        return {"llama3": Llama3Segments.of(shard.cu_seqlens_local, 0, 1)}
+    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> RingFlashAttention:
+        return RingFlashAttention(Llama3Segments.of(shard.cu_seqlens_local, 0, 1), group)
 
-    micro_batch.BatchBuilder._boundaries = boundaries  # type: ignore[method-assign]
+    micro_batch.choose_attention = attention
 
 
 def the_package_is_given_zigzag_chunks() -> None:
@@ -100,7 +101,7 @@ def fillers_are_routed_like_samples() -> None:
 def every_micro_batch_takes_its_own_mean() -> None:
     correct = MegatronTrainer._micro_batch_loss
 
-    def loss(self: MegatronTrainer, batch: micro_batch.MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def loss(self: MegatronTrainer, batch: micro_batch.ModelInput, logprobs: Tensor, entropy: Tensor) -> Tensor:
         return correct(self, batch, logprobs, entropy) / batch.pack.token_weights.sum().clamp_min(1e-6)
 
     MegatronTrainer._micro_batch_loss = loss  # type: ignore[method-assign]
@@ -116,13 +117,13 @@ def replicas_are_averaged() -> None:
 
 
 def loss_is_scaled_by_the_context_size() -> None:
-    correct = schedule.join_context_parts
+    correct = packs.join_context_parts
 
     def join(part: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = correct(part, group)
         return whole + (group.size() - 1) * (whole - whole.detach())
 
-    schedule.join_context_parts = join
+    packs.join_context_parts = join
 
 
 def tied_embedding_is_not_reduced() -> None:

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from backends.fsdp.trainer import FsdpTrainer
-from backends.fsdp.weights import gathered
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
@@ -81,12 +79,12 @@ def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator
 
 def whole_gradients(trainer: FsdpTrainer) -> dict[str, Tensor]:
     """By Hugging Face's module name, on every rank."""
-    return {name: gathered(p.grad, torch.float32, trainer.device).clone() for name, p in _parameters(trainer).items()}
+    return {name: p.grad.full_tensor().float().clone() for name, p in _parameters(trainer).items()}
 
 
 def whole_weights(trainer: FsdpTrainer) -> dict[str, Tensor]:
     """By Hugging Face's module name, on every rank."""
-    return {name: gathered(p, torch.float32, trainer.device).clone() for name, p in _parameters(trainer).items()}
+    return {name: p.full_tensor().detach().float().clone() for name, p in _parameters(trainer).items()}
 
 
 def _parameters(trainer: FsdpTrainer) -> dict[str, nn.Parameter]:

@@ -5,9 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel
-from backends.common.attention.partial_results import merged_attention
-from backends.megatron.ring import RingSegments, RingStep, ring_step
+from backends.common.attention.kernels import AttentionKernel, Saved, merged_attention
+from backends.common.attention.ring import RingSegments, ring_step
 from tests.parallel.dense import boundaries
 
 
@@ -29,19 +28,20 @@ def ring_by_steps(
     outs = torch.empty_like(q)
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for rank, mine in enumerate(parts):
-        plans = [ring_step(step, rank, size, segments) for step in range(size)]
+        plans = [ring_step(step, rank, size, segments, scale) for step in range(size)]
         owners = [parts[(rank - step) % size] for step in range(size)]
         merged = None
         for plan, theirs in zip(plans, owners, strict=True):
             queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
-            part = kernel.forward(q[queries], k[keys], v[keys], *_how(plan), scale)
+            part = kernel.forward(q[queries], k[keys], v[keys], plan.pairing)
             merged = merged_attention(merged, part, plan.q_rows)
         assert merged is not None
         outs[mine] = merged[0].to(q.dtype)
         for plan, theirs in zip(plans, owners, strict=True):
             queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
             lse = merged[1] if plan.q_rows is None else merged[1][:, plan.q_rows].contiguous()
-            grads = kernel.backward(grad[queries], q[queries], k[keys], v[keys], outs[queries], lse, *_how(plan), scale)
+            saved = Saved(q[queries], k[keys], v[keys], outs[queries], lse)
+            grads = kernel.backward(grad[queries], saved, plan.pairing)
             for total, rows, part in zip(sums, (queries, keys, keys), grads, strict=True):
                 total[rows] += part.float()
     return [outs, *sums]
@@ -49,7 +49,3 @@ def ring_by_steps(
 
 def _rows(part: Tensor, rows: Tensor | None) -> Tensor:
     return part if rows is None else part[rows]
-
-
-def _how(plan: RingStep) -> tuple[object, ...]:
-    return plan.q_segments, plan.k_segments, plan.causal

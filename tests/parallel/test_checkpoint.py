@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.megatron.checkpoint import load_checkpoint, plan_checkpoint
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
@@ -30,13 +29,12 @@ from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import RankPlacement
+from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
 from tests.parallel.tiny import scored_sequences
 
 DENOMINATOR = 4.0
-EXTRA = {"step": 2, "note": "from the caller"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -58,7 +56,6 @@ class RankRecord:
     at_checkpoint: dict[str, Tensor]
     later: dict[str, Tensor]
     drawn: Tensor
-    extra: dict[str, Any]
 
 
 def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
@@ -67,11 +64,8 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     torch.manual_seed(100 + placement.rank)
     for _ in range(2):
         _step(trainer)
-    with trainer.runtime:
-        plan_checkpoint(
-            directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler, EXTRA
-        ).write_all()
-    return _record(trainer, EXTRA)
+    trainer.save(directory)
+    return _record(trainer)
 
 
 def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
@@ -88,16 +82,16 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
         write(writer)
 
     CheckpointWriter.write = late  # type: ignore[method-assign]
-    trainer.start_save(directory)
+    save = trainer.start_save(directory)
     drawn, at_checkpoint = torch.rand(4), _exported(trainer)
     for _ in range(2):
         _step(trainer)
-    assert not trainer.is_save_written()
+    assert not save.is_written()
     assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
     dist.barrier()
     gate.set()
-    trainer.finish_save()
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn, {})
+    save.finish()
+    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
     trainer.shutdown()
     return record
 
@@ -107,17 +101,16 @@ def _load_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path
     trainer = MegatronTrainer(config, placement)
     trainer.setup()
     _step(trainer)
-    with trainer.runtime:
-        extra = load_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler)
-    return _record(trainer, extra)
+    trainer.load(directory)
+    return _record(trainer)
 
 
-def _record(trainer: MegatronTrainer, extra: dict[str, Any]) -> RankRecord:
+def _record(trainer: MegatronTrainer) -> RankRecord:
     drawn = torch.rand(4)
     at_checkpoint = _exported(trainer)
     for _ in range(2):
         _step(trainer)
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn, extra)
+    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
     trainer.shutdown()
     return record
 
@@ -215,7 +208,6 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: Sa
     )
     for before, after in zip(saved, loaded, strict=True):
         assert torch.equal(before.drawn, after.drawn)
-        assert after.extra == EXTRA
 
 
 @pytest.mark.parametrize(
@@ -266,8 +258,8 @@ def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]
     trainer.setup()
     messages = []
     for directory in directories:
-        with trainer.runtime, pytest.raises(CheckpointError) as caught:
-            load_checkpoint(directory, trainer.chunks, trainer.optimizer.megatron, trainer.optimizer.scheduler)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load(directory)
         messages.append(str(caught.value))
     trainer.shutdown()
     return messages
@@ -399,22 +391,22 @@ def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if behind:
-        trainer.start_save(directory)
+        save = trainer.start_save(directory)
         if placement.rank == 1:
             with pytest.raises(CheckpointError, match=r"__1_0\.distcp: could not be written"):
-                _wait_for_save(trainer)
+                _wait_for(save)
         else:
-            _wait_for_save(trainer)  # its own part is fine
+            _wait_for(save)  # its own part is fine
     with pytest.raises(CheckpointError) as caught:
-        trainer.finish_save() if behind else trainer.save(directory)
+        save.finish() if behind else trainer.save(directory)
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     trainer.shutdown()
     return str(caught.value)
 
 
-def _wait_for_save(trainer: MegatronTrainer) -> None:
+def _wait_for(save: PendingSave) -> None:
     deadline = time.monotonic() + 60
-    while not trainer.is_save_written():
+    while not save.is_written():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

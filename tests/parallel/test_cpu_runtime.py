@@ -27,9 +27,8 @@ def test_literal_cuda_devices_become_the_cpu_inside_only() -> None:
 
 
 def test_it_can_be_entered_again_inside_itself() -> None:
-    runtime = megatron_runtime()
-    with runtime:
-        with runtime:
+    with megatron_runtime():
+        with megatron_runtime():
             pass
         assert torch.zeros(1, device="cuda").device.type == "cpu"
 

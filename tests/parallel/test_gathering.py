@@ -36,11 +36,11 @@ def _gather_all(placement: RankPlacement, without_memory: int | None) -> list[li
     group = dist.new_group(list(range(placement.world_size)))
     results = []
     largest = max(packed_bytes(batch(placement.rank, turn)) for turn in range(TURNS))
-    with open_gather(group, largest, torch.device("cpu")) as gather:
-        for turn in range(TURNS):
-            found = gather(batch(placement.rank, turn))
-            time.sleep(0.05 if placement.rank == 0 else 0)  # the others go on with the next turn meanwhile
-            results.append(_copied(found))
+    gather = open_gather(group, largest, torch.device("cpu"))
+    for turn in range(TURNS):
+        found = gather(batch(placement.rank, turn))
+        time.sleep(0.05 if placement.rank == 0 else 0)  # the others go on with the next turn meanwhile
+        results.append(_copied(found))
     dist.destroy_process_group()
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     return results
@@ -64,6 +64,5 @@ def test_every_shard_arrives(without_memory: int | None, tmp_path: Path) -> None
 
 def test_a_group_of_one_moves_nothing() -> None:
     shard = torch.ones(3)
-    with open_gather(None, 64, torch.device("cpu")) as gather:
-        found = gather([shard])
+    found = open_gather(None, 64, torch.device("cpu"))([shard])
     assert found is not None and found[0][0].data_ptr() == shard.data_ptr()

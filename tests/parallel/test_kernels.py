@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
-from backends.common.attention.kernels import CpuFlash, CudaFlash, FlashAttention, Segments, kernel_for
+from backends.common.attention.kernels import CpuFlash, CudaFlash, FlashAttention, Pairing, Saved, Segments, kernel_for
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
@@ -27,9 +27,9 @@ def test_cpu_kernel_is_softmax_attention(
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, q_lens, k_lens, causal, SCALE)
     out.backward(grad.double())
-    kernel, q_segments, k_segments = CpuFlash(), segments_of(q_lens), segments_of(k_lens)
-    found, found_lse = kernel.forward(q, k, v, q_segments, k_segments, causal, SCALE)
-    found_grads = kernel.backward(grad, q, k, v, found, found_lse, q_segments, k_segments, causal, SCALE)
+    kernel, pairing = CpuFlash(), Pairing(segments_of(q_lens), segments_of(k_lens), causal, SCALE)
+    found, found_lse = kernel.forward(q, k, v, pairing)
+    found_grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
     pairs = zip([found, found_lse, *found_grads], [out, lse, *(x.grad for x in leaves)], strict=True)
     for ours, expected in pairs:
         assert expected is not None
@@ -44,9 +44,9 @@ def test_values_may_be_narrower_than_queries_and_keys() -> None:
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
     out.backward(grad.double())
-    kernel, segments = kernel_for("cpu"), segments_of(lengths)
-    found, found_lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
-    grads = kernel.backward(grad, q, k, v, found, found_lse, segments, segments, True, SCALE)
+    kernel, pairing = kernel_for("cpu"), Pairing(segments_of(lengths), segments_of(lengths), True, SCALE)
+    found, found_lse = kernel.forward(q, k, v, pairing)
+    grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
     for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
         assert expected is not None and ours.shape == expected.shape
         assert relative_error(ours, expected.detach()) < 2e-6
@@ -58,10 +58,10 @@ def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
     segments = Segments(segments.host, segments.device.to("meta"), segments.longest)
     q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
     k, v = (torch.empty(20, GROUPS, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    kernel, called = CudaFlash(), _Called()
+    kernel, called, pairing = CudaFlash(), _Called(), Pairing(segments, segments, True, SCALE)
     with called:
-        out, lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
-        grads = kernel.backward(out, q, k, v, out, lse, segments, segments, True, SCALE)
+        out, lse = kernel.forward(q, k, v, pairing)
+        grads = kernel.backward(out, Saved(q, k, v, out, lse), pairing)
     assert out.shape == q.shape and lse.shape == (HEADS, 20) and lse.dtype == torch.float32
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     attention = {"aten::_flash_attention_forward": (1, 2), "aten::_flash_attention_backward": (2, 3)}
@@ -94,9 +94,9 @@ def test_flash_attn_is_called_as_its_interface_asks(monkeypatch: pytest.MonkeyPa
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
     out.backward(grad.double())
-    kernel, segments = FlashAttention(), segments_of(lengths)
-    found, found_lse = kernel.forward(q, k, v, segments, segments, True, SCALE)
-    grads = kernel.backward(grad, q, k, v, found, found_lse, segments, segments, True, SCALE)
+    kernel, pairing = FlashAttention(), Pairing(segments_of(lengths), segments_of(lengths), True, SCALE)
+    found, found_lse = kernel.forward(q, k, v, pairing)
+    grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
     for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
         assert expected is not None
         assert relative_error(ours, expected.detach()) < 2e-6

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from backends.common.attention import allgather, packed_attention, ring
 from backends.common.attention.kernels import CpuFlash
 from backends.common.step.worst_batch import worst_packs
-from backends.megatron import attention
 from backends.megatron.attention_choice import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
@@ -94,7 +94,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_activations_are_those_of_a_real_window(
     world_size: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "kernel_for", lambda device: CpuFlash())
+    for module in (packed_attention, allgather, ring):
+        monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     configs = {name: planned_config(model, tmp_path, **layout) for name, layout in LAYOUTS.items()}
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     with held_ports(len(selected)) as ports:

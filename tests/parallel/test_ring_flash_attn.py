@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.ring_flash_attn import Llama3Segments, llama3_attention, llama3_module
+from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention, llama3_module
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from tests.parallel.dense import boundaries, dense_attention, relative_error
@@ -62,7 +62,7 @@ def _attend(placement: RankPlacement, problem: Problem, lengths: list[int], stri
     rank, size = group.rank(), group.size()
     leaves = [x.chunk(size)[rank].clone().requires_grad_() for x in problem.tensors()]
     segments = Llama3Segments.of(boundaries(lengths), rank, size)
-    out = llama3_attention(*leaves, segments, SCALE, group, stride)
+    out = RingFlashAttention(segments, group, stride).attend(*leaves, SCALE)
     out.backward(problem.grad.chunk(size)[rank])
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 

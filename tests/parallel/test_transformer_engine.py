@@ -13,7 +13,6 @@ from torch import Tensor
 
 from backends.megatron import checkpoint, specs, trainer
 from backends.megatron.attention_choice import attention_of, context_layout_of, machine_problems
-from backends.megatron.checkpoint import load_checkpoint, plan_checkpoint
 from backends.megatron.trainer import MegatronTrainer
 from backends.megatron.weight_state import sharded_weights
 from slime_like.algorithms.packing.pack import pack_sequences
@@ -143,8 +142,7 @@ def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped:
     model = _on_stand_ins(placement, config)
     model.setup()
     _steps(model, 2)
-    with model.runtime:
-        plan_checkpoint(directory, model.chunks, model.optimizer.megatron, model.optimizer.scheduler, {}).write_all()
+    model.save(directory)
     return _finished(model)
 
 
@@ -153,8 +151,7 @@ def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[
     model = _on_stand_ins(placement, config)
     model.setup()
     try:
-        with model.runtime:
-            load_checkpoint(directory, model.chunks, model.optimizer.megatron, model.optimizer.scheduler)
+        model.load(directory)
     except CheckpointError as error:
         model.shutdown()
         return str(error)

@@ -8,18 +8,16 @@ queries are the last ones. Our kernels know squares under a mask and rectangles 
 one of each, merged by the log-sum-exp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import CpuFlash, Segments
-from backends.common.attention.partial_results import merged_attention
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments, merged_attention
 
 
 def flash_attn_modules() -> dict[str, ModuleType]:
@@ -30,32 +28,46 @@ def flash_attn_modules() -> dict[str, ModuleType]:
     return {module.__name__: module for module in (package, interface)}
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of flash-attn's functions beside their tensors. ``deterministic`` asks for nothing: this always is."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    return_softmax: bool = False
+    deterministic: bool = False
+    rng_state: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        asked = {
+            "dropout_p": self.dropout_p != 0,
+            "causal=False": not self.causal,
+            "window_size": (self.window_size_left, self.window_size_right) != (-1, -1),
+            "softcap": self.softcap != 0,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "return_softmax": self.return_softmax,
+        }
+        if wanted := [name for name, is_asked in asked.items() if is_asked]:
+            raise NotImplementedError(
+                f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
+            )
+
+
+def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """(Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors where flash-attn has dropout's mask and state."""
-    _refuse(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
-    split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = CpuFlash()
-    near = split.near_keys
-    out, lse = kernel.forward(q, k[near], v[near], split.queries, split.queries, True, softmax_scale)
-    if split.far is not None:
-        rows, keys = split.far.query_rows, split.far.key_rows
-        part = kernel.forward(q[rows], k[keys], v[keys], split.far.queries, split.far.keys, False, softmax_scale)
+    kernel, (near, *far) = CpuFlash(), _parts(_Call(**options))
+    out, lse = kernel.forward(q, k[near.keys], v[near.keys], near.pairing)
+    for rows, keys, pairing in far:
+        part = kernel.forward(q[rows], k[keys], v[keys], pairing)
         out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
@@ -70,105 +82,49 @@ def _flash_attn_varlen_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
+    **options: Any,
 ) -> None:
-    """Writes ``dq``, ``dk`` and ``dv``. ``deterministic`` asks for nothing more: this always is."""
-    _refuse(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes, False)
-    split = _Split.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = CpuFlash()
-    near = split.near_keys
-    local = kernel.backward(
-        dout, q, k[near], v[near], out, softmax_lse, split.queries, split.queries, True, softmax_scale
-    )
-    dq.copy_(local[0])
-    dk[near], dv[near] = local[1], local[2]
-    if split.far is not None:
-        rows, keys = split.far.query_rows, split.far.key_rows
-        far = kernel.backward(
-            dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous(),
-            split.far.queries, split.far.keys, False, softmax_scale,
-        )  # fmt: skip
-        dq[rows] = local[0][rows] + far[0]
-        dk[keys], dv[keys] = far[1], far[2]
+    """Writes ``dq``, ``dk`` and ``dv``."""
+    dq.zero_()
+    for rows, keys, pairing in _parts(_Call(**options)):
+        saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
+        part, dk[keys], dv[keys] = CpuFlash().backward(dout[rows], saved, pairing)
+        dq[rows] += part
 
 
-def _refuse(
-    dropout_p: float, causal: bool, left: int, right: int, softcap: float, slopes: Tensor | None, return_softmax: bool
-) -> None:
-    asked = {
-        "dropout_p": dropout_p != 0,
-        "causal=False": not causal,
-        "window_size": (left, right) != (-1, -1),
-        "softcap": softcap != 0,
-        "alibi_slopes": slopes is not None,
-        "return_softmax": return_softmax,
-    }
-    wanted = [name for name, is_asked in asked.items() if is_asked]
-    if wanted:
-        raise NotImplementedError(
-            f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
-        )
+class _Part(NamedTuple):
+    """Rows of queries and of the keys that they see, every key in one part."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Far:
-    """Keys before the first query of their segment, and the queries that see all of them."""
-
-    query_rows: Tensor
-    queries: Segments
-    key_rows: Tensor
-    keys: Segments
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Packed causal attention, parted into squares under a mask and rectangles without one.
-
-    Attributes:
-        queries: boundaries of the queries.
-        near_keys: (Tq,) the last rows of every segment's keys, as many as it has queries.
-        far: what remains; ``None`` where every segment has as many keys as queries.
-    """
-
-    queries: Segments
-    near_keys: Tensor
-    far: _Far | None
+    rows: Tensor
+    keys: Tensor
+    pairing: Pairing
 
     @classmethod
-    def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> _Split:
-        """Raises ValueError where flash-attn would read wrong rows, or skip some, silently."""
-        q_spans, k_spans = (list(pairwise(cu_seqlens.tolist())) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
-        _require_sound("q", q_spans, max_seqlen_q)
-        _require_sound("k", k_spans, max_seqlen_k)
-        near: list[Tensor] = []
-        far: list[tuple[range, range]] = []
-        for (q_start, q_end), (k_start, k_end) in zip(q_spans, k_spans, strict=True):
-            first = k_end - (q_end - q_start)
-            if first < k_start:
-                raise ValueError(
-                    f"a segment has {q_end - q_start} queries and {k_end - k_start} keys; keys must suffice"
-                )
-            near.append(torch.arange(first, k_end))
-            if first > k_start:
-                far.append((range(q_start, q_end), range(k_start, first)))
-        return cls(Segments.of(cu_seqlens_q), torch.cat(near), _far(far) if far else None)
+    def of(cls, queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> Self:
+        return cls(_rows(queries), _rows(keys), Pairing(_boundaries(queries), _boundaries(keys), causal, scale))
 
 
-def _far(spans: Sequence[tuple[range, range]]) -> _Far:
-    queries, keys = zip(*spans, strict=True)
-    return _Far(_rows(queries), _boundaries(queries), _rows(keys), _boundaries(keys))
+def _parts(call: _Call) -> list[_Part]:
+    """Squares under a mask, and rectangles of queries with the keys before the first of them.
+
+    Raises:
+        ValueError: flash-attn would read wrong rows, or skip some, silently.
+    """
+    queries, keys = (
+        [range(*ends) for ends in pairwise(boundaries.tolist())]
+        for boundaries in (call.cu_seqlens_q, call.cu_seqlens_k)
+    )
+    _require_sound("q", queries, call.max_seqlen_q)
+    _require_sound("k", keys, call.max_seqlen_k)
+    spans = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
+    for q, k, missing in spans:
+        if missing < 0:
+            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; keys must suffice")
+    parts = [_Part.of(queries, [k[before:] for _, k, before in spans], True, call.softmax_scale)]
+    far = [(q, k[:before]) for q, k, before in spans if before]
+    if far:
+        parts.append(_Part.of([q for q, _ in far], [k for _, k in far], False, call.softmax_scale))
+    return parts
 
 
 def _rows(spans: Sequence[range]) -> Tensor:
@@ -176,11 +132,11 @@ def _rows(spans: Sequence[range]) -> Tensor:
 
 
 def _boundaries(spans: Sequence[range]) -> Segments:
-    return Segments.of(torch.tensor([0, *torch.tensor([len(span) for span in spans]).cumsum(0)], dtype=torch.int32))
+    return Segments.of(torch.tensor([0, *accumulate(map(len, spans))], dtype=torch.int32))
 
 
-def _require_sound(what: str, spans: Sequence[tuple[int, int]], longest: int) -> None:
-    lengths = [end - start for start, end in spans]
+def _require_sound(what: str, spans: Sequence[range], longest: int) -> None:
+    lengths = [len(span) for span in spans]
     if min(lengths) < 1:
         raise ValueError(f"cu_seqlens_{what} has an empty segment; leave empty segments out")
     if max(lengths) > longest:

@@ -2,18 +2,15 @@
 
 Shapes: q (Tq, H, D); k and v (Tk, G, D) with G dividing H (grouped-query attention); out like q; lse (H, Tq) float32.
 Through ``kernel_for`` values may have narrower heads than queries and keys; out has theirs.
-``cu_seqlens_*`` are boundaries of the flat token axes; segment i of q attends to segment i of k. ``causal`` needs equal
-lengths of both segments. Kernels are plain forward and backward functions; autograd is the caller's business.
+Kernels are plain forward and backward functions; autograd is the caller's business.
 """
-
-from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,16 +25,16 @@ class Segments:
     longest: int
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> Segments:
+    def of(cls, cu_seqlens: Tensor) -> Self:
         """From (S+1,) int32 boundaries; empty segments are left out, kernels need not know them."""
         cu_seqlens = torch.unique_consecutive(cu_seqlens)
         host = tuple(cu_seqlens.tolist())
         longest = max((end - start for start, end in pairwise(host)), default=0)
         return cls(host, cu_seqlens, longest)
 
-    def divided(self, parts: int) -> Segments:
+    def divided(self, parts: int) -> Self:
         """Boundaries of the axis that keeps 1/parts of every segment; lengths must be divisible."""
-        return Segments(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
+        return type(self)(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
 
     @property
     def lengths(self) -> list[int]:
@@ -45,28 +42,34 @@ class Segments:
         return [end - start for start, end in pairwise(self.host)]
 
 
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Segment i of the queries attends to segment i of the keys; ``causal`` needs equal lengths of both."""
+
+    q: Segments
+    k: Segments
+    causal: bool
+    scale: float
+
+
+class Saved(NamedTuple):
+    """Inputs and results of a forward pass; ``out`` and ``lse`` may cover more keys than ``k`` holds, as in a ring."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class AttentionKernel(Protocol):
     """One implementation of packed attention."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
         """Returns (out, lse)."""
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v. ``out`` and ``lse`` may cover more keys than k holds, as in a ring."""
+    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
 
 
 class CpuFlash:
@@ -76,42 +79,27 @@ class CpuFlash:
     lie if they are neighbours. At tens of tokens per sequence a call per segment would cost more than the arithmetic.
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         precision = torch.float64 if q.dtype == torch.float64 else torch.float32
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
-        for same in _alike(q_segments.host, k_segments.host):
-            part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, causal, scale=scale)
+        for same in _alike(pairing.q.host, pairing.k.host):
+            part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, pairing.causal, scale=pairing.scale)
             same.q.put(out, part)
             same.q.put(lse, statistics)
         return out, lse.t().contiguous()
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        q, k, v, out, lse = saved
         groups, statistics = k.shape[1], lse.t()
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for same in _alike(q_segments.host, k_segments.host):
+        for same in _alike(pairing.q.host, pairing.k.host):
             rows, columns = same.q, same.k
-            parts = op(
-                rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out),
-                rows.of(statistics).contiguous(), 0.0, causal, scale=scale,
-            )  # fmt: skip
+            tensors = rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out)
+            parts = op(*tensors, rows.of(statistics).contiguous(), 0.0, pairing.causal, scale=pairing.scale)
             for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 place.put(whole, part)
         return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
@@ -120,37 +108,23 @@ class CpuFlash:
 class CudaFlash:
     """torch's own flash attention for CUDA (bfloat16 and float16); grouped heads are read in place."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        boundaries = _boundaries(q_segments, k_segments)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *boundaries, 0.0, causal, False, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_boundaries(pairing), 0.0, pairing.causal, False, scale=pairing.scale
+        )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the random state is never read; the operator still wants its two tensors.
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        boundaries = _boundaries(q_segments, k_segments)
+        unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(grad, q, k, v, out, lse), *boundaries, 0.0, causal, unused, unused[:0], scale=scale
+            grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], scale=pairing.scale
         )
         return dq, dk, dv
 
 
-def _boundaries(q_segments: Segments, k_segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    return q_segments.device, k_segments.device, q_segments.longest, k_segments.longest
+def _boundaries(pairing: Pairing) -> tuple[Tensor, Tensor, int, int]:
+    return pairing.q.device, pairing.k.device, pairing.q.longest, pairing.k.longest
 
 
 class FlashAttention:
@@ -162,41 +136,26 @@ class FlashAttention:
         self._forward = interface._flash_attn_varlen_forward
         self._backward = interface._flash_attn_varlen_backward
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._forward(q, k, v, **_varlen_options(q_segments, k_segments, causal, scale))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._forward(q, k, v, **_varlen_options(pairing))
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        options = _varlen_options(q_segments, k_segments, causal, scale)
-        self._backward(grad, q, k, v, out, lse, dq, dk, dv, **options, deterministic=False)
+    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+        self._backward(grad, *saved, dq, dk, dv, **_varlen_options(pairing), deterministic=False)
         return dq, dk, dv
 
 
-def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, scale: float) -> dict[str, Any]:
+def _varlen_options(pairing: Pairing) -> dict[str, Any]:
     """Common arguments of flash-attn's two functions."""
     return {
-        "cu_seqlens_q": q_segments.device,
-        "cu_seqlens_k": k_segments.device,
-        "max_seqlen_q": q_segments.longest,
-        "max_seqlen_k": k_segments.longest,
+        "cu_seqlens_q": pairing.q.device,
+        "cu_seqlens_k": pairing.k.device,
+        "max_seqlen_q": pairing.q.longest,
+        "max_seqlen_k": pairing.k.longest,
         "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": causal,
+        "softmax_scale": pairing.scale,
+        "causal": pairing.causal,
         "window_size_left": -1,
         "window_size_right": -1,
         "softcap": 0.0,
@@ -205,37 +164,19 @@ def _varlen_options(q_segments: Segments, k_segments: Segments, causal: bool, sc
 
 
 class NarrowValues:
-    """Another kernel, which wants heads of one width, for values that are narrower: zeros beside them change nothing.
-
-    Args:
-        kernel: the other.
-    """
+    """A kernel that requires heads of one width, for narrower values: zeros beside them change nothing."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._kernel.forward(q, k, _as_wide(v, q), q_segments, k_segments, causal, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        out, lse = self._kernel.forward(q, k, _as_wide(v, q), pairing)
         return out[..., : v.shape[-1]], lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = [_as_wide(x, q) for x in (grad, v, out)]
-        dq, dk, dv = self._kernel.backward(wide[0], q, k, wide[1], wide[2], lse, q_segments, k_segments, causal, scale)
-        return dq, dk, dv[..., : v.shape[-1]]
+    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
+        grad, v, out = (_as_wide(x, saved.q) for x in (grad, saved.v, saved.out))
+        dq, dk, dv = self._kernel.backward(grad, saved._replace(v=v, out=out), pairing)
+        return dq, dk, dv[..., : saved.v.shape[-1]]
 
 
 def _as_wide(x: Tensor, like: Tensor) -> Tensor:
@@ -264,7 +205,7 @@ class _Rows:
     length: int
 
     @classmethod
-    def of_segments(cls, starts: list[int], length: int) -> _Rows:
+    def of_segments(cls, starts: list[int], length: int) -> Self:
         if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
             return cls(slice(starts[0], starts[-1] + length), length)
         return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
@@ -278,8 +219,7 @@ class _Rows:
         whole[self.where] = part.transpose(1, 2).flatten(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
+class _Alike(NamedTuple):
     """Segments whose query lengths agree, and whose key lengths agree."""
 
     q: _Rows
@@ -306,3 +246,27 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def _sum_heads(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.view(x.shape[0], groups, -1, x.shape[2]).sum(2)
+
+
+def merged_attention(
+    accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted mean of two partial results (out, lse) over the same queries, in the precision of the lse.
+
+    ``part`` covers the queries ``rows`` of ``accumulated`` (none: all of them).
+    """
+    part_out, part_lse = part[0].to(part[1].dtype), part[1]
+    if accumulated is None:
+        return part_out, part_lse
+    out, lse = accumulated
+    old_lse = lse if rows is None else lse.index_select(1, rows)
+    new_lse = torch.logaddexp(old_lse, part_lse)
+    old_out = out if rows is None else out.index_select(0, rows)
+    merged = old_out * _weight(old_lse, new_lse) + part_out * _weight(part_lse, new_lse)
+    if rows is None:
+        return merged, new_lse
+    return out.index_copy(0, rows, merged), lse.index_copy(1, rows, new_lse)
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    return (lse - total).exp().transpose(0, 1).unsqueeze(-1)

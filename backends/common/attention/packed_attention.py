@@ -1,33 +1,60 @@
-"""Causal attention inside every sequence of a pack, on one rank."""
+"""Causal attention inside every sequence of a pack: what all ways to share it among context ranks have in common."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, Segments
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for
 
 
-class _PackedAttention(torch.autograd.Function):
+class PackedAttention(ABC):
+    """Boundaries of one micro-batch's sequences, and how ranks compute attention inside them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """(T, H, D) queries, (T, G, D) keys and values of the local tokens in, (T, H, D) out; differentiable."""
+        return _Attend.apply(q, k, v, self, scale)
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+        """Output in the type of q, its log-sum-exp, and what else ``backward`` needs."""
+
+    @abstractmethod
+    def backward(
+        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v; ``more`` is what else ``forward`` returned."""
+
+
+class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernel: AttentionKernel
-    ) -> Tensor:
-        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setting = (segments, scale, kernel)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention, scale: float) -> Tensor:
+        out, *others = attention.forward(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out, *others)
+        ctx.setting = (attention, scale)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        segments, scale, kernel = ctx.setting
-        dq, dk, dv = kernel.backward(grads[0].contiguous(), q, k, v, out, lse, segments, segments, True, scale)
-        return dq, dk, dv, None, None, None
+        attention, scale = ctx.setting
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        return *attention.backward(grads[0].contiguous(), Saved(q, k, v, out, lse), scale, more), None, None
 
 
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernel: AttentionKernel
-) -> Tensor:
-    """(T, H, D) queries, (T, G, D) keys and values in, (T, H, D) out; differentiable."""
-    return _PackedAttention.apply(q, k, v, segments, scale, kernel)
+@dataclass(frozen=True, slots=True)
+class LocalAttention(PackedAttention):
+    """Attention of whole sequences on one rank."""
+
+    segments: Segments
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+        return kernel_for(q.device.type).forward(q, k, v, Pairing(self.segments, self.segments, True, scale))
+
+    def backward(
+        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pairing = Pairing(self.segments, self.segments, True, scale)
+        return kernel_for(grad.device.type).backward(grad, saved, pairing)

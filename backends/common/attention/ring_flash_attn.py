@@ -6,8 +6,6 @@ is given explicitly: boundaries come with the micro-batch, and the mask, the sca
 and the next ones while these are computed with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
@@ -17,6 +15,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,6 @@ from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
 from slime_like.errors import TrainerError
 
 PACKAGE = "ring_flash_attn"
-HEADS_K_STRIDE = 1
-"""One head of keys and values at a time: divides every number of them, and takes the least memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,51 +46,43 @@ class Llama3Segments:
     keys: slice
 
     @classmethod
-    def of(cls, cu_seqlens_padded: Tensor, rank: int, size: int) -> Llama3Segments:
-        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``.
-
-        Raises:
-            TrainerError: the package is missing, or cannot run on this device.
-        """
+    def of(cls, cu_seqlens_padded: Tensor, rank: int, size: int) -> Self:
+        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``."""
         prepare = llama3_module(cu_seqlens_padded.device.type).llama3_flash_attn_prepare_cu_seqlens
         # Boundaries without empty segments: the package looks for the part's first and last one by bisection.
         return cls(*prepare(torch.unique_consecutive(cu_seqlens_padded), True, rank, size))
 
 
-def llama3_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Llama3Segments,
-    scale: float,
-    group: dist.ProcessGroup,
-    heads_k_stride: int = HEADS_K_STRIDE,
-) -> Tensor:
-    """Causal attention of every sequence over the whole context group: local (T, H, D) in, local (T, H, D) out.
+@dataclass(frozen=True, slots=True)
+class RingFlashAttention:
+    """Attention of a contiguous part of the pack; differentiable, with the package's own backward pass.
 
     The package gathers keys and values in one buffer: values narrower than keys are filled up with zeros on the way.
 
-    Args:
-        heads_k_stride: heads of k and v that are gathered together; must divide their number.
+    Attributes:
+        group: ranks that hold the other parts.
+        heads_k_stride: heads of k and v gathered together; must divide their number. One takes the least memory.
     """
-    width = v.shape[-1]
-    out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
-        q,
-        k,
-        F.pad(v, (0, k.shape[-1] - width)),
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
-        heads_k_stride=heads_k_stride,
-        local_k_slice=segments.keys,
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1, -1),
-        group=group,
-    )
-    return out[..., :width]
+
+    segments: Llama3Segments
+    group: dist.ProcessGroup
+    heads_k_stride: int = 1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """(T, H, D) queries, (T, G, D) keys and values of the local tokens in, (T, H, D) out."""
+        segments, width = self.segments, v.shape[-1]
+        out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
+            *(q, k, F.pad(v, (0, k.shape[-1] - width))),
+            *(segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k),
+            heads_k_stride=self.heads_k_stride,
+            local_k_slice=segments.keys,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1),
+            group=self.group,
+        )
+        return out[..., :width]
 
 
 @cache
@@ -122,8 +111,9 @@ def _require_installed(module: str, distribution: str) -> ModuleSpec:
     spec = find_spec(module)
     if spec is None:
         raise TrainerError(
-            f"trainer.attention=ring_flash_attn needs the package {module}, which is not installed; "
-            f"pip install {distribution}, or use trainer.attention=ring or allgather"
+            f"trainer.attention=ring_flash_attn needs the package {module}, which is not installed",
+            code="attention-package-missing",
+            remedy=f"pip install {distribution}, or use trainer.attention=ring or allgather",
         )
     return spec
 

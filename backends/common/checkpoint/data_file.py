@@ -22,7 +22,6 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
     """Write tensors and serialised objects one behind the other, flushed to disk.
 
     Args:
-        path: the file.
         key: its name in the checkpoint's index.
         entries: torch's write items, each with its tensor or its ``BytesIO``.
 
@@ -53,9 +52,9 @@ def refused_by_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError) as error:
-        cause = _of_system(error)
+        cause = error_of_system(error)
         reason = str(error) if cause is None else cause.strerror or str(cause)
-        raise CheckpointError(refusal(path, reason)) from error
+        raise CheckpointError(refusal(path, reason), code="write-refused") from error
 
 
 def save_to_stream(value: Any, stream: Any) -> None:
@@ -67,20 +66,20 @@ def save_to_stream(value: Any, stream: Any) -> None:
     try:
         torch_save(value, stream)
     except RuntimeError as error:  # torch's own words, raised over those of the system
-        cause = _of_system(error)
+        cause = error_of_system(error)
         if cause is None:
             raise
         raise cause from error
 
 
-def _of_system(error: BaseException) -> OSError | None:
+def error_of_system(error: BaseException) -> OSError | None:
     """Return the system's error: the error itself, or one that it hides."""
     if isinstance(error, OSError):
         return error
     behind = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     if error.__context__ is not None:
         behind.append(error.__context__)
-    return next((cause for failure in behind if (cause := _of_system(failure)) is not None), None)
+    return next((cause for failure in behind if (cause := error_of_system(failure)) is not None), None)
 
 
 def _name(index: MetadataIndex) -> str:

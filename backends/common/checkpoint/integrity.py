@@ -6,15 +6,13 @@ about to load is compared first: under any layout, before anything is unpickled.
 does not protect against forged checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Self
 
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -33,17 +31,20 @@ _SHOWN = 2
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on.
-
-    Attributes:
-        name: the tensor's name in the checkpoint, for messages.
-        crc32: of these bytes.
-    """
+    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on."""
 
     name: str
     offset: int
     length: int
     crc32: int
+
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Return whether its place in an open file holds these bytes; read in bounded memory."""
+        file.seek(self.offset)
+        crc32, left = 0, self.length
+        while left and (block := file.read(min(left, _READ_BYTES))):
+            crc32, left = zlib.crc32(block, crc32), left - len(block)
+        return not left and crc32 == self.crc32
 
 
 class ChecksumStream:
@@ -73,7 +74,6 @@ class Checksums:
     """The checksums of one checkpoint directory.
 
     Args:
-        directory: of the checkpoint.
         pieces: by data file.
         files: length and CRC-32 of the other files.
     """
@@ -89,14 +89,12 @@ class Checksums:
         }
 
     @classmethod
-    def of_directory(
-        cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]
-    ) -> Checksums:
+    def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
         """Create it with the checksums of the plain files beside the data files, which it reads."""
         return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
 
     @classmethod
-    def read(cls, directory: Path) -> Checksums:
+    def read(cls, directory: Path) -> Self:
         """Read what ``write`` wrote.
 
         Raises:
@@ -128,19 +126,17 @@ class Checksums:
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
     def verify_plain_files(self, names: Sequence[str]) -> None:
-        """Compare the files that are read as a whole.
-
-        Raises:
-            CheckpointError: one is missing or differs.
-        """
+        """Refuse files that are missing or differ, of those that are read as a whole."""
         for name in names:
             try:
                 found = _whole_file(self._directory / name)
             except FileNotFoundError as error:
                 if name not in self._files:
                     raise CheckpointError(
-                        f"{self._directory}: was written by another trainer.backend, whose checkpoints have no {name}; "
-                        "use the one that wrote it, or the Hugging Face model that its run exported"
+                        f"was written by another trainer.backend, whose checkpoints have no {name}",
+                        code="checkpoint-of-another-backend",
+                        who=str(self._directory),
+                        remedy="use the one that wrote it, or the Hugging Face model that its run exported",
                     ) from error
                 raise not_whole(self._directory, f"{name} is missing") from error
             written = self._files.get(name)
@@ -149,11 +145,7 @@ class Checksums:
                 raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
 
     def verify_lengths(self) -> None:
-        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not.
-
-        Raises:
-            CheckpointError: names the files that are missing, or the first of another length with its tensors.
-        """
+        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not."""
         missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
         if missing:
             raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
@@ -174,16 +166,12 @@ class Checksums:
         raise damaged(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
-        """Compare ``length`` bytes at ``offset`` of the open data file ``name``.
-
-        Raises:
-            CheckpointError: they differ, are cut off, or are not what was written there.
-        """
+        """Refuse ``length`` bytes at ``offset`` of the open data file ``name`` that are not those written."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
         self._verify_length(name, file.seek(0, os.SEEK_END))
-        if _crc32(file, offset, length) != piece.crc32:
+        if not piece.is_in(file):
             raise self._differs(name, piece)
 
     def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
@@ -202,13 +190,16 @@ class Checksums:
 def damaged(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
     remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
-    return CheckpointError(f"{directory}: is damaged ({reason}); {remedy}")
+    return CheckpointError(f"is damaged ({reason})", code="checkpoint-damaged", who=str(directory), remedy=remedy)
 
 
 def not_whole(directory: Path, reason: str) -> CheckpointError:
     """The one sentence about a checkpoint that lacks what is written last, or was never one."""
     return CheckpointError(
-        f"{directory}: not a whole training checkpoint ({reason}); {damage_remedy(directory, 'use another one')}"
+        f"not a whole training checkpoint ({reason})",
+        code="checkpoint-not-whole",
+        who=str(directory),
+        remedy=damage_remedy(directory, "use another one"),
     )
 
 
@@ -226,19 +217,6 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
             self._verified.add(place)
         return super()._slice_file(file, sinfo)
-
-
-def _crc32(file: IO[bytes], offset: int, length: int) -> int | None:
-    """Hash a part of an open file, in bounded memory; ``None`` if the file ends before it."""
-    file.seek(offset)
-    crc32 = 0
-    while length:
-        block = file.read(min(length, _READ_BYTES))
-        if not block:
-            return None
-        crc32 = zlib.crc32(block, crc32)
-        length -= len(block)
-    return crc32
 
 
 def _whole_file(path: Path) -> tuple[int, int]:

@@ -1,24 +1,20 @@
 """A directory in the making: hidden until it is whole, gone on with after an interruption."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from backends.common.checkpoint.integrity import Piece
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import replace_directory, sync
 
 _JOURNAL = "journal.jsonl"
-_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class FinishedFile:
         return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan, "too_large": self.too_large})
 
     @classmethod
-    def from_json(cls, line: str) -> FinishedFile:
+    def from_json(cls, line: str) -> Self:
         raw = json.loads(line)
         pieces = tuple(Piece(*entry) for entry in raw["pieces"])
         return cls(raw["name"], pieces, tuple(raw["nan"]), tuple(raw["too_large"]))
@@ -89,7 +85,7 @@ class PartialOutput:
 def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialOutput]:
     """Open the output of ``request`` (plain JSON: all that decides what is written), fresh or where it was left.
 
-    What an error or an interruption leaves stays hidden; the same request goes on with it, another one begins anew.
+    What an error or an interruption leaves stays hidden; the same request continues it, another one clears it.
 
     Raises:
         CheckpointError: the disk refuses, or another process is writing the same output.
@@ -106,26 +102,29 @@ def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialO
             if lines[:1] == [wanted]:
                 output.finished = _still_whole(output.path, lines[1:])
             else:
-                _clear(output.path)
-            # Written anew: what is not whole any more, and a line that was cut off, must not stay in it.
+                for path in output.path.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    elif path.name != _JOURNAL:
+                        path.unlink()
+            # Rewritten: what is not whole any more, and a line that was cut off, must not stay in it.
             lock.truncate(0)
             lock.write("\n".join([wanted, *(file.to_json() for file in output.finished.values())]) + "\n")
             lock.flush()
             os.fsync(lock.fileno())
         except BlockingIOError as error:
-            raise CheckpointError(f"{final}: another process is writing it; wait for it, or end it") from error
+            raise CheckpointError(
+                "another process is writing it", code="output-in-use", who=str(final), remedy="wait for it, or end it"
+            ) from error
         except OSError as error:
-            raise CheckpointError(f"{output.path}: could not be written ({error}); choose another directory") from error
+            raise CheckpointError(
+                f"could not be written ({error})",
+                code="write-refused",
+                who=str(output.path),
+                remedy="choose another directory",
+            ) from error
         output._journal = lock
         yield output
-
-
-def _clear(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _JOURNAL:
-            path.unlink()
 
 
 def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFile]:
@@ -148,15 +147,4 @@ def _as_written(path: Path, pieces: Sequence[Piece]) -> bool:
     if path.stat().st_size != end:
         return False
     with path.open("rb") as file:
-        return all(_crc32(file, piece) == piece.crc32 for piece in pieces)
-
-
-def _crc32(file: IO[bytes], piece: Piece) -> int:
-    file.seek(piece.offset)
-    crc32, left = 0, piece.length
-    while left:
-        block = file.read(min(left, _READ_BYTES))
-        if not block:
-            return -1
-        crc32, left = zlib.crc32(block, crc32), left - len(block)
-    return crc32
+        return all(piece.is_in(file) for piece in pieces)

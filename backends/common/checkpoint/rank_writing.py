@@ -3,11 +3,14 @@
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from backends.common.process.agreement import together
+from backends.common.checkpoint.data_file import refused_by_disk
+from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.process.agreement import gathered, together
 from slime_like.errors import CheckpointError
 
 
@@ -17,26 +20,40 @@ class RankWriting(ABC):
     Args:
         directory: made here; shared by all ranks.
         device: where this rank's small collectives run.
+
+    Attributes:
+        plain_files: names of what is written beside the data files.
     """
+
+    plain_files: ClassVar[tuple[str, ...]]
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory
         self._device = device
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._pieces: dict[str, list[Piece]] = {}
         together(self._make_directory, f"writing {directory}", device)
 
     def _make_directory(self) -> None:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{self._directory}: cannot be made ({error}); choose another directory") from error
+            raise CheckpointError(
+                f"cannot be made ({error})",
+                code="directory-refused",
+                who=str(self._directory),
+                remedy="choose another directory",
+            ) from error
 
     @abstractmethod
     def _write(self) -> None:
         """Write and flush this rank's files. Needs neither the device nor another rank."""
 
     @abstractmethod
+    def _write_index(self) -> None:
+        """Write what readers find the pieces by, when every rank has written its files. Collective."""
+
     def finish(self, timeout_s: float = 0.0) -> None:
         """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
 
@@ -46,6 +63,17 @@ class RankWriting(ABC):
         Raises:
             CheckpointError: a rank could not write, or not in time; on every rank.
         """
+        what = f"writing {self._directory}"
+        together(lambda: self._join(timeout_s), what, self._device)
+        self._write_index()
+        pieces = gathered(self._pieces)
+        together(lambda: self._write_checksums(pieces), what, self._device)
+
+    def _write_checksums(self, pieces: list[dict[str, list[Piece]]] | None) -> None:
+        if pieces is not None:
+            with refused_by_disk(self._directory):
+                everyones = {file: entries for part in pieces for file, entries in part.items()}
+                Checksums.of_directory(self._directory, everyones, self.plain_files).write()
 
     def write(self) -> None:
         """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
@@ -55,11 +83,7 @@ class RankWriting(ABC):
             self._failure = error
 
     def write_all(self) -> None:
-        """Write and finish. Collective.
-
-        Raises:
-            CheckpointError: a rank could not write; on every rank.
-        """
+        """Write and finish. Collective."""
         self.write()
         self.finish()
 
@@ -70,11 +94,7 @@ class RankWriting(ABC):
         self._thread.start()
 
     def is_written(self) -> bool:
-        """Return whether this rank has written all its files. Not collective.
-
-        Raises:
-            CheckpointError: it could not.
-        """
+        """Return whether this rank has written all its files. Not collective."""
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._failure is not None:
@@ -87,8 +107,10 @@ class RankWriting(ABC):
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise CheckpointError(
-                    f"{self._directory}: rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s; "
-                    "look whether the file system hangs, or raise trainer.step_timeout_s"
+                    f"rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s",
+                    code="save-timeout",
+                    who=str(self._directory),
+                    remedy="look whether the file system hangs, or raise trainer.step_timeout_s",
                 )
         if self._failure is not None:
             raise self._failure

@@ -1,15 +1,21 @@
 """Parts shared by conversions in both directions: requests and failures."""
 
 import contextlib
+import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from backends.common.checkpoint.data_file import error_of_system
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
 from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
+from backends.common.hugging_face.files import is_not_finite
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, Report
@@ -42,21 +48,16 @@ def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: in
     return files
 
 
-def require_space(partial: PartialOutput, nbytes: int) -> None:
+def _require_space(partial: PartialOutput, nbytes: int) -> None:
     """Refuse before anything is written what the disk has no room for."""
     free = shutil.disk_usage(partial.path).free
     if free < nbytes:
         raise CheckpointError(
-            f"{partial.final}: {nbytes / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left; "
-            "free space, or choose another directory"
+            f"{nbytes / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
+            code="no-disk-space",
+            who=str(partial.final),
+            remedy="free space, or choose another directory",
         )
-
-
-@contextlib.contextmanager
-def written(path: Path, tensors: Sequence[str]) -> Iterator[BinaryIO]:
-    """A file to write; where the disk refuses, one sentence that names what was to be in it."""
-    with refused_by_disk(path, tensors), path.open("wb") as file:
-        yield file
 
 
 @contextlib.contextmanager
@@ -65,13 +66,13 @@ def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
+        if (reason := error_of_system(error)) is None:
             raise
-        reason = error if isinstance(error, OSError) else error.__context__
         what = f" with {listed(list(tensors))}" if tensors else ""
         raise CheckpointError(
-            f"{path}{what} could not be written ({reason}); free space and give the same command again: files that "
-            "are done are kept"
+            f"{path}{what} could not be written ({reason})",
+            code="write-refused",
+            remedy="free space and give the same command again: files that are done are kept",
         ) from error
 
 
@@ -85,37 +86,72 @@ class FileJob(Protocol):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
 
+    @property
+    def tensors(self) -> list[str]:
+        """Names for messages."""
+
 
 Job = TypeVar("Job", bound=FileJob)
 
 
-def write_files(
-    partial: PartialOutput,
-    jobs: Sequence[Job],
-    write: Callable[[Job, Tracker], FinishedFile],
-    workers: int,
-    report: Report,
-) -> tuple[dict[str, FinishedFile], int]:
-    """Write every file that an interrupted start has not finished: all of them by name, and how many it had.
+@dataclass(frozen=True, slots=True)
+class FileFaults:
+    """Names of one file's tensors with NaN or infinity in them, and of those with values that became infinite."""
 
-    Raises:
-        CheckpointError: the disk has no room for what is missing.
-    """
-    files = dict(partial.finished)
-    reused = len(files)
-    left = [job for job in jobs if job.name not in files]
-    total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
-    require_space(partial, missing)
+    nan: list[str] = field(default_factory=list)
+    too_large: list[str] = field(default_factory=list)
 
-    def finished(file: FinishedFile) -> None:
-        partial.add(file)
-        files[file.name] = file
-
-    run_jobs(left, write, workers, finished, lambda done: report(total - missing + done, total))
-    return files, reused
+    def note(self, name: str, before: Tensor, after: Tensor) -> None:
+        """Compare a tensor's values before and after their cast."""
+        if is_not_finite(before):
+            self.nan.append(name)
+        if _overflows(before, after):
+            self.too_large.append(name)
 
 
-def overflows(before: Tensor, after: Tensor) -> bool:
+@dataclass(frozen=True, slots=True)
+class Conversion(ABC, Generic[Job]):
+    """One conversion on its way to disk."""
+
+    source: Path
+    partial: PartialOutput
+    options: ConversionOptions
+
+    @abstractmethod
+    def _pieces(self, job: Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
+        """Read, arrange and write what the file of ``job`` holds."""
+
+    def write_files(self, jobs: Sequence[Job], report: Report) -> tuple[dict[str, FinishedFile], int]:
+        """Write every file that an interrupted start has not finished: all of them by name, and how many it had.
+
+        Raises:
+            CheckpointError: the disk has no room for what is missing, or tensors have values that may not be written.
+        """
+        files = dict(self.partial.finished)
+        reused = len(files)
+        left = [job for job in jobs if job.name not in files]
+        total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
+        _require_space(self.partial, missing)
+
+        def finished(file: FinishedFile) -> None:
+            self.partial.add(file)
+            files[file.name] = file
+
+        run_jobs(left, self._write, self.options.workers, finished, lambda done: report(total - missing + done, total))
+        _require_whole_values(list(files.values()), self.source, self.options)
+        return files, reused
+
+    def _write(self, job: Job, tracker: Tracker) -> FinishedFile:
+        """Write one file; durable when this returns."""
+        faults, path = FileFaults(), self.partial.path / job.name
+        with refused_by_disk(path, job.tensors), path.open("wb") as file:
+            pieces = tuple(self._pieces(job, ChecksumStream(file), faults, tracker))
+            file.flush()
+            os.fsync(file.fileno())
+        return FinishedFile(job.name, pieces, tuple(faults.nan), tuple(faults.too_large))
+
+
+def _overflows(before: Tensor, after: Tensor) -> bool:
     """Return whether a cast made a finite number infinite. float16 ends at 65504, bfloat16 where float32 does."""
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return False
@@ -123,19 +159,23 @@ def overflows(before: Tensor, after: Tensor) -> bool:
     return bool(infinite.any()) and int(infinite.sum()) > int(before.isinf().sum())
 
 
-def require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
+def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
     """Refuse, with all their names, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
     names = sorted({name for file in files for name in file.too_large})
     if names:
         raise CheckpointError(
-            f"{source}: tensors with numbers that --dtype {options.dtype} cannot hold: {listed(names)}; use "
-            "bfloat16 or float32"
+            f"tensors with numbers that --dtype {options.dtype} cannot hold: {listed(names)}",
+            code="dtype-too-narrow",
+            who=str(source),
+            remedy="use bfloat16 or float32",
         )
     names = sorted({name for file in files for name in file.nan})
     if names and not options.allow_nan:
         raise CheckpointError(
-            f"{source}: tensors with NaN or infinity in them: {listed(names)}; use a checkpoint from before it went "
-            "wrong, or --allow-nan to convert it as it is"
+            f"tensors with NaN or infinity in them: {listed(names)}",
+            code="weights-not-finite",
+            who=str(source),
+            remedy="use a checkpoint from before it went wrong, or --allow-nan to convert it as it is",
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -53,8 +53,6 @@ def write_hf_directory(
             ones. Always exhausted, so that no rank waits in a gather.
         expected: names of the whole model's tensors.
         stage: number of this rank among those that send.
-        dtype: of the weights, for the configuration.
-        device: where this rank's small collectives run.
 
     Raises:
         CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.
@@ -76,9 +74,9 @@ def write_hf_directory(
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
     occupied = directory.exists() and not (directory / "config.json").is_file()
     if occupied and any(directory.iterdir()):
-        raise CheckpointError(f"{directory}: exists and is no Hugging Face checkpoint; choose another directory")
+        raise _occupied(directory, "exists and is no Hugging Face checkpoint")
     if directory.resolve() == source_dir.resolve():
-        raise CheckpointError(f"{directory}: is the model that training started from; choose another directory")
+        raise _occupied(directory, "is the model that training started from")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -112,10 +110,9 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
         weight_map, total = _number_files(partial)
         missing = sorted(set(expected) - weight_map.keys())
         if missing:
-            raise CheckpointError(f"{directory}: tensors that no rank wrote: {listed(missing)}")
-        if len(set(weight_map.values())) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            problem = f"tensors that no rank wrote: {listed(missing)}"
+            raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
+        write_index(partial, weight_map, total)
         copy_companions(source_dir, partial, dtype)
         for file in partial.glob("*.safetensors"):
             shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
@@ -132,13 +129,25 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
     weight_map: dict[str, str] = {}
     total = 0
     for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        name = file_name(number, len(files))
         with safe_open(file, framework="pt") as reader:
             weight_map |= dict.fromkeys(reader.keys(), name)
         header = int.from_bytes(file.open("rb").read(8), "little")
         total += file.stat().st_size - 8 - header
         file.rename(partial / name)
     return weight_map, total
+
+
+def file_name(number: int, count: int) -> str:
+    """Name of file ``number`` (from 1) of ``count``, as transformers gives it."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> None:
+    """Write which file each tensor is in, where there are several, and the bytes of all."""
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
@@ -168,8 +177,19 @@ def _require_whole(file: Path) -> None:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error}); copy or download it again") from error
+        raise CheckpointError(
+            f"not valid JSON ({error})", code="file-damaged", who=str(file), remedy="copy or download it again"
+        ) from error
+
+
+def _occupied(directory: Path, problem: str) -> CheckpointError:
+    return CheckpointError(problem, code="directory-occupied", who=str(directory), remedy="choose another directory")
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: could not be written ({error}); free space or choose another directory")
+    return CheckpointError(
+        f"could not be written ({error})",
+        code="write-refused",
+        who=str(path),
+        remedy="free space or choose another directory",
+    )

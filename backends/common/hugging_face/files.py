@@ -1,18 +1,15 @@
 """Reading slices of a Hugging Face checkpoint's safetensors files."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.errors import CheckpointError
 from slime_like.models.weight_files import WeightFilesError, file_problem, weight_files
 
@@ -23,7 +20,7 @@ _COMPARED = 1 << 22
 """Elements of a tensor that are compared at a time."""
 
 
-class HfCheckpoint:
+class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
     """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
 
     A context manager that closes the files. Opening reads headers only.
@@ -43,12 +40,7 @@ class HfCheckpoint:
             self._stack.close()
             raise
 
-    def __enter__(self) -> HfCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._slices.clear()
         self._stack.close()
 
@@ -58,10 +50,15 @@ class HfCheckpoint:
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
             otherwise = f"{file} is damaged ({error}); copy or download it again"
-            raise CheckpointError(file_problem(file) or otherwise) from error
+            raise CheckpointError(file_problem(file) or otherwise, code="weight-file-damaged") from error
         twice = sorted(self._slices.keys() & set(names))
         if twice:
-            raise CheckpointError(f"{file}: tensors that another file has too: {listed(twice)}; remove one of them")
+            raise CheckpointError(
+                f"tensors that another file has too: {listed(twice)}",
+                code="tensor-stored-twice",
+                who=str(file),
+                remedy="remove one of them",
+            )
         self._slices |= {name: reader.get_slice(name) for name in names}
 
     def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
@@ -69,40 +66,35 @@ class HfCheckpoint:
 
         Args:
             ignored: names that may be present without a use.
-
-        Raises:
-            CheckpointError: lists missing and unexpected tensors, wrong shapes, and tensors that are not floats.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
-        problems = [
-            f"{what}: {listed(names)}"
-            for what, names in (
-                ("missing", sorted(expected.keys() - present)),
-                ("unexpected", sorted(present - expected.keys())),
-                ("wrong shape", self._wrong_shapes(expected)),
-                ("not of a floating-point type (quantised?)", self._not_floats(expected)),
-            )
-            if names
-        ]
-        if problems:
+        problems = {
+            "missing": sorted(expected.keys() - present),
+            "unexpected": sorted(present - expected.keys()),
+            "wrong shape": self._wrong_shapes(expected),
+            "not of a floating-point type (quantised?)": self._not_floats(expected),
+        }
+        if any(problems.values()):
             raise CheckpointError(
-                f"{self.directory}: the tensors do not fit its config.json; {'; '.join(problems)}; "
-                "use the config.json and the weights of the same, unquantised model"
+                f"the tensors do not fit its config.json; {listed_by_kind(problems)}",
+                code="tensors-do-not-fit",
+                who=str(self.directory),
+                remedy="use the config.json and the weights of the same, unquantised model",
             )
 
     def require_copies(self, copies: Collection[str], original: str) -> None:
         """Refuse a checkpoint whose tied tensors are stored with other bits than ``original``.
 
         Its ``config.json`` says that they are one; transformers would believe the file, and engines the configuration.
-
-        Raises:
-            CheckpointError: names what differs.
         """
         different = sorted(name for name in copies if not self._same(name, original))
         if different:
             raise CheckpointError(
-                f"{self.directory}: config.json says tie_word_embeddings=true, but {listed(different)} and {original} "
-                "are stored and differ; set it to false, or remove what is not the model's own"
+                f"config.json says tie_word_embeddings=true, but {listed(different)} and {original} are stored and "
+                "differ",
+                code="tied-tensors-differ",
+                who=str(self.directory),
+                remedy="set it to false, or remove what is not the model's own",
             )
 
     def _same(self, one: str, other: str) -> bool:
@@ -151,7 +143,10 @@ class HfCheckpoint:
         values = self.read_unchecked(name, axis, start, length)
         if is_not_finite(values):
             raise CheckpointError(
-                f"{self.directory}: {name} holds NaN or infinity; use a checkpoint from before it went wrong"
+                f"{name} holds NaN or infinity",
+                code="weights-not-finite",
+                who=str(self.directory),
+                remedy="use a checkpoint from before it went wrong",
             )
         return values
 
@@ -177,8 +172,9 @@ def _weight_files(directory: Path) -> list[Path]:
     try:
         files = weight_files(directory)
     except WeightFilesError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(str(error), code="weight-files") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise CheckpointError(f"{directory}: files that its index lists are missing: {listed(missing)}")
+        problem = f"files that its index lists are missing: {listed(missing)}"
+        raise CheckpointError(problem, code="weight-files-missing", who=str(directory))
     return files

@@ -1,32 +1,28 @@
 """Any checkpoint whose tensors can be read under Hugging Face's names, written as a Hugging Face directory."""
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from backends.common.checkpoint.integrity import ChecksumStream
-from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     TYPE_NAMES,
+    Conversion,
+    FileFaults,
     common_dtype,
     fingerprint,
     in_files,
-    overflows,
     refused_by_disk,
-    require_whole_values,
-    write_files,
-    written,
 )
-from backends.common.hugging_face.directory import copy_companions
-from backends.common.hugging_face.files import Shape, is_not_finite
+from backends.common.hugging_face.directory import copy_companions, file_name, write_index
+from backends.common.hugging_face.files import Shape
 from slime_like.config import RunConfig
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 from slime_like.models.dimensions import keeps_type
-from slime_like.models.weight_files import INDEX
 from slime_like.system.threads import Tracker
 from slime_like.weights.checksums import as_bytes
 
@@ -53,8 +49,8 @@ class _Job:
         return sum(group.nbytes for group in self.groups)
 
     @property
-    def shapes(self) -> dict[str, Shape]:
-        return {name: shape for group in self.groups for name, shape in group.shapes.items()}
+    def tensors(self) -> list[str]:
+        return [name for group in self.groups for name in group.shapes]
 
 
 def to_hugging_face(
@@ -80,7 +76,7 @@ def to_hugging_face(
         "max_file_bytes": options.max_file_bytes,
     }
     with partial_output(output, request) as partial:
-        return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
+        return _convert(config, _ToHuggingFace(checkpoint, partial, options, source), jobs, report)
 
 
 def _type_of(source: TensorSource, names: Sequence[str], wanted: torch.dtype | None) -> torch.dtype:
@@ -92,42 +88,25 @@ def _type_of(source: TensorSource, names: Sequence[str], wanted: torch.dtype | N
 
 def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
     files = in_files(groups, lambda group: group.nbytes, max_bytes)
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
     # Wide types first: every tensor then begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
-    return [_Job(name, file) for name, file in zip(names, ordered, strict=True)]
+    return [_Job(file_name(number, len(files)), file) for number, file in enumerate(ordered, start=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    source: TensorSource
-    directory: Path
-    partial: PartialOutput
-    options: ConversionOptions
+class _ToHuggingFace(Conversion[_Job]):
+    tensors: TensorSource
 
-    def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
-        """Read, arrange and write one file; durable when this returns."""
-        nan: list[str] = []
-        too_large: list[str] = []
-        with written(self.partial.path / job.name, list(job.shapes)) as file:
-            stream = ChecksumStream(file)
-            stream.write(_header(job))
-            pieces = [stream.piece("header")]
-            for group in job.groups:
-                for name, tensor in self.source.read(list(group.shapes)).items():
-                    if is_not_finite(tensor):
-                        nan.append(name)
-                    cast = tensor.to(group.dtype)
-                    if overflows(tensor, cast):
-                        too_large.append(name)
-                    stream.write(as_bytes(cast).numpy().data)
-                    pieces.append(stream.piece(name))
-                tracker.advance(group.nbytes)
-            file.flush()
-            os.fsync(file.fileno())
-        return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
+    def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
+        stream.write(_header(job))
+        yield stream.piece("header")
+        for group in job.groups:
+            for name, tensor in self.tensors.read(list(group.shapes)).items():
+                cast = tensor.to(group.dtype)
+                faults.note(name, tensor, cast)
+                stream.write(as_bytes(cast).numpy().data)
+                yield stream.piece(name)
+            tracker.advance(group.nbytes)
 
 
 def _header(job: _Job) -> bytes:
@@ -144,16 +123,13 @@ def _header(job: _Job) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+def _convert(config: RunConfig, work: _ToHuggingFace, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial = work.partial
-    files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
-    require_whole_values(list(files.values()), work.directory, work.options)
+    _, reused = work.write_files(jobs, report)
     total = sum(job.nbytes for job in jobs)
-    weight_map = {name: job.name for job in jobs for name in job.shapes}
+    weight_map = {name: job.name for job in jobs for name in job.tensors}
     with refused_by_disk(partial.path):
-        if len(jobs) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(partial.path, weight_map, total)
         dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.groups])
         copy_companions(config.model.path, partial.path, dtype)
         partial.commit()

@@ -1,14 +1,19 @@
 """All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, TrainerError
 
 Result = TypeVar("Result")
+
+
+def rank_error(phase: str, problem: str, *, code: str, remedy: str) -> TrainerError:
+    """Error of this rank of the world."""
+    return TrainerError(problem, code=code, who=f"rank {dist.get_rank()}", phase=phase, remedy=remedy)
 
 
 def together(action: Callable[[], Result], what: str, device: torch.device) -> Result:
@@ -27,8 +32,24 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
     if problem is not None:
         raise problem
     if failed.item() >= 0:
-        raise CheckpointError(f"{what} failed on trainer rank {int(failed.item())}; its own message says why")
+        raise CheckpointError(
+            f"{what} failed on trainer rank {int(failed.item())}",
+            code="failed-on-another-rank",
+            remedy="its own message says why",
+        )
     return result
+
+
+def gathered(value: Result) -> list[Result] | None:
+    """Every rank's ``value`` on the first rank, ``None`` on the others. Collective over the world."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
+def listed_by_kind(found: Mapping[str, list[str]]) -> str:
+    """Kinds of faults, each with the names that have it; empty if none has."""
+    return "; ".join(f"{kind}: {listed(names)}" for kind, names in found.items() if names)
 
 
 def listed(names: list[str], limit: int = 20) -> str:

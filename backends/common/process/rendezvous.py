@@ -38,8 +38,12 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     parallel = config.trainer.parallel
     if placement.world_size != parallel.world_size:
         raise TrainerError(
-            f"rank {placement.rank}, setup: the world has {placement.world_size} ranks, but tensor * pipeline * "
-            f"context * data is {parallel.world_size}; start as many ranks as the layout has"
+            f"the world has {placement.world_size} ranks, but tensor * pipeline * context * data is "
+            f"{parallel.world_size}",
+            code="world-size",
+            who=f"rank {placement.rank}",
+            phase="setup",
+            remedy="start as many ranks as the layout has",
         )
     on_cuda = torch.cuda.is_available()
     if on_cuda:
@@ -59,8 +63,12 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
         )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise TrainerError(
-            f"rank {placement.rank}, setup: no rendezvous at {placement.master_address}:{placement.master_port} "
-            f"within {start.total_seconds():.0f} s ({error}); check that all ranks start and that the port is free"
+            f"no rendezvous at {placement.master_address}:{placement.master_port} within "
+            f"{start.total_seconds():.0f} s ({error})",
+            code="no-rendezvous",
+            who=f"rank {placement.rank}",
+            phase="setup",
+            remedy="check that all ranks start and that the port is free",
         ) from error
     dist.init_process_group(
         cuda_backend if on_cuda else "gloo",

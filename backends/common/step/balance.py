@@ -12,16 +12,15 @@ its layer has run: neither packing, nor windows, nor any parallel axis can show 
 count, for they are routed too; padding and fillers do not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
-from slime_like.errors import TrainerError
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -42,35 +41,28 @@ class BalanceLoss:
 
     @classmethod
     def of_step(
-        cls, coefficient: float, denominator: float, tokens: int, replicas: dist.ProcessGroup, device: torch.device
-    ) -> BalanceLoss:
-        """For a step whose gradients will be divided by ``denominator``; ``tokens`` are this replica's. Collective."""
-        total = torch.tensor(tokens, dtype=torch.int64, device=device)
-        dist.all_reduce(total, group=replicas)
-        return cls(coefficient * denominator / int(total), int(total))
-
-    @classmethod
-    def configured(
         cls,
         coefficient: float,
         denominator: float | None,
         tokens: int | None,
         replicas: dist.ProcessGroup,
         device: torch.device,
-    ) -> BalanceLoss | None:
-        """``None`` where ``algorithm.moe_aux_loss_coef`` is 0. Collective where it is not.
+    ) -> Self:
+        """For a step whose gradients will be divided by ``denominator``; ``tokens`` are this replica's. Collective.
 
         Raises:
             TrainerError: the step did not begin with what the loss needs.
         """
-        if coefficient == 0:
-            return None
         if denominator is None or tokens is None:
-            raise TrainerError(
-                f"rank {dist.get_rank()}, begin_step: algorithm.moe_aux_loss_coef={coefficient:g} has its own "
-                "denominator; give begin_step the step's denominator and this replica's tokens, or set it to 0"
+            raise rank_error(
+                "begin_step",
+                f"algorithm.moe_aux_loss_coef={coefficient:g} has its own denominator",
+                code="denominator",
+                remedy="give begin_step the step's denominator and this replica's tokens, or set it to 0",
             )
-        return cls.of_step(coefficient, denominator, tokens, replicas, device)
+        total = torch.tensor(tokens, dtype=torch.int64, device=device)
+        dist.all_reduce(total, group=replicas)
+        return cls(coefficient * denominator / int(total), int(total))
 
     def mean(self, layers: int, device: torch.device) -> Tensor:
         """Over layers and tokens, without coefficient: 1 is an even load. Collective over the world."""
@@ -88,7 +80,6 @@ class RoutedTokens:
     Attributes:
         sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers.
         lengths: (S,) tokens of every sequence, on all ranks together.
-        loss: the step's balancing loss.
     """
 
     sequence: Tensor
@@ -96,7 +87,7 @@ class RoutedTokens:
     loss: BalanceLoss
 
     @classmethod
-    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> RoutedTokens:
+    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> Self:
         """Create it for the ``rows`` of the token axis of ``shard``."""
         source = shard.source[rows]
         padding = pack.num_sequences
@@ -104,22 +95,35 @@ class RoutedTokens:
         is_real = (source >= 0) & (sequence >= 0) & (not pack.is_filler)
         return cls(torch.where(is_real, sequence, padding), pack.prompt_lens + pack.response_lens, loss)
 
+    def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
+        """One layer's scaled loss of this rank's tokens; ``loss`` keeps its share.
 
-@torch.no_grad()
-def sequence_load(routing_map: Tensor, tokens: RoutedTokens, top_k: int, group: dist.ProcessGroup) -> Tensor:
-    """(S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding.
+        Args:
+            logits: (t, E) of the router.
+            chosen: (t, E) bool, its choices.
+            sigmoid: scores are sigmoids, not a softmax.
+            top_k: choices per token.
+            group: the ranks that hold parts of the same sequences.
+        """
+        if sigmoid:
+            affinity = logits.float().sigmoid()
+            probability = affinity / affinity.sum(dim=-1, keepdim=True)
+        else:
+            probability = logits.softmax(dim=-1, dtype=torch.float32)
+        load = self._load(chosen, top_k, group)
+        # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its own tokens.
+        loss = logits.shape[-1] * (probability * load[self.sequence]).sum()
+        self.loss.sums.append(loss.detach().double())
+        return self.loss.scale * loss
 
-    Args:
-        routing_map: (t, E) bool, this rank's choices.
-        tokens: whose they are.
-        top_k: choices per token.
-        group: the ranks that hold parts of the same sequences.
-    """
-    count = len(tokens.lengths)
-    load = torch.zeros(count + 1, routing_map.shape[1], dtype=torch.float32, device=routing_map.device)
-    load.index_add_(0, tokens.sequence, routing_map.float())
-    if group.size() > 1:
-        dist.all_reduce(load, group=group)
-    load[:count] /= top_k * tokens.lengths[:, None]
-    load[count] = 0.0
-    return load
+    @torch.no_grad()
+    def _load(self, chosen: Tensor, top_k: int, group: dist.ProcessGroup) -> Tensor:
+        """(S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding."""
+        count = len(self.lengths)
+        load = torch.zeros(count + 1, chosen.shape[1], dtype=torch.float32, device=chosen.device)
+        load.index_add_(0, self.sequence, chosen.float())
+        if group.size() > 1:
+            dist.all_reduce(load, group=group)
+        load[:count] /= top_k * self.lengths[:, None]
+        load[count] = 0.0
+        return load

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from backends.common.step.balance import BalanceLoss
 from slime_like.algorithms.losses import LossSums
 from slime_like.errors import TrainerError
@@ -36,76 +37,66 @@ class StepSums:
         self.sums = sums if self.sums is None else self.sums.add(sums)
 
     def open_window(self, count: int, last: bool) -> None:
-        """Take note of a window of ``count`` micro-batches, the step's ``last`` or not.
-
-        Raises:
-            TrainerError: it is empty, or the step's last one has been given already.
-        """
+        """Accept a window of ``count`` micro-batches; refuse an empty one, and any after the step's ``last``."""
         if self.complete:
-            raise TrainerError(
-                f"rank {dist.get_rank()}, accumulate: a window follows the one that was the step's last; "
-                "give last=True with the last one only"
+            raise rank_error(
+                "accumulate",
+                "a window follows the one that was the step's last",
+                code="window-after-last",
+                remedy="give last=True with the last one only",
             )
         if not count:
-            raise TrainerError(
-                f"rank {dist.get_rank()}, accumulate: the window is empty; every rank needs the same number of "
-                "micro-batches (fill up with zero-weight ones)"
+            raise rank_error(
+                "accumulate",
+                "the window is empty",
+                code="empty-window",
+                remedy="every rank needs the same number of micro-batches (fill up with zero-weight ones)",
             )
         self.complete = last
 
     def require_denominator(self, denominator: float) -> None:
-        """Refuse a denominator that no step can have, or not the one that the step began with.
-
-        Raises:
-            TrainerError: it is.
-        """
+        """Refuse a denominator that no step can have, or not the one that the step began with."""
         if not denominator > 0:
-            raise TrainerError(
-                f"rank {dist.get_rank()}, finish_step: denominator={denominator} is not positive; "
-                "a step needs at least one token that carries loss"
+            raise rank_error(
+                "finish_step",
+                f"denominator={denominator} is not positive",
+                code="denominator",
+                remedy="a step needs at least one token that carries loss",
             )
         if self.denominator not in (None, denominator):
-            raise TrainerError(
-                f"rank {dist.get_rank()}, finish_step: denominator={denominator} is not the {self.denominator} that "
-                "begin_step was given; give both the same"
+            raise rank_error(
+                "finish_step",
+                f"denominator={denominator} is not the {self.denominator} that begin_step was given",
+                code="denominator",
+                remedy="give both the same",
             )
-
-    def bad_micro_batch(self) -> int | None:
-        """Index of the first micro-batch whose loss is not finite."""
-        if not self.losses:
-            return None
-        bad = (~torch.isfinite(torch.stack(self.losses))).nonzero()
-        return int(bad[0]) if len(bad) else None
 
 
 def require_finite_losses(step: StepSums, device: torch.device) -> None:
-    """Every rank raises if any rank saw a loss that is not finite, and names the first such rank.
-
-    Raises:
-        TrainerError: with rank, phase and micro-batch.
-    """
-    bad = step.bad_micro_batch()
-    mine = torch.tensor([-1 if bad is None else bad], dtype=torch.int64, device=device)
+    """Raise on every rank if any rank saw a loss that is not finite; the error names the first such rank."""
+    bad = (~torch.isfinite(torch.stack(step.losses))).nonzero().flatten().tolist() if step.losses else []
+    mine = torch.tensor(bad[:1] or [-1], dtype=torch.int64, device=device)
     everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(everyone, mine)
     for rank, micro_batch in enumerate(everyone.tolist()):
         if micro_batch >= 0:
             raise TrainerError(
-                f"rank {rank}, forward of micro-batch {micro_batch}: the loss is not finite; nothing was updated. "
-                "Lower trainer.optimizer.lr, or look at this batch's logprobs and advantages"
+                "the loss is not finite; nothing was updated",
+                code="loss-not-finite",
+                who=f"rank {rank}",
+                phase=f"forward of micro-batch {micro_batch}",
+                remedy="lower trainer.optimizer.lr, or look at this batch's logprobs and advantages",
             )
 
 
 def require_finite_norm(norm: float) -> None:
-    """The norm is the same on every rank, so that all raise.
-
-    Raises:
-        TrainerError: with rank and phase.
-    """
+    """The norm is the same on every rank, so that all raise."""
     if not math.isfinite(norm):
-        raise TrainerError(
-            f"rank {dist.get_rank()}, gradient reduction: the gradient norm is {norm}; nothing was updated. "
-            "Lower trainer.optimizer.lr or trainer.optimizer.clip_grad"
+        raise rank_error(
+            "gradient reduction",
+            f"the gradient norm is {norm}; nothing was updated",
+            code="gradient-not-finite",
+            remedy="lower trainer.optimizer.lr or trainer.optimizer.clip_grad",
         )
 
 

@@ -8,10 +8,10 @@ trains.
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from slime_like.algorithms import head
+from slime_like.interfaces.estimate import Axis, Traffic, Work
+
 META = torch.device("meta")
+HEAD = "head"
 
 _aten = torch.ops.aten
 
@@ -40,10 +44,22 @@ class Counted:
     attention_flops: float = 0.0
     sent: Groups = field(default_factory=dict)
 
-    def add_sent(self, ranks: Sequence[int], nbytes: int) -> None:
-        """One more message or collective."""
+    def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1) -> None:
+        """Add ``count`` messages or collectives of ``nbytes`` in all."""
         before, calls = self.sent.get(tuple(ranks), (0, 0))
-        self.sent[tuple(ranks)] = before + nbytes, calls + 1
+        self.sent[tuple(ranks)] = before + nbytes, calls + count
+
+    def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
+        """This work, with ``further`` messages; ``axes`` belong to groups, ``default`` to all others."""
+        sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
+        return Work(self.matmul_flops, self.attention_flops, (*sent, *further))
+
+    def add(self, other: Self) -> None:
+        """Add another counter to this one."""
+        self.matmul_flops += other.matmul_flops
+        self.attention_flops += other.attention_flops
+        for ranks, (nbytes, calls) in other.sent.items():
+            self.add_sent(ranks, nbytes, calls)
 
 
 class Trace(TorchDispatchMode):
@@ -83,6 +99,31 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self._label = before
+
+    def restart(self) -> int:
+        """Count work and the peak from here on; bytes that are there now."""
+        self.counted = Counted()
+        self.restart_peak()
+        return self.live
+
+    @contextlib.contextmanager
+    def head_labelled(self) -> Iterator[None]:
+        """Inside, storages that the head makes are also counted under ``HEAD``."""
+
+        def labelled(original: Callable[..., Any]) -> Any:
+            def call(*arguments: Any) -> Any:
+                with self.label(HEAD):
+                    return original(*arguments)
+
+            return staticmethod(call)
+
+        function: Any = head._FusedLogprobs
+        originals = function.forward, function.backward
+        function.forward, function.backward = map(labelled, originals)
+        try:
+            yield
+        finally:
+            function.forward, function.backward = map(staticmethod, originals)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,13 +186,10 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    return (
-        tensor
-        if tensor.is_meta
-        else torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad
-        )
-    )
+    if tensor.is_meta:
+        return tensor
+    like: dict[str, Any] = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+    return torch.empty_strided(tensor.shape, tensor.stride(), device=META, **like)
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -175,7 +213,7 @@ def _flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) 
 
 
 def _flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """Five products instead of two: the scores anew, and the gradients of scores, values, queries and keys."""
+    """Five products instead of two: the scores again, and the gradients of scores, values, queries and keys."""
     counted.attention_flops += 5 * _flash_pairs(inputs[1], inputs[6], inputs[7], causal=args[11])
 
 
@@ -245,33 +283,17 @@ _NOT_ON_META = frozenset(
 _NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 
 
-def _once(ranks: int) -> float:
-    return 1.0
-
-
-def _to_all_others(ranks: int) -> float:
-    return float(ranks - 1)
-
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _there_and_back(ranks: int) -> float:
-    return 2 * _all_but_own(ranks)
-
-
 # The argument whose size decides, and how many times its bytes one rank of so many sends.
 _SENT: dict[str, tuple[int, Callable[[int], float]]] = {
-    "send": (0, _once),
-    "broadcast_": (0, _once),
-    "allreduce_": (0, _there_and_back),
-    "allreduce_coalesced_": (0, _there_and_back),
-    "allgather_": (1, _to_all_others),
-    "_allgather_base_": (1, _to_all_others),
-    "allgather_into_tensor_coalesced_": (1, _to_all_others),
-    "reduce_scatter_": (0, _to_all_others),
-    "_reduce_scatter_base_": (0, _to_all_others),
-    "reduce_scatter_tensor_coalesced_": (0, _to_all_others),
-    "alltoall_base_": (1, _all_but_own),
+    "send": (0, lambda ranks: 1.0),
+    "broadcast_": (0, lambda ranks: 1.0),
+    "allreduce_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
+    "allreduce_coalesced_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
+    "allgather_": (1, lambda ranks: ranks - 1),
+    "_allgather_base_": (1, lambda ranks: ranks - 1),
+    "allgather_into_tensor_coalesced_": (1, lambda ranks: ranks - 1),
+    "reduce_scatter_": (0, lambda ranks: ranks - 1),
+    "_reduce_scatter_base_": (0, lambda ranks: ranks - 1),
+    "reduce_scatter_tensor_coalesced_": (0, lambda ranks: ranks - 1),
+    "alltoall_base_": (1, lambda ranks: (ranks - 1) / ranks),
 }

@@ -33,8 +33,8 @@ def _filled(budget: int, prompt: int, response: int, context: int, layout: Layou
             length = room // (2 * context) * (2 * context)
         if length < 2:
             break
-        own_prompt = min(prompt, length - 1)
-        sequences.append(_sequence(len(sequences), own_prompt, length - own_prompt))
+        prompt_length = min(prompt, length - 1)
+        sequences.append(_sequence(len(sequences), prompt_length, length - prompt_length))
         room -= padded_length(length, context, layout)
     return pack_sequences(sequences)
 

@@ -1,6 +1,5 @@
 """A trainer rank's start, step and scoring, whatever computes its model."""
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
@@ -17,7 +17,7 @@ from backends.common.step.sums import StepSums, reduced_over_data, require_finit
 from backends.common.trainer.reference import ReferenceWeights, configured_reference, preserved_weights
 from backends.common.trainer.storage import StoringTrainer
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, TrainerError
+from slime_like.errors import ConfigError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -40,11 +40,10 @@ class StepOptimizer(Protocol):
 class TrainerBase(StoringTrainer):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
+    See ``TrainerBackend`` for the meaning of its methods.
+
     Attributes:
-        dimensions: the model's sizes, from its checkpoint.
-        coordinates: this rank's place on every axis.
         optimizer: AdamW and its schedule (in a trainer that trains).
-        device: where this rank computes.
         replicas: the data-parallel group, without context ranks.
     """
 
@@ -54,13 +53,8 @@ class TrainerBase(StoringTrainer):
     device: torch.device
     replicas: dist.ProcessGroup
 
-    def __init__(
-        self,
-        config: RunConfig,
-        placement: RankPlacement,
-        runtime: contextlib.AbstractContextManager[object],
-    ) -> None:
-        super().__init__(config, placement, runtime)
+    def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
+        super().__init__(config, placement)
         self._objective = Objective(config)
         self._reference: ReferenceWeights | None = None
         self._step = StepSums()
@@ -114,7 +108,6 @@ class TrainerBase(StoringTrainer):
         return self.coordinates
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
-        """Weights alone: neither gradients nor an optimizer nor a reference take memory."""
         with self._phase("setup"):
             self._open()
             if checkpoint is None:
@@ -142,27 +135,25 @@ class TrainerBase(StoringTrainer):
             self.state.load_weights(weights / "trainer")
 
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
-        """Read weights into the policy of a trainer that only scores, or into the reference."""
         if weights == "policy":
             with self._phase("load"):
                 self.state.load_weights(directory)
             return
-        self.settle_weights()
-        with self._phase("load"), preserved_weights(self.state):
+        with self._settled("load"), preserved_weights(self.state):
             self.state.load_weights(directory)
             self._reference = ReferenceWeights(self.state)
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
-        """Zero the gradients and the step's sums."""
         with self._phase("begin_step"):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
-            balance = BalanceLoss.configured(coefficient, denominator, tokens, self.replicas, self.device)
-            self._step = StepSums(denominator, balance)
+            self._step = StepSums(denominator)
+            if coefficient:
+                balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+                self._step.balance = balance
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
-        """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule."""
         self._step.require_denominator(denominator)
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
@@ -182,7 +173,6 @@ class TrainerBase(StoringTrainer):
         return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """The step's finished gradients under Hugging Face's names; nothing is updated."""
         self._step.require_denominator(denominator)
         with self._phase("finalize_gradients"):
             self.finalize_gradients(denominator)
@@ -193,14 +183,15 @@ class TrainerBase(StoringTrainer):
     def score(
         self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
     ) -> list[ScoredLogprobs] | None:
-        """Response logprobs and entropy of every pack, by the very code that training runs, without gradient."""
         if weights == "policy":
             return self._score(micro_batches)
         if self._reference is None:
-            raise TrainerError(
-                f"rank {self.placement.rank}, score: no reference is loaded because algorithm.kl_coef is 0, and "
-                "algorithm.kl_reward_coef too, or because reference.placement is workers; set one above 0, or "
-                "placement: trainer"
+            raise rank_error(
+                "score",
+                "no reference is loaded because algorithm.kl_coef is 0, and algorithm.kl_reward_coef too, or because "
+                "reference.placement is workers",
+                code="no-reference",
+                remedy="set one above 0, or placement: trainer",
             )
         self.settle_weights()
         with self._reference.in_place():

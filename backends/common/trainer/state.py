@@ -63,7 +63,7 @@ class TrainerState(ABC):
 
     @abstractmethod
     def offload(self, keep_weights: bool) -> None:
-        """Move everything, or everything but the weights, to host memory."""
+        """Free the device, apart from the weights if they are kept; gradients are dropped: a step must not be open."""
 
     @abstractmethod
     def onload(self) -> None:

@@ -3,35 +3,29 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.state import TrainerState
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankPlacement, WeightBucket
+from slime_like.interfaces import PendingSave, RankPlacement, WeightBucket
 
 
 class StoringTrainer(ABC):
-    """The part of ``TrainerBackend`` that moves the state and computes nothing.
-
-    Attributes:
-        runtime: the context in which every phase runs; may be entered repeatedly.
-        state: this rank's shard (after ``setup``).
-    """
+    """The part of ``TrainerBackend`` that moves the state and computes nothing; see there for its methods."""
 
     state: TrainerState
 
-    def __init__(
-        self,
-        config: RunConfig,
-        placement: RankPlacement,
-        runtime: contextlib.AbstractContextManager[object],
-    ) -> None:
+    def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         self.config = config
         self.placement = placement
-        self.runtime = runtime
-        self._pending_save: RankWriting | None = None
+
+    @property
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """A new context in which a phase runs."""
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -41,8 +35,13 @@ class StoringTrainer(ABC):
                 yield
         except RuntimeError as error:
             alone = self.placement.world_size == 1
-            hint = "" if alone else "; if a collective failed, another rank died or hung: its own message says why"
-            raise TrainerError(f"rank {self.placement.rank}, {name}: {type(error).__name__}: {error}{hint}") from error
+            raise TrainerError(
+                f"{type(error).__name__}: {error}",
+                code="trainer-phase-failed",
+                who=f"rank {self.placement.rank}",
+                phase=name,
+                remedy="" if alone else "if a collective failed, another rank died or hung: its own message says why",
+            ) from error
 
     def settle_weights(self) -> None:  # noqa: B027 - where updates are whole when they return
         """Make every weight of this rank whole, where an update may still be on its way. Collective.
@@ -50,70 +49,62 @@ class StoringTrainer(ABC):
         Every method here that reads weights does so itself.
         """
 
+    @contextlib.contextmanager
+    def _settled(self, phase: str) -> Iterator[None]:
+        self.settle_weights()
+        with self._phase(phase):
+            yield
+
     @property
     def _bucket_bytes(self) -> int:
         return int(self.config.sync.bucket_mb * 2**20)
 
     def export_weights(self) -> Iterator[WeightBucket]:
-        """Hugging-Face-named buckets of at most ``sync.bucket_mb``."""
         self.settle_weights()
         return self.state.export_weights(self._bucket_bytes)
 
     def export_hf(self, directory: Path) -> None:
-        """Write a complete Hugging Face checkpoint."""
-        self.settle_weights()
-        with self._phase("writing the Hugging Face model"):
+        with self._settled("writing the Hugging Face model"):
             self.state.export_hugging_face(directory)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state."""
-        self.settle_weights()
-        with self._phase("save"):
+        with self._settled("save"):
             self.state.plan_save(directory, snapshot=False).write_all()
 
-    def start_save(self, directory: Path) -> None:
-        """Start a save from a snapshot in host memory, which a thread writes while training continues."""
-        self.settle_weights()
-        with self._phase("save"):
-            self._pending_save = self.state.plan_save(directory, snapshot=True)
-            self._pending_save.write_in_background()
-
-    def is_save_written(self) -> bool:
-        """Return whether this rank's files are on disk."""
-        return self._started_save().is_written()
-
-    def finish_save(self) -> None:
-        """Wait for every rank's files, then write what makes the checkpoint whole."""
-        with self._phase("save"):
-            self._started_save().finish(self.config.trainer.step_timeout_s)
-        self._pending_save = None
-
-    def _started_save(self) -> RankWriting:
-        if self._pending_save is None:
-            raise TrainerError(f"rank {self.placement.rank}, save: no save was started; call start_save first")
-        return self._pending_save
+    def start_save(self, directory: Path) -> PendingSave:
+        with self._settled("save"):
+            writing = self.state.plan_save(directory, snapshot=True)
+            writing.write_in_background()
+        return _StartedSave(self, writing)
 
     def load(self, directory: Path) -> None:
-        """Read what ``save`` wrote, under this layout or another."""
-        self.settle_weights()
-        with self._phase("load"):
+        with self._settled("load"):
             self.state.load(directory)
 
     def save_weights(self, directory: Path) -> None:
-        """Write the weights alone."""
-        self.settle_weights()
-        with self._phase("save"):
+        with self._settled("save"):
             self.state.save_weights(directory)
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Move gradients, optimizer state and weights to host memory (on a CPU they are there already)."""
         self.settle_weights()
         self.state.offload(keep_weights)
 
     def onload(self) -> None:
-        """Move them back to the device."""
         self.state.onload()
 
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the process groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedSave:
+    trainer: StoringTrainer
+    writing: RankWriting
+
+    def is_written(self) -> bool:
+        return self.writing.is_written()
+
+    def finish(self) -> None:
+        with self.trainer._phase("save"):
+            self.writing.finish(self.trainer.config.trainer.step_timeout_s)

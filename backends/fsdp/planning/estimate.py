@@ -4,31 +4,25 @@ The model is followed whole, as it is while its layers are gathered one after th
 sends meanwhile follows from the parameters' sizes alone.
 """
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.common.process.collectives import join_context_parts
-from backends.common.step.trace import Counted, Trace
+from backends.common.process.alone import fake_world
+from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import BatchBuilder
 from backends.fsdp.model import LogprobModel, meta_model, recompute_layers
 from backends.fsdp.parallel import Groups
-from slime_like.algorithms import head
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
 
 _MASTER = torch.float32
-_HEAD = "head"
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
@@ -40,23 +34,9 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
-    """See ``slime_like.interfaces.TrainerBackend.estimate``."""
-    with _alone_as(config, rank) as groups:
-        return _Rank(config, groups).estimate(rank)
-
-
-@contextlib.contextmanager
-def _alone_as(config: RunConfig, rank: int) -> Iterator[Groups]:
-    """Be ``rank`` of the layout: collectives return at once and do nothing."""
-    world = config.trainer.parallel.world_size
-    dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=world, store=FakeStore())
-    group = dist.group.WORLD
-    assert group is not None
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    try:
-        yield parallel.build_groups(config)
-    finally:
-        parallel.leave()
+    """See ``slime_like.interfaces.Planner.estimate``."""
+    with fake_world(rank, config.trainer.parallel.world_size, parallel.leave):
+        return _Rank(config, parallel.build_groups(config)).estimate(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +47,7 @@ class _Units:
     root: int
 
     @classmethod
-    def of(cls, model: LogprobModel) -> _Units:
+    def of(cls, model: LogprobModel) -> Self:
         layers = tuple(sum(p.numel() for p in layer.parameters()) for layer in model.layers)
         return cls(layers, sum(p.numel() for p in model.parameters()) - sum(layers))
 
@@ -109,8 +89,10 @@ class _Rank:
         return RankEstimate(
             rank=rank,
             memory=self._memory(largest),
-            forward=self._work(largest.scoring, self._gathers(1)),
-            training=self._work(largest.training, self._gathers(2) + (self._sums() if self._sums_always else ())),
+            forward=largest.scoring.work({}, "context", self._gathers(1)),
+            training=largest.training.work(
+                {}, "context", self._gathers(2) + (self._sums() if self._sums_always else ())
+            ),
             update=Work(0.0, 0.0, () if self._sums_always else self._sums()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
@@ -160,79 +142,47 @@ class _Rank:
     # ------------------------------------------------------------------------------------------------------- passes
     def _passes(self, pack: PackedTrajectory) -> _Passes:
         trace, builder = self._trace, BatchBuilder(torch.device("cpu"), self._groups.context, False)
-        with trace, _head_labelled(trace):
+        with trace, trace.head_labelled():
             with torch.no_grad():
-                trace.counted = scoring = Counted()
-                base = trace.live
-                trace.restart_peak()
+                base = trace.restart()
                 self._loss(builder, pack)
-                forward_peak = trace.peak - base
-            trace.counted = training = Counted()
-            base = trace.live
-            trace.restart_peak()
+                forward_peak, scoring = trace.peak - base, trace.counted
+            base = trace.restart()
             loss = self._loss(builder, pack)
             saved = trace.live - base
             loss.backward()
-            peak, own_head = trace.peak - base, trace.peak_labelled.get(_HEAD, 0)
-        return _Passes(peak, own_head, saved, forward_peak, scoring, training)
+            peak, head_bytes = trace.peak - base, trace.peak_labelled.get(HEAD, 0)
+        return _Passes(peak, head_bytes, saved, forward_peak, scoring, trace.counted)
 
     def _loss(self, builder: BatchBuilder, pack: PackedTrajectory) -> Tensor:
         batch = builder.build(pack)
         (scored,) = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses, False)
-        values = torch.stack([batch.shard.scatter(scored[0]), batch.shard.scatter(scored[1])])
-        return join_context_parts(values, self._groups.context).sum()
+        return torch.stack(batch.whole(scored)).sum()
 
     # --------------------------------------------------------------------------------------------------------- work
-    def _work(self, counted: Counted, traffic: tuple[Traffic, ...]) -> Work:
-        sent = tuple(Traffic("context", ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items())
-        return Work(counted.matmul_flops, counted.attention_flops, sent + traffic)
-
     def _gathers(self, passes: int) -> tuple[Traffic, ...]:
         """Weights: layers once per pass, all else once for both."""
         if not self._config.trainer.fsdp.reshard_after_forward:
             passes = 1
         count = passes * sum(self._units.layers) + self._units.root
-        return self._over_all_ranks(count * self._dtype.itemsize, passes * len(self._units.layers) + 1)
+        return _over_all_ranks(count * self._dtype.itemsize, passes * len(self._units.layers) + 1)
 
     def _sums(self) -> tuple[Traffic, ...]:
         """Gradients, each to the rank that keeps it."""
-        return self._over_all_ranks(self._units.whole * _MASTER.itemsize, len(self._units.layers) + 1)
+        return _over_all_ranks(self._units.whole * _MASTER.itemsize, len(self._units.layers) + 1)
 
-    def _over_all_ranks(self, nbytes: int, calls: int) -> tuple[Traffic, ...]:
-        size = dist.get_world_size()
-        if size == 1:
-            return ()
-        return (Traffic("data", tuple(range(size)), round(nbytes * (size - 1) / size), calls),)
+
+def _over_all_ranks(nbytes: int, calls: int) -> tuple[Traffic, ...]:
+    size = dist.get_world_size()
+    return () if size == 1 else (Traffic("data", tuple(range(size)), round(nbytes * (size - 1) / size), calls),)
 
 
 def _rows(parameter: nn.Parameter) -> int:
     """Rows of this rank: FSDP cuts the first axis as ``torch.chunk`` does."""
-    size, rank, rows = dist.get_world_size(), dist.get_rank(), parameter.shape[0]
-    each = -(-rows // size)
-    return max(0, min(each, rows - rank * each))
+    each = -(-parameter.shape[0] // dist.get_world_size())
+    return max(0, min(each, parameter.shape[0] - dist.get_rank() * each))
 
 
 def _forget_gradient(parameter: Tensor) -> None:
     """Free a gradient as soon as it is complete and summed."""
     parameter.grad = None
-
-
-@contextlib.contextmanager
-def _head_labelled(trace: Trace) -> Iterator[None]:
-    """Count the head's tensors as the head's."""
-    function = head._FusedLogprobs
-    originals = function.forward, function.backward
-
-    def forward(*arguments: object) -> object:
-        with trace.label(_HEAD):
-            return originals[0](*arguments)  # type: ignore[arg-type]
-
-    def backward(*arguments: object) -> object:
-        with trace.label(_HEAD):
-            return originals[1](*arguments)  # type: ignore[arg-type]
-
-    function.forward, function.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        function.forward, function.backward = (staticmethod(original) for original in originals)  # type: ignore[assignment]

@@ -1,12 +1,9 @@
 """From the ranks' shards to full tensors under Hugging Face names, streamed in buckets."""
 
-from __future__ import annotations
-
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -14,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from backends.common.hugging_face.conversion import in_files
 from backends.megatron.conversion.gathering import Gather, open_gather, packed_bytes
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.conversion.transforms import Piece, Shape
@@ -23,10 +21,8 @@ from slime_like.models.dimensions import ModelDimensions
 _ALIGNMENT = 64
 
 
-class Empty(Protocol):
-    """Makes a tensor whose values are not set yet."""
-
-    def __call__(self, shape: Shape, *, dtype: torch.dtype) -> Tensor: ...
+Empty = Callable[..., Tensor]
+"""Makes a tensor of a shape and a ``dtype`` whose values are not set yet."""
 
 
 def export_buckets(
@@ -53,13 +49,8 @@ def export_gradients(
 
     What lies in memory like a parameter is exported like one. Weights that no gradient reaches are left out.
     """
-    trained = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
-    yield from _stream([replace(item, parameter=_gradient(item.parameter)) for item in trained], bucket_bytes)
-
-
-def _gradient(parameter: Any) -> Tensor:
-    gradient: Tensor = parameter.main_grad
-    return gradient
+    trained: list[Any] = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
+    yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
 
 def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
@@ -71,16 +62,18 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
     role = _Role.of_this_rank()
     if not (role.dense or role.expert):
         return
-    batches = [_Batch(placements) for placements in _in_batches(exported, bucket_bytes)]
+    batches = [_Batch(placements) for placements in in_files(exported, _gathered_bytes, bucket_bytes)]
     device = exported[0].parameter.device
-    with contextlib.ExitStack() as stack:
-        dense = stack.enter_context(_open(role.dense, _dense_group(), [batch.dense for batch in batches], device))
-        expert = stack.enter_context(_open(role.expert, _expert_group(), [batch.expert for batch in batches], device))
-        arena = _Arena(device)
-        for batch in batches:
-            arena.clear()
-            shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
-            yield from _buckets(batch, shards, role, bucket_bytes, arena)
+    group = parallel_state.get_tensor_model_parallel_group()
+    dense = _open(role.dense, group, [batch.dense for batch in batches], device)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    expert = _open(role.expert, group, [batch.expert for batch in batches], device)
+    arena = _Arena(device)
+    for batch in batches:
+        arena.clear()
+        shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
+        parts = (part for item in batch.placements for part in _tensors(item, shards, role, arena))
+        yield from _buckets(parts, bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,39 +93,17 @@ class _Batch:
         return [item for item in self.placements if item.expert is not None]
 
 
-def _in_batches(placements: Sequence[Placement], max_bytes: int) -> list[list[Placement]]:
-    batches: list[list[Placement]] = []
-    room = 0
-    for placement in placements:
-        nbytes = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
-        nbytes *= len(_expert_numbers(placement))
-        if not batches or nbytes > room:
-            batches.append([])
-            room = max_bytes
-        batches[-1].append(placement)
-        room -= nbytes
-    return batches
+def _gathered_bytes(placement: Placement) -> int:
+    nbytes = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
+    return nbytes * len(_expert_numbers(placement))
 
 
-def _dense_group() -> dist.ProcessGroup:
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def _expert_group() -> dist.ProcessGroup:
-    return parallel_state.get_expert_tensor_and_model_parallel_group()
-
-
-@contextlib.contextmanager
 def _open(
     takes_part: bool, group: dist.ProcessGroup, batches: Sequence[Sequence[Placement]], device: torch.device
-) -> Iterator[Gather | None]:
+) -> Gather | None:
     """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
     largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)
-    if not takes_part or largest == 0:
-        yield None
-        return
-    with open_gather(group, largest, device) as gather:
-        yield gather
+    return open_gather(group, largest, device) if takes_part and largest else None
 
 
 def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[str, list[Tensor]]:
@@ -166,19 +137,17 @@ class _Arena:
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
 
-def _buckets(
-    batch: _Batch, shards: dict[str, list[Tensor]], role: _Role, bucket_bytes: int, arena: _Arena
-) -> Iterator[WeightBucket]:
+def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """Parts without a tensor, on ranks that only take part, count in the buckets' sizes alone."""
     bucket: list[tuple[str, Tensor]] = []
-    nbytes = 0
-    for placement in batch.placements:
-        for name, tensor, size in _tensors(placement, shards, role, arena):
-            if nbytes and nbytes + size > bucket_bytes:
-                yield WeightBucket(bucket)
-                bucket, nbytes = [], 0
-            nbytes += size
-            if tensor is not None:
-                bucket.append((name, tensor))
+    room = bucket_bytes
+    for name, tensor, nbytes in parts:
+        if nbytes > room and room < bucket_bytes:
+            yield WeightBucket(bucket)
+            bucket, room = [], bucket_bytes
+        room -= nbytes
+        if tensor is not None:
+            bucket.append((name, tensor))
     yield WeightBucket(bucket)
 
 
@@ -191,7 +160,7 @@ class _Role:
     expert: bool
 
     @classmethod
-    def of_this_rank(cls) -> _Role:
+    def of_this_rank(cls) -> Self:
         first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         return cls(
             sender=first and parallel_state.get_tensor_model_parallel_rank() == 0,
@@ -227,12 +196,7 @@ def _expert_numbers(placement: Placement) -> list[int | None]:
     return [placement.expert % count + rank * count for rank in range(ranks)]
 
 
-def fresh(shape: Shape, *, dtype: torch.dtype) -> Tensor:
-    """A new host tensor."""
-    return torch.empty(shape, dtype=dtype)
-
-
-def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = fresh) -> list[Tensor]:
+def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = torch.empty) -> list[Tensor]:
     """Full Hugging Face tensors from the shards of all tensor-parallel ranks; views where nothing has to move.
 
     Args:

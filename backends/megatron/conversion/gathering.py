@@ -1,7 +1,5 @@
 """Shards of many parameters on their way to the rank that puts them together: one exchange for a whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -34,22 +32,19 @@ def packed_bytes(shards: Sequence[Tensor]) -> int:
     return sum(_room(shard) for shard in shards)
 
 
-@contextlib.contextmanager
-def open_gather(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> Iterator[Gather]:
+def open_gather(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> Gather:
     """What moves batches of at most ``nbytes`` within ``group`` fastest. Opening it is collective over the group.
 
-    Ranks on one host's CPU read each other's memory; all others exchange messages.
+    Ranks on one host's CPU read each other's memory, which is freed with the gather and the tensors that it returned;
+    all others exchange messages.
     """
     if group is None or group.size() == 1:
-        yield _alone
-        return
+        return _alone
     if device.type == "cpu":
-        with contextlib.ExitStack() as stack:
-            shared = stack.enter_context(_Segments(group, nbytes))
-            if shared.everyone_sees:
-                yield shared.gather
-                return
-    yield _Messages(group).gather
+        shared = _Segments(group, nbytes)
+        if shared.everyone_sees:
+            return shared.gather
+    return _Messages(group).gather
 
 
 def _alone(shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
@@ -105,25 +100,15 @@ class _Segments:
     def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
         self._group = group
         self._half = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._maps: list[mmap.mmap | None] = []
         self._turn = 0
-        self.everyone_sees = False
-
-    def __enter__(self) -> _Segments:
-        size = _TOKEN_BYTES + 2 * self._half
+        size, first = _TOKEN_BYTES + 2 * self._half, group.rank() == 0
         with _segment(size) as (mine, offer):
-            offers = [offer] * self._group.size()
-            dist.all_gather_object(offers, offer, group=self._group)
-            first = self._group.rank() == 0
+            offers = [offer] * group.size()
+            dist.all_gather_object(offers, offer, group=group)
             self._maps = [mine, *(_map(other, size) for other in offers[1:])] if first else [mine]
-            answers = [False] * self._group.size()
-            dist.all_gather_object(answers, all(segment is not None for segment in self._maps), group=self._group)
+            answers = [False] * group.size()
+            dist.all_gather_object(answers, all(segment is not None for segment in self._maps), group=group)
         self.everyone_sees = all(answers)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Tensors may still look into the mapped memory: it goes with the last of them.
-        self._maps = []
 
     def gather(self, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
         self._turn ^= 1

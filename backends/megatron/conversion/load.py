@@ -29,15 +29,17 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
     what = f"loading {hf_dir}"
     placements = together(lambda: place_parameters(model_chunks, dimensions), what, device)
     _require_all_used(placements, dimensions, device)
-    with together(lambda: _open_checked(hf_dir, dimensions), what, device) as checkpoint:
+    first = dist.get_rank() == 0  # the only one that reads more than its own part
+    with together(lambda: open_checked(hf_dir, dimensions, first), what, device) as checkpoint:
         together(lambda: _fill_all(placements, checkpoint), what, device)
 
 
-def _open_checked(hf_dir: Path, dimensions: ModelDimensions) -> HfCheckpoint:
+def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool) -> HfCheckpoint:
+    """Open a checkpoint that must have the model's tensors; comparing copies reads whole ones."""
     checkpoint = HfCheckpoint(hf_dir)
     ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
-    if dist.get_rank() == 0:  # the only one that reads more than its own part
+    if compares_copies:
         checkpoint.require_copies(ignored.intersection(HEADS), EMBEDDING)
     return checkpoint
 
@@ -51,22 +53,19 @@ def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensio
     unused = [name for name, mark in zip(names, used.tolist(), strict=True) if not mark]
     if unused:
         raise CheckpointError(
-            f"no parameter of any rank takes {listed(unused)}; the model was built without the modules they belong to"
+            f"no parameter of any rank takes {listed(unused)}",
+            code="model-differs-from-config",
+            remedy="the model was built without the modules they belong to",
         )
 
 
 @torch.no_grad()
 def _fill_all(placements: Sequence[Placement], checkpoint: HfCheckpoint) -> None:
     for placement in placements:
-        _fill(placement, checkpoint)
-
-
-def _fill(placement: Placement, checkpoint: HfCheckpoint) -> None:
-    target = placement.parameter.data
-    names = placement.source_names()
-    if placement.rule.transform.pads:
-        target.zero_()
-    for piece in placement.pieces():
-        values = checkpoint.read(names[piece.source], piece.axis, piece.start, piece.length)
-        view = piece.view(target)
-        view.copy_(values.view(view.shape))
+        target, names = placement.parameter.data, placement.source_names()
+        if placement.rule.transform.pads:
+            target.zero_()
+        for piece in placement.pieces():
+            values = checkpoint.read(names[piece.source], piece.axis, piece.start, piece.length)
+            view = piece.view(target)
+            view.copy_(values.view(view.shape))

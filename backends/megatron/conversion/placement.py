@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.rules import Rule
-from backends.megatron.conversion.transforms import Piece, Shape, TensorRank
+from backends.megatron.conversion.transforms import Piece, Shape, Sources, TensorRank
 from backends.megatron.weight_state import named_weights
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
@@ -55,21 +55,19 @@ class Placement:
     def pieces(self, rank: int | None = None) -> tuple[Piece, ...]:
         """Pieces of this rank's shard, or of another ``rank``'s of the same group."""
         tp = self.tp if rank is None else TensorRank(rank, self.tp.size)
-        return self.rule.transform.pieces(self.shapes, tp, tuple(self.parameter.shape), self.dimensions)
+        return self.rule.transform.pieces(Sources(self.shapes, tp, self.dimensions), tuple(self.parameter.shape))
 
     def check(self) -> None:
-        """Every element of the parameter must have exactly one source.
-
-        Raises:
-            CheckpointError: shape or coverage is wrong.
-        """
+        """Every element of the parameter must have exactly one source."""
         actual = tuple(self.parameter.shape)
-        wanted = self.rule.transform.shard_shape(self.shapes, self.tp, actual)
+        wanted = self.rule.transform.shard_shape(Sources(self.shapes, self.tp, self.dimensions), actual)
         covered = sum(piece.numel(self.shapes) for piece in self.pieces()) if actual == wanted else -1
         if covered != self.parameter.numel() and not (self.rule.transform.pads and covered >= 0):
             raise CheckpointError(
                 f"parameter {self.name} has shape {list(actual)}, but rank {self.tp.rank} of {self.tp.size} needs "
-                f"{list(wanted)} to hold {listed(self.source_names())}; the model and its config.json differ"
+                f"{list(wanted)} to hold {listed(self.source_names())}",
+                code="model-differs-from-config",
+                remedy="the model and its config.json differ",
             )
 
 
@@ -91,8 +89,9 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
             placements.append(placement)
     if unknown:
         raise CheckpointError(
-            f"parameters that no rule of family {dimensions.family} covers: {listed(unknown)}; "
-            "add rules in backends/megatron/conversion/families"
+            f"parameters that no rule of family {dimensions.family} covers: {listed(unknown)}",
+            code="no-conversion-rule",
+            remedy="add rules in backends/megatron/conversion/families",
         )
     return placements
 
@@ -102,21 +101,13 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
         match = rule.pattern.fullmatch(name)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
-            tp = _expert_tensor_rank() if rule.per_expert else _tensor_rank()
+            if rule.per_expert:
+                group = parallel_state.get_expert_tensor_parallel_group()
+            else:
+                group = parallel_state.get_tensor_model_parallel_group()
+            tp = TensorRank(group.rank(), group.size())
             return Placement(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
     return None
-
-
-def _tensor_rank() -> TensorRank:
-    return TensorRank(
-        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    )
-
-
-def _expert_tensor_rank() -> TensorRank:
-    return TensorRank(
-        parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    )
 
 
 def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:

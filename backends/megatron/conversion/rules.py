@@ -65,10 +65,8 @@ class Rule:
 
     Attributes:
         megatron: Megatron's canonical name with global layer and expert numbers.
-        transform: how ``sources`` lie in it.
         sources: in the order that the transform counts them.
         exported: False for the second copy of a tied embedding.
-        layers: numbers of the layers that have the parameter.
     """
 
     megatron: str

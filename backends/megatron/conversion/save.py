@@ -22,9 +22,6 @@ def save_hf(
     """Write the weights as sharded safetensors with an index; configuration and tokenizer come from ``source_dir``.
 
     Collective over the world; ``directory`` must be on a file system that all pipeline stages share.
-
-    Raises:
-        CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.
     """
     parameter = next(model_chunks[0].parameters())
     write_hf_directory(

@@ -6,9 +6,10 @@ directions come from one declaration and cannot disagree.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,7 +45,16 @@ class Piece:
         return math.prod(shape) // shape[self.axis] * self.length
 
 
-class Transform(Protocol):
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Shapes of the Hugging Face tensors that make up one parameter, and the rank that holds a part of it."""
+
+    shapes: Sequence[Shape]
+    tp: TensorRank
+    dimensions: ModelDimensions
+
+
+class Transform(ABC):
     """See the module's text.
 
     Attributes:
@@ -52,15 +62,15 @@ class Transform(Protocol):
         sharded: tensor-parallel ranks hold different parts.
     """
 
-    pads: ClassVar[bool]
-    sharded: ClassVar[bool]
+    pads: ClassVar[bool] = False
+    sharded: ClassVar[bool] = True
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
+    @abstractmethod
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
         """Shape that the Megatron shard must have. ``actual`` is what it has; only padding may depend on it."""
 
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
+    @abstractmethod
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
         """Pieces of this rank's shard, whose shape is ``shard``."""
 
 
@@ -69,92 +79,80 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(Transform):
     """Every tensor-parallel rank has the whole tensor."""
 
-    pads: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        return shapes[0]
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        return sources.shapes[0]
 
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
-        return (Piece(0, 0, 0, shapes[0][0], _whole),)
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        return (Piece(0, 0, 0, sources.shapes[0][0], _whole),)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(Transform):
     """Equal consecutive parts along ``axis``: 0 for column-parallel layers, 1 for row-parallel ones."""
 
     axis: int
-    pads: ClassVar[bool] = False
-    sharded: ClassVar[bool] = True
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        return _divided(shapes[0], self.axis, tp.size)
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        shape = list(sources.shapes[0])
+        shape[self.axis] //= sources.tp.size
+        return tuple(shape)
 
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
-        length = shapes[0][self.axis] // tp.size
-        return (Piece(0, self.axis, tp.rank * length, length, _whole),)
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        length = sources.shapes[0][self.axis] // sources.tp.size
+        return (Piece(0, self.axis, sources.tp.rank * length, length, _whole),)
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
+class GateUp(Transform):
     """Gate and up projections concatenated *per shard*: ``[g0, u0], [g1, u1], ...``."""
 
-    pads: ClassVar[bool] = False
-    sharded: ClassVar[bool] = True
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        rows, *rest = sources.shapes[0]
+        return (2 * (rows // sources.tp.size), *rest)
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        rows, *rest = shapes[0]
-        return (2 * (rows // tp.size), *rest)
-
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
-        length = shapes[0][0] // tp.size
-        return tuple(Piece(half, 0, tp.rank * length, length, _rows(half * length, length)) for half in (0, 1))
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        length = sources.shapes[0][0] // sources.tp.size
+        start = sources.tp.rank * length
+        return tuple(Piece(half, 0, start, length, _rows(half * length, length)) for half in (0, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedQkv:
+class GroupedQkv(Transform):
     """Query, key and value interleaved by query group: each group holds its query heads, one key, one value head.
 
     Ranks hold equal parts: whole groups, or, where there are more ranks than groups, so many rows of one. Weights and
     biases alike: heads are counted in rows.
     """
 
-    pads: ClassVar[bool] = False
-    sharded: ClassVar[bool] = True
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        return (sum(shape[0] for shape in sources.shapes) // sources.tp.size, *sources.shapes[0][1:])
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        return (sum(shape[0] for shape in shapes) // tp.size, *shapes[0][1:])
-
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        dimensions, tp = sources.dimensions, sources.tp
         if dimensions.num_kv_heads % tp.size:
-            return tuple(_rows_of_one_group(shapes, tp, dimensions))
+            return tuple(_rows_of_one_group(sources))
         groups = dimensions.num_kv_heads // tp.size
         queries = dimensions.num_heads // dimensions.num_kv_heads
         heads = ((0, queries), (queries, 1), (queries + 1, 1))
         pieces = []
         for source, (first, count) in enumerate(heads):
-            length = shapes[source][0] // tp.size
+            length = sources.shapes[source][0] // tp.size
             view = _group_heads(groups, dimensions.head_dim, first, count)
             pieces.append(Piece(source, 0, tp.rank * length, length, view))
         return tuple(pieces)
 
 
-def _rows_of_one_group(shapes: Sequence[Shape], tp: TensorRank, dimensions: ModelDimensions) -> Iterator[Piece]:
+def _rows_of_one_group(sources: Sources) -> Iterator[Piece]:
     """Of several ranks that share a query group: the consecutive rows of query, key and value in one rank's part."""
-    sharing = tp.size // dimensions.num_kv_heads
-    group, part = divmod(tp.rank, sharing)
-    per_group = [shape[0] // dimensions.num_kv_heads for shape in shapes]
+    groups = sources.dimensions.num_kv_heads
+    sharing = sources.tp.size // groups
+    group, part = divmod(sources.tp.rank, sharing)
+    per_group = [shape[0] // groups for shape in sources.shapes]
     length = sum(per_group) // sharing
     begin, end = part * length, (part + 1) * length
     first = 0  # of the source's rows, within the group
@@ -167,26 +165,20 @@ def _rows_of_one_group(shapes: Sequence[Shape], tp: TensorRank, dimensions: Mode
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Transform):
     """Rows of an embedding or head; Megatron pads their number so that all ranks have equally many."""
 
     pads: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
 
-    def shard_shape(self, shapes: Sequence[Shape], tp: TensorRank, actual: Shape) -> Shape:
-        rows, width = shapes[0]
-        return (max(actual[0], -(-rows // tp.size)), width)
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        rows, width = sources.shapes[0]
+        return (max(actual[0], -(-rows // sources.tp.size)), width)
 
-    def pieces(
-        self, shapes: Sequence[Shape], tp: TensorRank, shard: Shape, dimensions: ModelDimensions
-    ) -> tuple[Piece, ...]:
-        start = min(tp.rank * shard[0], shapes[0][0])
-        length = min(shard[0], shapes[0][0] - start)
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        rows = sources.shapes[0][0]
+        start = min(sources.tp.rank * shard[0], rows)
+        length = min(shard[0], rows - start)
         return (Piece(0, 0, start, length, _rows(0, length)),) if length else ()
-
-
-def _divided(shape: Shape, axis: int, size: int) -> Shape:
-    return (*shape[:axis], shape[axis] // size, *shape[axis + 1 :])
 
 
 def _rows(start: int, length: int) -> View:

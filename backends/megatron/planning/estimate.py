@@ -1,6 +1,7 @@
 """One rank on GPUs, worked out without one: its real shard, DDP and optimizer on shapes, and a step followed."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
-from backends.megatron.planning.passes import ChunkPasses, Passes, total
+from backends.megatron.planning.passes import ChunkPasses, Passes
 from slime_like.config import RunConfig
-from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory, Work
+from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -48,33 +49,32 @@ def planned_attention(config: RunConfig) -> Attention:
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
-    """See ``slime_like.interfaces.TrainerBackend.estimate``."""
-    attention, local = planned_attention(config), _with_own_layers(config)
-    dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    with alone_as(local, rank, on_meta=True):
-        return _Rank(local, dimensions, attention).estimate(rank)
+    """See ``slime_like.interfaces.Planner.estimate``."""
+    with _rank_alone(config, rank) as followed:
+        return followed.estimate(rank)
 
 
 def holdings(config: RunConfig, rank: int) -> Holdings:
     """Memory that ``rank`` holds throughout a run; exact, and faster than ``estimate``."""
-    dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    local = _with_own_layers(config)
+    with _rank_alone(config, rank) as followed:
+        return followed.holdings()
+
+
+@contextlib.contextmanager
+def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
+    trainer = config.trainer.model_copy(update={"attention": planned_attention(config)})
+    local = config.model_copy(update={"trainer": trainer})
     with alone_as(local, rank, on_meta=True):
-        return _Rank(local, dimensions, planned_attention(config)).holdings()
-
-
-def _with_own_layers(config: RunConfig) -> RunConfig:
-    return config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"attention": planned_attention(config)})}
-    )
+        yield _Rank(local, planned_attention(config))
 
 
 class _Rank:
     """This process as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig, dimensions: ModelDimensions, attention: Attention) -> None:
-        self._config, self._dimensions, self._attention = config, dimensions, attention
-        self._chunks = build_meta_chunks(config, dimensions)
+    def __init__(self, config: RunConfig, attention: Attention) -> None:
+        self._config, self._attention = config, attention
+        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._chunks = build_meta_chunks(config, self._dimensions)
         self._wrapped = wrap_for_data_parallel(config, self._chunks)
         self._optimizer = Optimizer(config, self._wrapped)
         self._communication = Communication(self._wrapped)
@@ -84,7 +84,7 @@ class _Rank:
             self._communication.settle_weights()  # else the first forward pass would do so
 
     def estimate(self, rank: int) -> RankEstimate:
-        passes = Passes(self._config, self._dimensions, self._attention, self._trace)
+        passes = Passes(self._config, self._dimensions, self._trace)
         packs = worst_packs(self._config, context_layout_of(self._attention))
         per_pack = [self._passes(passes, pack) for pack in packs]
         peaks = [self._peak(passes) for passes in per_pack]
@@ -95,12 +95,12 @@ class _Rank:
         return RankEstimate(
             rank=rank,
             memory=self._memory(largest, peaks[worst], passes.standing, update_bytes),
-            forward=_work(total([part.scoring for part in largest]), _axes(), handed_on[:1]),
-            training=_work(total([part.training for part in largest]), _axes(), handed_on),
-            update=_work(update, _axes(_replicas()), ()),
+            forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
+            training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
+            update=update.work(_axes(_replicas()), "world", ()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
-            layers=self._layers(),
+            layers=f"local layers, {self._attention} attention",
         )
 
     def holdings(self) -> Holdings:
@@ -138,9 +138,8 @@ class _Rank:
     def _update(self) -> tuple[Counted, int]:
         """Sums over replicas, the optimizer's step, and the gathering of sharded weights, each followed once."""
         trace = self._trace
-        trace.counted = Counted()
+        trace.restart()
         with trace, torch.no_grad():
-            trace.restart_peak()
             finalize_model_grads(self._wrapped, None)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
@@ -171,10 +170,6 @@ class _Rank:
         forwards, backwards = chunks - int(last), chunks - int(first)
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
 
-    def _layers(self) -> str:
-        asked = self._config.trainer.attention
-        return f"local layers, {asked} attention"
-
 
 def _as_on_cuda(optimizer: Any) -> None:
     """There torch's AdamW updates all parameters at once, with temporaries of all of them."""
@@ -182,11 +177,11 @@ def _as_on_cuda(optimizer: Any) -> None:
         group["foreach"] = True
 
 
-def _work(counted: Counted, axes: dict[tuple[int, ...], Axis], handed_on: tuple[Traffic, ...]) -> Work:
-    sent = tuple(
-        Traffic(axes.get(ranks, "world"), ranks, nbytes, calls) for ranks, (nbytes, calls) in counted.sent.items()
-    )
-    return Work(counted.matmul_flops, counted.attention_flops, sent + handed_on)
+def _total(chunks: Iterable[Counted]) -> Counted:
+    total = Counted()
+    for chunk in chunks:
+        total.add(chunk)
+    return total
 
 
 def _axes(last: Sequence[tuple[Axis, Any]] = ()) -> dict[tuple[int, ...], Axis]:

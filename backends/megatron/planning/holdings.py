@@ -28,52 +28,33 @@ _HOST_COPIES = 4
 def holdings_of(
     chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
 ) -> Holdings:
-    """Count one rank's memory after the optimizer's first step.
-
-    Args:
-        chunks, wrapped: its model chunks, bare and inside DDP.
-        optimizer: Megatron's, chained.
-    """
-    weights = parameters_of(chunks)
-    on_device, on_host = optimizer_bytes(optimizer, chunks)
+    """Count one rank's memory after the optimizer's first step."""
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    on_device, on_host = _optimizer_bytes(optimizer, weights)
     return Holdings(
         parameters=sum(parameter.numel() for parameter in weights),
-        parameter_bytes=storage_bytes(weights),
-        gradient_bytes=storage_bytes(gradients_of(wrapped)),
+        parameter_bytes=_storage_bytes(weights),
+        gradient_bytes=_storage_bytes(gradients),
         optimizer_bytes=on_device,
         host_optimizer_bytes=on_host,
     )
 
 
-def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
+def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
     """Bytes of the tensors' storages, each once, apart from those that ``without`` has a part in."""
     known = {tensor.untyped_storage()._cdata for tensor in without}
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(nbytes for key, nbytes in found.items() if key not in known)
 
 
-def parameters_of(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """All parameters of a rank's chunks."""
-    return [parameter for chunk in chunks for parameter in chunk.parameters()]
-
-
-def gradients_of(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """The buffers in which DDP adds gradients up."""
-    return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-
-
-def optimizer_bytes(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> tuple[int, int]:
-    """Bytes of main weights and of the optimizer's state (after its first step) on the device and in host memory.
-
-    Args:
-        optimizer: Megatron's, chained.
-    """
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    on_host = [part.optimizer for part in parts if isinstance(part.optimizer, HybridDeviceOptimizer)]
-    on_device = [part.optimizer for part in parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
-    held = [tensor for optimizer in on_device for tensor in (*_parameters(optimizer), *_state(optimizer))]
-    numel = sum(parameter.numel() for optimizer in on_host for parameter in _parameters(optimizer))
-    return storage_bytes(held, without=parameters_of(chunks)), numel * 4 * _HOST_COPIES
+def _optimizer_bytes(optimizer: Any, weights: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes of main weights and of the optimizer's state (after its first step) on the device and in host memory."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
+    held = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_state(part))]
+    numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))
+    return _storage_bytes(held, without=weights), numel * 4 * _HOST_COPIES
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

@@ -1,33 +1,26 @@
 """Forward and backward of one rank's chunks over one micro-batch, on shapes: the code that trains, followed."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.process.collectives import join_context_parts
-from backends.common.step.trace import META, Counted, Trace
+from backends.common.step.trace import HEAD, META, Counted, Trace
 from backends.megatron import router
 from backends.megatron.activations import SMALLEST_BYTES
-from backends.megatron.attention_choice import Attention
 from backends.megatron.head import LogprobModel
-from backends.megatron.micro_batch import BatchBuilder, MicroBatch
+from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
-from backends.megatron.rotary import Rotary
-from slime_like.algorithms import head
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-
-HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +48,7 @@ class Passes:
         standing: bytes of buffers that Megatron makes in its first pass and keeps.
     """
 
-    def __init__(self, config: RunConfig, dimensions: ModelDimensions, attention: Attention, trace: Trace) -> None:
+    def __init__(self, config: RunConfig, dimensions: ModelDimensions, trace: Trace) -> None:
         self._config, self._trace = config, trace
         self._dtype = getattr(torch, config.model.dtype)
         self._hidden_size = dimensions.hidden_size
@@ -65,14 +58,7 @@ class Passes:
         self._sequence_size = layout.tensor if layout.sequence else 1
         self._interleaved = layout.virtual_pipeline > 1
         # Boundaries and rows stay real: their values decide which shapes there are.
-        self._builder = BatchBuilder(
-            device=torch.device("cpu"),
-            dtype=self._dtype,
-            rotary=Rotary.of(dimensions, torch.device("cpu")),
-            context_group=parallel_state.get_context_parallel_group(),
-            attention=attention,
-            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
-        )
+        self._builder = BatchBuilder.configured(config, dimensions, torch.device("cpu"))
         self.standing = 0
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
@@ -88,25 +74,22 @@ class Passes:
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for patch in (*_head_labels(self._trace), *_even_routes()):
+            for patch in _even_routes():
                 stack.enter_context(applied(patch))
+            stack.enter_context(self._trace.head_labelled())
             stack.enter_context(self._trace)
             yield
 
     @torch.no_grad()
     def _score(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[int, Counted]:
-        self._trace.counted = Counted()
-        base = self._trace.live
-        self._trace.restart_peak()
+        base = self._trace.restart()
         batch = self._batch(pack)
         self._forward(chunk, wrapped, batch)
         return self._trace.peak - base, self._trace.counted
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
-        trace.counted = Counted()
-        base, host = trace.live, _HostShapes(wrapped)
-        trace.restart_peak()
+        base, host = trace.restart(), _HostShapes(wrapped)
         batch = self._batch(pack)
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
@@ -119,10 +102,10 @@ class Passes:
         memory = PassMemory(saved, forward, trace.peak - base, head_forward, trace.peak_labelled.get(HEAD, 0))
         return memory, trace.counted, host.nbytes
 
-    def _batch(self, pack: PackedTrajectory) -> MicroBatch:
+    def _batch(self, pack: PackedTrajectory) -> ModelInput:
         return self._builder.build([pack], same_length=self._interleaved)[0]
 
-    def _forward(self, chunk: LogprobModel, wrapped: Any, batch: MicroBatch) -> Tensor:
+    def _forward(self, chunk: LogprobModel, wrapped: Any, batch: ModelInput) -> Tensor:
         tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
         if not chunk.pre_process:
             rows = tokens.numel() // self._sequence_size
@@ -131,8 +114,7 @@ class Passes:
         output: Tensor = wrapped(tokens, positions, None, packed_seq_params=batch.layout)
         if not chunk.post_process:
             return output
-        values = torch.stack([batch.shard.scatter(output[0]), batch.shard.scatter(output[1])])
-        return join_context_parts(values, self._builder.context_group).sum()
+        return torch.stack(batch.whole(output)).sum()
 
     def _backward(self, chunk: LogprobModel, output: Tensor, shape: torch.Size) -> None:
         gradient = None if chunk.post_process else torch.empty(shape, dtype=self._dtype, device=META)
@@ -169,22 +151,6 @@ def _to_device(saved: Any) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=META)
 
 
-def _head_labels(trace: Trace) -> list[Patch]:
-    """Count the head's tensors as the head's."""
-    function = head._FusedLogprobs
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        with trace.label(HEAD):
-            return originals[0](ctx, *arguments)
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with trace.label(HEAD):
-            return originals[1](ctx, *grads)
-
-    originals = (function.forward, function.backward)
-    return [Patch(function, "forward", staticmethod(forward)), Patch(function, "backward", staticmethod(backward))]
-
-
 def _even_routes() -> list[Patch]:
     """Shapes route nowhere: every expert is given the same number of tokens, on every rank the same."""
     routing, gather = router.BalancedRouter.routing, token_dispatcher.gather_from_sequence_parallel_region
@@ -210,15 +176,3 @@ def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
     routes = torch.zeros(tokens, experts, dtype=torch.bool)
     chosen = torch.arange(tokens * top_k).view(tokens, top_k) % experts
     return routes.scatter_(1, chosen, True)
-
-
-def total(counted: Sequence[Counted]) -> Counted:
-    """The sum over chunks."""
-    whole = Counted()
-    for chunk in counted:
-        whole.matmul_flops += chunk.matmul_flops
-        whole.attention_flops += chunk.attention_flops
-        for ranks, (nbytes, calls) in chunk.sent.items():
-            before = whole.sent.get(ranks, (0, 0))
-            whole.sent[ranks] = (before[0] + nbytes, before[1] + calls)
-    return whole

@@ -14,6 +14,7 @@ from typing import Any, Self
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import refusal
 
 _TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
@@ -161,7 +162,7 @@ class CheckpointStore:
         with self._whole_or_removed(final):
             self._begin(final, step, state)
             phase, directory = "copying a checkpoint to host memory", _partial(final) / _TRAINER
-            self._trainers.ranks.call(phase, TrainerBackend.start_save, directory)
+            self._trainers.ranks.call(phase, TrainerRank.start_save, directory)
         self._started = final
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
@@ -174,7 +175,7 @@ class CheckpointStore:
             return None
         with self._whole_or_removed(self._started):
             phase = "writing a checkpoint in the background"
-            written = all(self._trainers.ranks.start(phase, TrainerBackend.is_save_written).result(timeout_s))
+            written = all(self._trainers.ranks.start(phase, TrainerRank.is_save_written).result(timeout_s))
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
@@ -187,7 +188,7 @@ class CheckpointStore:
             return None
         final = self._started
         with self._whole_or_removed(final):
-            self._trainers.ranks.start("finishing a checkpoint", TrainerBackend.finish_save).result(timeout_s)
+            self._trainers.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final

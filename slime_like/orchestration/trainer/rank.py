@@ -10,7 +10,7 @@ import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend, load_backend
+from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, load_backend
 from slime_like.orchestration.cluster.node import node_address, use_cluster_interface
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -27,6 +27,7 @@ class TrainerRank:
         self._config = config
         self._rank = rank
         self._parts: dict[str, Any] = {TrainerRank.__name__: self}
+        self._save: PendingSave | None = None
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call ``method`` of this rank or of one of its parts, given as "Class.method"."""
@@ -84,6 +85,22 @@ class TrainerRank:
         export = RankExport(self._config.sync, backend, place, training)
         self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
         return place
+
+    # --------------------------------------------------------------------------------------------------------- save
+    def start_save(self, directory: Path) -> None:
+        """Start a save that goes on while training continues, see ``TrainerBackend.start_save``."""
+        self._save = self._parts[TrainerBackend.__name__].start_save(directory)
+
+    def is_save_written(self) -> bool:
+        """Return whether this rank has written its part of the started save."""
+        assert self._save is not None
+        return self._save.is_written()
+
+    def finish_save(self) -> None:
+        """Wait for every rank's part of the started save and make it whole."""
+        assert self._save is not None
+        self._save.finish()
+        self._save = None
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> int:

@@ -12,38 +12,35 @@ from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 
 
+def _config(optimizer: dict[str, Any], minibatches: int = 1) -> RunConfig:
+    algorithm, trainer = {"minibatches": minibatches}, {"optimizer": optimizer}
+    return RunConfig(run_dir=Path("runs"), steps=5, model={"path": "m"}, algorithm=algorithm, trainer=trainer)
+
+
+def _scheduler(groups: list[dict[str, Any]], **settings: Any) -> OptimizerParamScheduler:
+    constant = {"init_lr": 0.0, "lr_decay_style": "constant", "start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1}
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=groups), **constant | settings)
+
+
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_rates_are_megatrons(decay: str, warmup: int) -> None:
-    optimizer: dict[str, Any] = {"lr": 3e-4, "min_lr": 1e-5, "warmup_steps": warmup, "decay": decay}
-    config = RunConfig(
-        run_dir=Path("runs"), steps=5, model={"path": "m"}, algorithm={"minibatches": 2},
-        trainer={"optimizer": optimizer},
-    )  # fmt: skip
-    group: dict[str, Any] = {"lr": 0.0}
-    scheduler = OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=3e-4, min_lr=1e-5, lr_warmup_steps=warmup,
-        lr_decay_steps=total_updates(config), lr_decay_style=decay, start_wd=0.0, end_wd=0.0, wd_incr_steps=1,
-        wd_incr_style="constant",
-    )  # fmt: skip
-    for update in range(1, total_updates(config) + 3):
+    config = _config({"lr": 3e-4, "min_lr": 1e-5, "warmup_steps": warmup, "decay": decay}, minibatches=2)
+    group, updates = {"lr": 0.0}, total_updates(config)
+    rates = {"max_lr": 3e-4, "min_lr": 1e-5, "lr_warmup_steps": warmup, "lr_decay_steps": updates}
+    scheduler = _scheduler([group], **rates, lr_decay_style=decay, wd_incr_style="constant")
+    for update in range(1, updates + 3):
         scheduler.step(1)
         assert learning_rate(config, update) == pytest.approx(group["lr"], rel=1e-12), update
 
 
 @pytest.mark.parametrize("final", [None, 0.05, 0.4])
 def test_weight_decay_is_megatrons(final: float | None) -> None:
-    config = RunConfig(
-        run_dir=Path("runs"), steps=5, model={"path": "m"},
-        trainer={"optimizer": {"weight_decay": 0.05, "final_weight_decay": final}},
-    )  # fmt: skip
-    norm: dict[str, Any] = {"lr": 0.0, "wd_mult": 0.0}
-    matrix: dict[str, Any] = {"lr": 0.0, "wd_mult": 1.0}
-    scheduler = OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[matrix, norm]), init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0,
-        lr_decay_steps=5, lr_decay_style="constant", start_wd=0.05, end_wd=final or 0.05,
-        wd_incr_steps=5, wd_incr_style="linear",
-    )  # fmt: skip
+    config = _config({"weight_decay": 0.05, "final_weight_decay": final})
+    matrix, norm = ({"lr": 0.0, "wd_mult": multiplier} for multiplier in (1.0, 0.0))
+    rates = {"max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 5}
+    decays = {"start_wd": 0.05, "end_wd": final or 0.05, "wd_incr_steps": 5, "wd_incr_style": "linear"}
+    scheduler = _scheduler([matrix, norm], **rates, **decays)
     for update in range(1, 8):
         scheduler.step(1)
         assert weight_decay(config, update) == pytest.approx(matrix["weight_decay"], rel=1e-12), update

@@ -6,14 +6,6 @@ from backends.megatron.conversion.transforms import GateUp, Replicated, Split
 from slime_like.models.dimensions import ModelDimensions
 
 
-def _dense(dimensions: ModelDimensions) -> range:
-    return range(dimensions.dense_layers)
-
-
-def _with_experts(dimensions: ModelDimensions) -> range:
-    return dimensions.expert_layers
-
-
 def _compressing_queries(dimensions: ModelDimensions) -> range:
     return range(dimensions.num_layers if dimensions.latent and dimensions.latent.query_rank else 0)
 
@@ -78,7 +70,7 @@ DEEPSEEK_V3 = Family(
         *in_layers(_QUERY, _projecting_queries),
         *in_layers(_COMPRESSED_QUERY, _compressing_queries),
         *_KEY_VALUE,
-        *in_layers(MLP, _dense),
-        *in_layers((*EXPERTS, *_SHARED_EXPERTS), _with_experts),
+        *in_layers(MLP, lambda dimensions: range(dimensions.dense_layers)),
+        *in_layers((*EXPERTS, *_SHARED_EXPERTS), lambda dimensions: dimensions.expert_layers),
     ),
 )

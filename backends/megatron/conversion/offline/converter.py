@@ -3,18 +3,20 @@
 import math
 from pathlib import Path
 
-from backends.common.hugging_face.source import HuggingFaceSource
-from backends.common.hugging_face.writing import to_hugging_face
+from torch import Tensor
+
+from backends.common.hugging_face.converter import HuggingFaceConverter
+from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
 from backends.megatron.conversion.offline.plan import plan_ranks
-from backends.megatron.conversion.offline.sources import MegatronSource
 from backends.megatron.conversion.offline.to_megatron import to_megatron
-from slime_like.config import RunConfig
-from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
+from slime_like.config import ParallelConfig, RunConfig
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.models.dimensions import ModelDimensions
 
 
-class MegatronConverter:
+class MegatronConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -27,16 +29,8 @@ class MegatronConverter:
     ) -> ConversionSummary:
         return to_megatron(config, output, options, report)
 
-    def to_hugging_face(
-        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
-        return to_hugging_face(config, MegatronSource(config, checkpoint), checkpoint, output, options, report)
-
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
         return MegatronSource(config, checkpoint)
-
-    def open_hugging_face(self, directory: Path) -> TensorSource:
-        return HuggingFaceSource(directory)
 
 
 def _without_replicas(config: RunConfig) -> RunConfig:
@@ -45,3 +39,30 @@ def _without_replicas(config: RunConfig) -> RunConfig:
     fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
     trainer = config.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
     return config.model_copy(update={"trainer": trainer})
+
+
+class MegatronSource:
+    """A Megatron checkpoint; tensors that make up one parameter are read together."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
+        one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        (plan,) = plan_ranks(config.model_copy(update={"trainer": one_rank}), dimensions)
+        plans = [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
+        self._checkpoint = MegatronCheckpoint(checkpoint, plans)
+        self._plans = {plan.placement.source_names()[0]: plan for plan in plans}
+        self.tensors = {
+            name: TensorInfo(str(self._checkpoint.dtype(plan)).removeprefix("torch."), shape)
+            for plan in plans
+            for name, shape in zip(plan.placement.source_names(), plan.placement.shapes, strict=True)
+        }
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return [plan.placement.source_names() for plan in self._plans.values()]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Names must be one of ``groups``."""
+        plan = self._plans[names[0]]
+        tensors = merge_shards(plan.placement, [self._checkpoint.read(plan)])
+        return dict(zip(plan.placement.source_names(), tensors, strict=True))

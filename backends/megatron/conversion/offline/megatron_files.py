@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, damaged
-from backends.common.process.agreement import listed
-from backends.megatron.checkpoint import FORMAT
+from backends.common.checkpoint.reading import FORMAT
+from backends.common.process.agreement import listed_by_kind
+from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.conversion.offline.plan import ParameterPlan
 from backends.megatron.conversion.transforms import Shape
-from backends.megatron.verified_reading import PLAIN_FILES
 from slime_like.errors import CheckpointError
 
 
@@ -111,7 +111,6 @@ class MegatronCheckpoint:
     Opening reads the index only. Every piece is compared with its checksum when it is read. Threads may share it.
 
     Args:
-        directory: the one with ``.metadata`` in it.
         plans: the parameters of the model, as one rank has them.
 
     Raises:
@@ -138,19 +137,17 @@ class MegatronCheckpoint:
 
     def _require(self, expected: Mapping[str, ShardedTensor]) -> None:
         present = {key for key in self._tensors if not key.startswith("optimizer.")}
-        problems = [
-            f"{what}: {listed(names)}"
-            for what, names in (
-                ("missing", sorted(expected.keys() - present)),
-                ("unexpected", sorted(present - expected.keys())),
-                ("wrong shape", self._wrong_shapes(expected.values())),
-            )
-            if names
-        ]
-        if problems:
+        problems = {
+            "missing": sorted(expected.keys() - present),
+            "unexpected": sorted(present - expected.keys()),
+            "wrong shape": self._wrong_shapes(expected.values()),
+        }
+        if any(problems.values()):
             raise CheckpointError(
-                f"{self.directory}: the tensors are not those of the model's config.json; {'; '.join(problems)}; "
-                "give the --model.path that wrote it"
+                f"the tensors are not those of the model's config.json; {listed_by_kind(problems)}",
+                code="checkpoint-of-another-model",
+                who=str(self.directory),
+                remedy="give the --model.path that wrote it",
             )
 
     def _wrong_shapes(self, entries: Iterable[ShardedTensor]) -> list[str]:

@@ -39,18 +39,10 @@ class ParameterPlan:
     sharded: ShardedTensor | ShardedTensorFactory
 
     @property
-    def name(self) -> str:
-        return self.placement.name
-
-    @property
     def key(self) -> str:
         """Name of the tensor on disk, which holds the same parameter of all layers where these are alike."""
         key: str = self.sharded.key
         return key
-
-    @property
-    def numel(self) -> int:
-        return self.placement.parameter.numel()
 
     def meta(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.placement.parameter.shape, dtype=dtype, device="meta")
@@ -110,11 +102,7 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
 
 
 def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:
-    """Every element of every tensor, on either side, must have exactly one place.
-
-    Raises:
-        CheckpointError: names the tensors of which parts are missing or twice.
-    """
+    """Every element of every tensor, on either side, must have exactly one place."""
     shapes = family_of(dimensions).hf_shapes(dimensions)
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     cut_axis: dict[str, int] = {}
@@ -131,7 +119,8 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
     wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]
     wrong += [key for key, spans in stored.items() if not _fill(spans, torch.Size(sizes[key]).numel())]
     if wrong:
-        raise CheckpointError(f"tensors of which some element has no place, or two: {listed(sorted(wrong))}")
+        problem = f"tensors of which some element has no place, or two: {listed(sorted(wrong))}"
+        raise CheckpointError(problem, code="no-conversion-rule")
 
 
 def _tile(ranges: list[tuple[int, int]], length: int) -> bool:

@@ -1,7 +1,6 @@
 """Conversion of a Hugging Face directory to a Megatron checkpoint, one parameter at a time."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,30 +8,28 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ChecksumStream
-from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput, partial_output
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.partial_output import FinishedFile, partial_output
 from backends.common.hugging_face.conversion import (
     DTYPES,
+    Conversion,
+    FileFaults,
     common_dtype,
     fingerprint,
     in_files,
-    overflows,
     refused_by_disk,
-    require_whole_values,
-    write_files,
-    written,
 )
 from backends.common.hugging_face.directory import copy_companions
-from backends.common.hugging_face.files import HfCheckpoint, is_not_finite
+from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.families import family_of
+from backends.megatron.conversion.load import open_checked
 from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.models.converted import MODEL, WEIGHTS, write_description
-from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions, keeps_type
+from slime_like.models.dimensions import ModelDimensions, keeps_type
 from slime_like.system.threads import Tracker
 
 
@@ -45,7 +42,7 @@ class _Cast:
 
     @property
     def nbytes(self) -> int:
-        return self.plan.numel * self.dtype.itemsize
+        return self.plan.placement.parameter.numel() * self.dtype.itemsize
 
     def entries(self) -> list[ShardedTensor]:
         return self.plan.entries(self.plan.meta(self.dtype))
@@ -63,6 +60,10 @@ class _Job:
     def nbytes(self) -> int:
         return sum(cast.nbytes for cast in self.parameters)
 
+    @property
+    def tensors(self) -> list[str]:
+        return [cast.plan.placement.name for cast in self.parameters]
+
     def entries(self) -> list[ShardedTensor | ShardedObject]:
         return [*(entry for parameter in self.parameters for entry in parameter.entries()), *self.objects]
 
@@ -71,10 +72,7 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
     """See ``Converter.to_checkpoint``."""
     source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
     plans = plan_ranks(config, dimensions)
-    with HfCheckpoint(source) as checkpoint:
-        ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
-        checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
-        checkpoint.require_copies(ignored.intersection(HEADS), EMBEDDING)
+    with open_checked(source, dimensions, compares_copies=True) as checkpoint:
         jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
@@ -85,7 +83,7 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
             "max_file_bytes": options.max_file_bytes,
         }
         with partial_output(output, request) as partial:
-            return _convert(config, _Work(source, checkpoint, partial, options), jobs, report)
+            return _convert(config, _ToMegatron(source, partial, options, checkpoint), jobs, report)
 
 
 def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[list[_Cast]]:
@@ -111,8 +109,10 @@ def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conv
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(
-            f"{checkpoint.directory}: tensors of different types belong together, {listed(sorted(mixed))} and others "
-            "of their kind; give --dtype"
+            f"tensors of different types belong together, {listed(sorted(mixed))} and others of their kind",
+            code="mixed-dtypes",
+            who=str(checkpoint.directory),
+            remedy="give --dtype",
         )
     return casts
 
@@ -130,57 +130,39 @@ def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: in
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """Shared state of all jobs."""
-
-    source: Path
+class _ToMegatron(Conversion[_Job]):
     checkpoint: HfCheckpoint
-    partial: PartialOutput
-    options: ConversionOptions
 
-    def write(self, job: _Job, tracker: Tracker) -> FinishedFile:
-        """Read, arrange and write one file; durable when this returns."""
-        nan: list[str] = []
-        too_large: list[str] = []
-        pieces = []
-        with written(self.partial.path / job.name, [cast.plan.name for cast in job.parameters]) as file:
-            stream = ChecksumStream(file)
-            for cast in job.parameters:
-                values = self._values(cast, nan, too_large)
-                pieces += [write_entry(stream, entry) for entry in cast.plan.entries(values)]
-                tracker.advance(cast.nbytes)
-            pieces += [write_object(stream, entry) for entry in job.objects]
-            file.flush()
-            os.fsync(file.fileno())
-        return FinishedFile(job.name, tuple(pieces), tuple(nan), tuple(too_large))
+    def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
+        for cast in job.parameters:
+            for entry in cast.plan.entries(self._values(cast, faults)):
+                yield write_entry(stream, entry)
+            tracker.advance(cast.nbytes)
+        for entry in job.objects:
+            yield write_object(stream, entry)
 
-    def _values(self, cast: _Cast, nan: list[str], too_large: list[str]) -> Tensor:
+    def _values(self, cast: _Cast, faults: FileFaults) -> Tensor:
         values = cast.plan.empty(cast.dtype)
         names = cast.plan.placement.source_names()
         for piece in cast.plan.placement.pieces():
-            name = names[piece.source]
-            part = self.checkpoint.read_unchecked(name, piece.axis, piece.start, piece.length)
-            if is_not_finite(part):
-                nan.append(name)
+            part = self.checkpoint.read_unchecked(names[piece.source], piece.axis, piece.start, piece.length)
             view = piece.view(values)
             view.copy_(part.view(view.shape))
-            if overflows(part, view):
-                too_large.append(name)
+            faults.note(names[piece.source], part, view)
         return values
 
 
-def _convert(config: RunConfig, work: _Work, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+def _convert(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial = work.partial
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
-    files, reused = write_files(partial, jobs, work.write, work.options.workers, report)
-    require_whole_values(list(files.values()), work.source, work.options)
+    files, reused = work.write_files(jobs, report)
     _finish(config, work, jobs, files)
     tensors = {name for job in jobs for cast in job.parameters for name in cast.plan.placement.source_names()}
     return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
 
 
-def _finish(config: RunConfig, work: _Work, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
+def _finish(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
     partial = work.partial
     dtype = common_dtype([(cast.dtype, cast.nbytes) for job in jobs for cast in job.parameters])
     with refused_by_disk(partial.path):

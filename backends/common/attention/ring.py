@@ -6,17 +6,16 @@ steps keys and values travel once around the ring, and partial results are merge
 queries; keys of a rank s > r wholly, by the second half of its queries.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, Segments
-from backends.common.attention.partial_results import merged_attention
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
+from backends.common.attention.packed_attention import PackedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class RingSegments:
     back: Tensor
 
     @classmethod
-    def of(cls, cu_seqlens_padded: Tensor, ring_size: int) -> RingSegments:
+    def of(cls, cu_seqlens_padded: Tensor, ring_size: int) -> Self:
         """From the padded boundaries of the whole pack, each length a multiple of ``2 * ring_size``."""
         full = Segments.of(cu_seqlens_padded)
         whole, half = full.divided(ring_size), full.divided(2 * ring_size)
@@ -71,28 +70,26 @@ class _Exchange:
         return self._received
 
 
-@dataclass(frozen=True, slots=True)
-class RingStep:
-    """Computation of one ring step: which query rows, which key rows (None: all), causally or not."""
+class RingStep(NamedTuple):
+    """Computation of one ring step: which query rows, which key rows (None: all), and their pairing."""
 
     q_rows: Tensor | None
     k_rows: Tensor | None
-    q_segments: Segments
-    k_segments: Segments
-    causal: bool
+    pairing: Pairing
 
 
-def ring_step(step: int, rank: int, size: int, segments: RingSegments) -> RingStep:
+def ring_step(step: int, rank: int, size: int, segments: RingSegments, scale: float) -> RingStep:
     """Computation of ``rank`` in ``step`` of a ring of ``size``, with the keys of rank ``(rank - step) % size``."""
+    whole, half = segments.whole, segments.half
     if step == 0:
-        return RingStep(None, None, segments.whole, segments.whole, True)
+        return RingStep(None, None, Pairing(whole, whole, True, scale))
     if (rank - step) % size < rank:
-        return RingStep(None, segments.front, segments.whole, segments.half, False)
-    return RingStep(segments.back, None, segments.half, segments.whole, False)
+        return RingStep(None, segments.front, Pairing(whole, half, False, scale))
+    return RingStep(segments.back, None, Pairing(half, whole, False, scale))
 
 
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
+def _take(x: Tensor, rows: Tensor | None, axis: int = 0) -> Tensor:
+    return x if rows is None else x.index_select(axis, rows)
 
 
 def _add(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
@@ -102,86 +99,54 @@ def _add(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
         target.index_add_(0, rows, value.to(target.dtype))
 
 
-class _ZigzagRing(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: RingSegments,
-        scale: float,
-        kernel: AttentionKernel,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class RingAttention(PackedAttention):
+    """Attention of zigzag chunks; the keys and values of ``group`` travel around it."""
+
+    segments: RingSegments
+    group: dist.ProcessGroup
+
+    def _steps(self, scale: float) -> Iterator[tuple[RingStep, bool]]:
+        """Every step, and whether another one follows."""
+        size = self.group.size()
+        for step in range(size):
+            yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         accumulated: tuple[Tensor, Tensor] | None = None
-        keys, values = k, v
-        for step in range(group.size()):
-            exchange = _Exchange([keys, values], group) if step + 1 < group.size() else None
-            plan = ring_step(step, group.rank(), group.size(), segments)
-            part = kernel.forward(
-                _take(q, plan.q_rows),
-                _take(keys, plan.k_rows),
-                _take(values, plan.k_rows),
-                plan.q_segments,
-                plan.k_segments,
-                plan.causal,
-                scale,
-            )
+        kernel = kernel_for(q.device.type)
+        for plan, goes_on in self._steps(scale):
+            exchange = _Exchange([k, v], self.group) if goes_on else None
+            part = kernel.forward(_take(q, plan.q_rows), _take(k, plan.k_rows), _take(v, plan.k_rows), plan.pairing)
             accumulated = merged_attention(accumulated, part, plan.q_rows)
             if exchange is not None:
-                keys, values = exchange.wait()
+                k, v = exchange.wait()
         assert accumulated is not None
-        out, lse = accumulated[0].to(q.dtype), accumulated[1]
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setting = (segments, scale, kernel, group)
-        return out
+        return accumulated[0].to(q.dtype), accumulated[1]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        segments, scale, kernel, group = ctx.setting
-        grad = grads[0].contiguous()
+    def backward(
+        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        keys, values = k, v
-        homeward: _Exchange | None = None
-        for step in range(group.size()):
-            onward = _Exchange([keys, values], group) if step + 1 < group.size() else None
-            plan = ring_step(step, group.rank(), group.size(), segments)
+        kernel, homeward = kernel_for(grad.device.type), None
+        for plan, goes_on in self._steps(scale):
+            onward = _Exchange([k, v], self.group) if goes_on else None
+            mine, theirs = plan.q_rows, plan.k_rows
             parts = kernel.backward(
-                _take(grad, plan.q_rows),
-                _take(q, plan.q_rows),
-                _take(keys, plan.k_rows),
-                _take(values, plan.k_rows),
-                _take(out, plan.q_rows),
-                lse if plan.q_rows is None else lse.index_select(1, plan.q_rows),
-                plan.q_segments,
-                plan.k_segments,
-                plan.causal,
-                scale,
+                _take(grad, mine),
+                Saved(_take(q, mine), _take(k, theirs), _take(v, theirs), _take(out, mine), _take(lse, mine, axis=1)),
+                plan.pairing,
             )
-            _add(dq, plan.q_rows, parts[0])
+            _add(dq, mine, parts[0])
             if homeward is not None:
                 # These gradients belong to the keys in hand; they arrive one hop after them.
                 dk, dv = homeward.wait()
-            _add(dk, plan.k_rows, parts[1])
-            _add(dv, plan.k_rows, parts[2])
-            homeward = _Exchange([dk, dv], group, first_tag=2)
+            _add(dk, theirs, parts[1])
+            _add(dv, theirs, parts[2])
+            homeward = _Exchange([dk, dv], self.group, first_tag=2)
             if onward is not None:
-                keys, values = onward.wait()
+                k, v = onward.wait()
         assert homeward is not None
         dk, dv = homeward.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-def zigzag_ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: RingSegments,
-    scale: float,
-    kernel: AttentionKernel,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Causal attention of every sequence over the whole context group: local (T, H, D) in, local (T, H, D) out."""
-    return _ZigzagRing.apply(q, k, v, segments, scale, kernel, group)
+        return dq.to(q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype)
