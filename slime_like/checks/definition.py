@@ -1,24 +1,16 @@
 """What a check is: a stable code, what it is about, and the function that finds problems."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from slime_like.checks.needs import Needs
 from slime_like.config.run import RunConfig
+from slime_like.errors import Problem
 from slime_like.models.dimensions import ModelDimensions
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One fault.
-
-    Attributes:
-        code: of the check that found it.
-        text: one sentence with field, value and remedy.
-    """
-
-    code: str
-    text: str
+_FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
+"""The field with which a sentence begins: its dotted name, or a name and its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +27,7 @@ class Check:
     run: Callable[[RunConfig], Iterable[str]]
 
     def find(self, config: RunConfig, _: ModelDimensions | None) -> Iterator[Problem]:
-        return (Problem(self.code, text) for text in self.run(config))
+        return _coded(self.code, self.run(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,5 +39,10 @@ class ModelCheck:
     run: Callable[[RunConfig, ModelDimensions], Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        texts = () if dimensions is None else self.run(config, dimensions)
-        return (Problem(self.code, text) for text in texts)
+        return _coded(self.code, () if dimensions is None else self.run(config, dimensions))
+
+
+def _coded(code: str, sentences: Iterable[str]) -> Iterator[Problem]:
+    for text in sentences:
+        field = _FIELD.match(text)
+        yield Problem(code, text, field.group() if field else "")

@@ -20,7 +20,7 @@ def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, lis
     try:
         return ModelDimensions.from_checkpoint(path), []
     except ConfigError as error:
-        return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
+        return None, [problem.text.replace("model.path=", f"{field}=", 1) for problem in error.problems]
 
 
 def _missing(path: Path, field: str) -> list[str]:

@@ -59,7 +59,7 @@ class LaunchOptions:
             if not 0 < getattr(self, name) < math.inf:
                 problems.append(f"--{name}={getattr(self, name):g} must be a number of seconds above 0")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(problems, code="option-range")
 
     @property
     def leads(self) -> bool:

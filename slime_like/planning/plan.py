@@ -42,7 +42,7 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     backend = plannable_backend(config)
     dimensions = counted_dimensions(config, dimensions, backend)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
-    plan.problems += check_settings(config, dimensions, training_needs(config))
+    plan.problems += map(str, check_settings(config, dimensions, training_needs(config)))
     plan.problems += [text for text in backend.check(config) if text not in plan.problems]
     plan.problems += [text for text in _of_references(config, dimensions, backend) if text not in plan.problems]
     plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]
@@ -97,15 +97,14 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
     """
     backend = load_backend(config.trainer.backend)
     if not hasattr(backend, "estimate"):
-        raise ConfigError(
-            [f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"]
-        )
+        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
+        raise ConfigError(problem, code="backend-not-planned")
     return backend
 
 
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
-    found = check_machine(config, dimensions, training_needs(config))
+    found = map(str, check_machine(config, dimensions, training_needs(config)))
     lacking = [text for text in found if text not in plan.problems]
     if options.preflight:
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
@@ -274,4 +273,4 @@ def host_remedy(item: str) -> str:
 def require_plannable(plan: Plan) -> None:
     """Raises ``ConfigError`` with all problems where there is nothing to show but these."""
     if not plan.kinds:
-        raise ConfigError(plan.problems)
+        raise ConfigError(plan.problems, code="plan-rejected")

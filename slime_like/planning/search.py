@@ -78,10 +78,9 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     if config.trainer.backend == FSDP:
         raise ConfigError(
-            [
-                "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp has not; plan single "
-                "values of trainer.parallel.context and data instead"
-            ]
+            "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp has not; plan single "
+            "values of trainer.parallel.context and data instead",
+            code="backend-not-searched",
         )
     backend = plannable_backend(config)
     admitted = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
@@ -100,7 +99,7 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
         if len(found) == 2 * wanted:
             break
     if refusals and len(refusals) == len(possible):
-        raise ConfigError(_shared(refusals))
+        raise ConfigError(_shared(refusals), code="plan-rejected")
     return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
 
 
@@ -138,7 +137,7 @@ def _problems(
 ) -> list[str]:
     """List the problems of a layout apart from memory."""
     settings = check_settings(config, dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*settings, *backend.check(config), *checks.placement_problems(config, hardware)]
+    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config, hardware)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:

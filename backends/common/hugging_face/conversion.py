@@ -135,7 +135,7 @@ def require_whole_values(files: Sequence[FinishedFile], source: Path, options: C
     if names and not options.allow_nan:
         raise CheckpointError(
             f"{source}: tensors with NaN or infinity in them: {listed(names)}; use a checkpoint from before it went "
-            "wrong, or --allow-nan to convert it as it is"
+            "wrong, or --allow_nan to convert it as it is"
         )
 
 

@@ -180,7 +180,7 @@ def start_problems(config: RewardConfig, index: int) -> list[str]:
     try:
         thread.run(_try_start(WorkerPool(kind, config.model_copy(update={"workers": 1}))))
     except ConfigError as error:
-        return error.problems
+        return list(map(str, error.problems))
     finally:
         thread.close()
     return []

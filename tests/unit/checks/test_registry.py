@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks.check import find_problems, selected
-from slime_like.checks.definition import ModelCheck, Problem
+from slime_like.checks.check import check, selected
+from slime_like.checks.definition import ModelCheck
 from slime_like.checks.needs import (
     CONVERSION,
     RANKS,
@@ -20,6 +20,7 @@ from slime_like.checks.needs import (
 from slime_like.checks.registry import CHECKS
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.errors import Problem
 from tests.unit.checks.checkpoint import sound_flags
 
 _CONVERSION = """
@@ -101,9 +102,10 @@ def test_no_check_is_left_out_of_the_registry() -> None:
 def test_a_problem_has_the_code_of_its_check(tmp_path: Path) -> None:
     flags = [*sound_flags(tmp_path), "--rollout.top_p", "0.5", "--trainer.parallel.pipeline", "13", "--resume", "x"]
     config = load_config(None, flags)
-    problems = find_problems(config, training_needs(config))
+    problems = check(config)
     assert [problem.code for problem in problems] == ["resume", "rollout.sampling", "trainer.layout"]
     assert problems[1] == Problem(
         "rollout.sampling",
         "rollout.top_p=0.5 cuts the distribution that the loss assumes whole; use 1 for training",
+        "rollout.top_p",
     )

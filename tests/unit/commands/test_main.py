@@ -13,7 +13,7 @@ import pytest
 from slime_like import __version__
 from slime_like.checks.check import check
 from slime_like.commands.main import main
-from slime_like.commands.root import FAMILIES
+from slime_like.commands.tiny_model import FAMILIES
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.load import load_config

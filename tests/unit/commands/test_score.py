@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.commands.main import main
-from slime_like.commands.score import find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
