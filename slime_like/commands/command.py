@@ -68,7 +68,7 @@ class Command:
         """Split what follows the name into the command's arguments and flags of the configuration.
 
         Raises:
-            ConfigError: a path is missing.
+            ConfigError: a path is missing, or there is one too many.
         """
         parser = argparse.ArgumentParser(
             prog=f"slime-like {self.name}", usage=self._usage(), add_help=False, allow_abbrev=False
@@ -82,6 +82,9 @@ class Command:
         if len(leading) < len(required):
             missing = "are missing; they come" if len(required) > 1 else "is missing; it comes"
             raise ConfigError(f"{' and '.join(required)} {missing} first: {self._usage()}", code="argument-missing")
+        if len(leading) > len(required) == len(self.paths):
+            extra = f"{leading[len(required)]} is one argument too many"
+            raise ConfigError(f"{extra}: {self._usage()}", code="argument-unexpected")
         options, flags = parser.parse_known_args(list(arguments[len(leading) :]))
         for index, name in enumerate(self.paths):
             setattr(options, _key(name), _path(parser, leading[index]) if index < len(leading) else None)
