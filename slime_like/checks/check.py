@@ -5,9 +5,8 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 
 from collections.abc import Iterable
 
-from slime_like.checks.definition import Check, ModelCheck
+from slime_like.checks.definition import Check, ModelCheck, Needs, NeedsOf, training_needs
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.checks.needs import Needs, NeedsOf, training_needs
 from slime_like.checks.registry import CHECKS
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem

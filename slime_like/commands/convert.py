@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.checks.needs import CONVERSION
+from slime_like.checks.definition import CONVERSION
 from slime_like.commands.arguments import at_least_one, has_flag, temporary_run_dir
 from slime_like.commands.command import Command
 from slime_like.commands.weights_source import find_weights

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime_like.checks.needs import NeedsOf, evaluation_needs, training_needs
+from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands.arguments import temporary_run_dir
 from slime_like.commands.command import Command
 from slime_like.commands.failure import traceback_kept

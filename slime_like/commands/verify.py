@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.checks.needs import RANKS, loading_needs
+from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.commands.command import Command
 from slime_like.config import RunConfig

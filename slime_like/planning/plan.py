@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import prod
 
 from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
-from slime_like.checks.needs import training_needs
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend, load_backend

@@ -12,8 +12,8 @@ import torch
 from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.checks.check import check, require_valid
+from slime_like.checks.definition import CONVERSION, evaluation_needs
 from slime_like.checks.layout import layers_per_stage
-from slime_like.checks.needs import CONVERSION, evaluation_needs
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.reading.load import load_config

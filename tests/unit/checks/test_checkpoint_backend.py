@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.checkpoint_backend import backend_problem
-from slime_like.checks.needs import CONVERSION
+from slime_like.checks.definition import CONVERSION
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.needs import CONVERSION
+from slime_like.checks.definition import CONVERSION
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.root import run
