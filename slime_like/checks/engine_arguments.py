@@ -4,7 +4,6 @@ Whether vLLM or SGLang has an argument at all is only known to them: that is ref
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
@@ -17,65 +16,63 @@ def _owned(**fields: str) -> dict[str, str]:
     return {argument: f"set {field} instead" for argument, field in fields.items()}
 
 
-REFUSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "vllm": _owned(
-            model="model.path",
-            dtype="model.dtype",
-            trust_remote_code="model.trust_remote_code",
-            max_model_len="rollout.max_model_len",
-            tensor_parallel_size="rollout.tensor",
-            seed="seed",
-        )
-        | dict.fromkeys(
-            (
-                "distributed_executor_backend",
-                "logprobs_mode",
-                "worker_extension_cls",
-                "weight_transfer_config",
-                "skip_tokenizer_init",
-                "enable_log_requests",
-            ),
-            _LEFT_TO_THE_ADAPTER,
-        ),
-        "sglang": _owned(
-            model_path="model.path",
-            dtype="model.dtype",
-            trust_remote_code="model.trust_remote_code",
-            context_length="rollout.max_model_len",
-            tp_size="rollout.tensor",
-            random_seed="seed",
-        )
-        | dict.fromkeys(
-            (
-                "device",
-                "skip_tokenizer_init",
-                "sampling_backend",
-                "weight_version",
-                "sleep_on_idle",
-                "custom_sigquit_handler",
-            ),
-            _LEFT_TO_THE_ADAPTER,
-        )
-        | {
-            "dp_size": "use rollout.num_engines",
-            "pp_size": "use rollout.tensor",
-            "nnodes": "an engine's ranks share a host",
-            "tokenizer_worker_num": "prompts are token ids already",
-            "speculative_algorithm": "its logprobs have not been compared",
-            "enable_lora": "weights are updated whole",
-            "quantization": "weights arrive in model.dtype",
-            "enable_deterministic_inference": "every request's seed is its own already",
-            "rl_on_policy_target": "logprobs are those of the scaled logits already",
-        },
-    }
-)
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    "vllm": _owned(
+        model="model.path",
+        dtype="model.dtype",
+        trust_remote_code="model.trust_remote_code",
+        max_model_len="rollout.max_model_len",
+        tensor_parallel_size="rollout.tensor",
+        seed="seed",
+    )
+    | dict.fromkeys(
+        [
+            "distributed_executor_backend",
+            "logprobs_mode",
+            "worker_extension_cls",
+            "weight_transfer_config",
+            "skip_tokenizer_init",
+            "enable_log_requests",
+        ],
+        _LEFT_TO_THE_ADAPTER,
+    ),
+    "sglang": _owned(
+        model_path="model.path",
+        dtype="model.dtype",
+        trust_remote_code="model.trust_remote_code",
+        context_length="rollout.max_model_len",
+        tp_size="rollout.tensor",
+        random_seed="seed",
+    )
+    | dict.fromkeys(
+        [
+            "device",
+            "skip_tokenizer_init",
+            "sampling_backend",
+            "weight_version",
+            "sleep_on_idle",
+            "custom_sigquit_handler",
+        ],
+        _LEFT_TO_THE_ADAPTER,
+    )
+    | {
+        "dp_size": "use rollout.num_engines",
+        "pp_size": "use rollout.tensor",
+        "nnodes": "an engine's ranks share a host",
+        "tokenizer_worker_num": "prompts are token ids already",
+        "speculative_algorithm": "its logprobs have not been compared",
+        "enable_lora": "weights are updated whole",
+        "quantization": "weights arrive in model.dtype",
+        "enable_deterministic_inference": "every request's seed is its own already",
+        "rl_on_policy_target": "logprobs are those of the scaled logits already",
+    },
+}
 """Per engine: arguments that its adapter sets itself or cannot serve truthfully, and what to do instead, or why."""
 
-KNOWN: Mapping[str, Collection[str]] = MappingProxyType({"transformers": ("attn_implementation", "max_batch_size")})
+KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", "max_batch_size")}
 """Per engine whose arguments are ours: all of them."""
 
-SHARES: Mapping[str, str] = MappingProxyType({"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"})
+SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """Per engine: the argument that says which share of a GPU's memory it takes in all."""
 
 _CACHE_BYTES = "kv_cache_memory_bytes"

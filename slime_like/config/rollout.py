@@ -106,7 +106,7 @@ class RolloutConfig(Section):
         "fails the run.",
     )
     environment: EnvironmentConfig = Field(
-        default_factory=lambda: EnvironmentConfig(),
+        EnvironmentConfig(),
         description="The environment of conversations, which answers the model's turns.",
     )
     engine_args: dict[str, Any] = Field(

@@ -80,9 +80,9 @@ class TrainerConfig(Section):
         description="megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group "
         "slime_like.backends).",
     )
-    parallel: ParallelConfig = Field(default_factory=lambda: ParallelConfig(), description="Parallel layout.")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="Optimizer.")
-    fsdp: FsdpConfig = Field(default_factory=lambda: FsdpConfig(), description="Settings of the backend fsdp.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
+    fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
     target_tokens_per_batch: int = Field(
         8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
     )
