@@ -114,13 +114,13 @@ class WeightSyncError(SlimeLikeError):
 
 
 class RewardError(SlimeLikeError):
-    """Reward workers or the advantage estimator cannot go on (one bad answer costs only its own sample: no error)."""
+    """Reward workers or the advantage estimator cannot go on (one bad answer costs only one sample: no error)."""
 
     code = "reward"
 
 
 class EnvironmentFailure(SlimeLikeError):
-    """An environment or its workers cannot go on (one failed step costs only its own conversation: no error)."""
+    """An environment or its workers cannot go on (one failed step costs only one conversation: no error)."""
 
     code = "environment"
 

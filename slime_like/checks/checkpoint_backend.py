@@ -14,7 +14,7 @@ BACKEND = "backend"
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
     """That ``backend`` cannot read the checkpoint, in one sentence with its remedy; ``None`` where it can.
 
-    A checkpoint that does not say who wrote it is believed: reading it tells the rest.
+    A checkpoint that does not name its backend is accepted: reading it shows the rest.
 
     Args:
         checkpoint: a run's checkpoints/step-N, or what ``slime-like convert to-megatron`` wrote.
@@ -45,8 +45,8 @@ def start_weight_problems(config: RunConfig) -> Iterator[str]:
     weights = config.model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
-            f"model.weights={weights} is no checkpoint (no trainer/ in it); give what `slime-like convert to-megatron` "
-            "wrote, or a run's checkpoints/step-N"
+            f"model.weights={weights} is not a checkpoint (no trainer/ in it); give what `slime-like convert "
+            "to-megatron` wrote, or a run's checkpoints/step-N"
         )
 
 

@@ -20,7 +20,7 @@ Need = Literal[
     "engine",  # engines sample, and rewards judge
     "data",  # rows and their tokens
     "code",  # rewards of the user are imported, by a worker
-    "evaluation",  # held-out accuracy is all that is asked for
+    "evaluation",  # held-out accuracy alone
     "rows",  # each row is read
 ]
 Needs = AbstractSet[Need]

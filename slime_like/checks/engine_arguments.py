@@ -1,4 +1,4 @@
-"""What ``rollout.engine_args`` may not say, as far as it can be told without importing an engine.
+"""What ``rollout.engine_args`` must not hold, as far as it is known without importing an engine.
 
 Whether vLLM or SGLang has an argument at all is only known to them: that is refused when the engine starts.
 """
@@ -63,7 +63,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "speculative_algorithm": "its logprobs have not been compared",
         "enable_lora": "weights are updated whole",
         "quantization": "weights arrive in model.dtype",
-        "enable_deterministic_inference": "every request's seed is its own already",
+        "enable_deterministic_inference": "every request already has a separate seed",
         "rl_on_policy_target": "logprobs are those of the scaled logits already",
     },
 }
@@ -79,7 +79,7 @@ _CACHE_BYTES = "kv_cache_memory_bytes"
 
 
 def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
-    """Each problem one sentence; none for an engine of somebody else's.
+    """Each problem one sentence; none for a custom engine.
 
     Args:
         engine: the engine's name.
@@ -102,10 +102,10 @@ def _share_problems(engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Of what an engine's memory is planned from."""
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
-        yield f"rollout.engine_args.{share}={arguments[share]} is no share of a GPU; give a number above 0, at most 1"
+        yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"
     given = arguments.get(_CACHE_BYTES)
     if engine == "vllm" and given is not None and not (_is_number(given) and given > 0):
-        yield f"rollout.engine_args.{_CACHE_BYTES}={given} is no number of bytes; give one above 0"
+        yield f"rollout.engine_args.{_CACHE_BYTES}={given} must be a number of bytes above 0"
 
 
 def _is_number(value: object) -> bool:

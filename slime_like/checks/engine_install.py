@@ -73,7 +73,7 @@ def interpreter_problems(path: Path, engine: str) -> list[str]:
     """What keeps the engine from running under ``rollout.python``, each one sentence with its remedy."""
     field = f"rollout.python={path}"
     if not path.is_file() or not os.access(path, os.X_OK):
-        return [f"{field} is no program; give the path of a Python, such as VENV/bin/python"]
+        return [f"{field} is not a program; give the path of a Python, such as VENV/bin/python"]
     found = _probe(path, _distributions(engine))
     if isinstance(found, str):
         return [f"{field} {found}; give the path of a working Python"]
@@ -134,7 +134,7 @@ def _version(distribution: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _probe(path: Path, distributions: Sequence[str]) -> Interpreter | str:
-    """What the interpreter says of itself, or half a sentence about why it says nothing."""
+    """Properties of the interpreter, or half a sentence about why there are none."""
     command = [str(path), "-c", _PROBE, ENGINE_GROUP, "slime-like", *distributions]
     try:
         finished = subprocess.run(
@@ -142,11 +142,11 @@ def _probe(path: Path, distributions: Sequence[str]) -> Interpreter | str:
         )
         if finished.returncode != 0:
             lines = finished.stderr.strip().splitlines()
-            return f"ended with {finished.returncode} ({lines[-1][:200] if lines else 'it said nothing'})"
+            return f"ended with {finished.returncode} ({lines[-1][:200] if lines else 'no output'})"
         said: dict[str, Any] = json.loads(finished.stdout.strip().splitlines()[-1])
         major, minor = said["python"]
         return Interpreter((major, minor), said["packages"], tuple(said["engines"]))
     except subprocess.TimeoutExpired:
-        return f"said nothing within {_PROBE_TIMEOUT_S:g} s"
+        return f"printed nothing within {_PROBE_TIMEOUT_S:g} s"
     except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"is no Python ({type(error).__name__}: {error})"
+        return f"is not a Python ({type(error).__name__}: {error})"

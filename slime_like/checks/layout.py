@@ -27,7 +27,7 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
 
 
 def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
-    """vLLM and SGLang give every rank of an engine as many heads; what else they ask of a model they say themselves."""
+    """vLLM and SGLang give every rank of an engine as many heads; further requirements are checked when they start."""
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
     return [

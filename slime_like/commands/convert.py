@@ -46,7 +46,7 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="type of the weights written; auto leaves every tensor its own (default: %(default)s)",
+        help="type of the weights written; auto keeps the type of every tensor (default: %(default)s)",
     )
     parser.add_argument(
         "--max_shard_size",

@@ -45,7 +45,7 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
         return WeightsSource((*model, "--trainer.backend", config.trainer.backend), weights.resolve())
     if not has_flag(flags, "model.path"):
         raise ConfigError(
-            f"CHECKPOINT={checkpoint}: a training checkpoint does not say its model's dimensions, and {run_config} "
+            f"CHECKPOINT={checkpoint}: a training checkpoint does not hold its model's dimensions, and {run_config} "
             "does not exist; give --model.path, the Hugging Face directory that the run started from",
             code="model-unknown",
         )
@@ -54,7 +54,7 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
 
 def _what_instead(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
-        return "is no directory; give a Hugging Face directory or a run's checkpoints/step-N"
+        return "is not a directory; give a Hugging Face directory or a run's checkpoints/step-N"
     if (checkpoint / "checkpoints").is_dir():
         return "is a run directory; give its hf/, or checkpoints/latest in it"
     whole = training_checkpoint(checkpoint)

@@ -8,7 +8,7 @@ from pydantic import Field
 from slime_like.config.base import Section
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature above greedy that engines sample with as asked."""
+"""Lowest temperature above greedy that engines apply exactly."""
 
 ENVIRONMENT = "environment"
 """Name of the rewards that ``rollout.environment`` returned during generation."""

@@ -107,8 +107,8 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = Field(
         "auto",
-        description="auto: resume from the latest checkpoint of the run directory, else start anew. never: start "
-        "anew. Or the path of a checkpoint. Starting anew moves an earlier run to RUN_DIR.1, RUN_DIR.2 "
+        description="auto: resume from the latest checkpoint of the run directory, else start over. never: start "
+        "over. Or the path of a checkpoint. Starting over moves an earlier run to RUN_DIR.1, RUN_DIR.2 "
         "and so on, also one without a checkpoint.",
     )
     model: ModelConfig = Field(description="The policy.")

@@ -92,7 +92,7 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     if other:
         first = other[0]
         yield (
-            f"model.path={path}: {len(other)} tensors have another shape than config.json says ({first} is "
+            f"model.path={path}: {len(other)} tensors have another shape than in config.json ({first} is "
             f"{list(found[first])}, should be {list(expected[first])}); use the config.json and the weights of the "
             "same model"
         )

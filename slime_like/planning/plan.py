@@ -61,7 +61,7 @@ def counted_dimensions(
 ) -> ModelDimensions:
     """Add the counted parameters of a foreign model; others are returned unchanged.
 
-    What one token goes through is everything but an embedding that is no head, and of experts its own.
+    A token goes through everything but an embedding that is no head, and the experts it is routed to.
     """
     converter = getattr(backend, "converter", None)
     if dimensions.foreign is None or config.trainer.backend != FSDP or converter is None:
@@ -90,7 +90,7 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
     """The trainer of ``config``.
 
     Raises:
-        ConfigError: it is unknown, or cannot say what it needs before it runs.
+        ConfigError: it is unknown, or has no estimate of what it needs.
     """
     backend = load_backend(config.trainer.backend)
     if not hasattr(backend, "estimate"):
@@ -238,7 +238,7 @@ def remedy(item: str, config: RunConfig) -> str:
     if item in ("optimizer state", "optimizer's temporaries beyond") and not fsdp:
         return f"use {layout}, more trainer.parallel.data with optimizer.distributed, or trainer.optimizer.offload"
     if item.endswith("(assumed)"):
-        return "it is not the run's own: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
+        return "it does not depend on the run: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
     remedies = {
         "head": "lower trainer.head_chunk_tokens" + ("" if fsdp else ", or raise trainer.parallel.tensor"),
         "KV cache": f"lower {share_setting(config)}",

@@ -1,4 +1,4 @@
-"""The result of planning, and what was asked for."""
+"""The result of planning, and its options."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -72,8 +72,8 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     if config.trainer.backend == FSDP:
         raise ConfigError(
-            "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp has not; plan single "
-            "values of trainer.parallel.context and data instead",
+            "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp does not have; plan "
+            "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
     backend = plannable_backend(config)

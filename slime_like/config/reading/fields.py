@@ -51,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class SectionDoc:
-    """A section's dotted name ("" for the root), its description, and its own leaves."""
+    """A section's dotted name ("" for the root), its description, and its leaves."""
 
     name: str
     description: str
