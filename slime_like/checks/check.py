@@ -5,7 +5,7 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 
 from collections.abc import Iterable
 
-from slime_like.checks.definition import Check, ModelCheck, Needs, NeedsOf, training_needs
+from slime_like.checks.definition import Check, Needs, NeedsOf, training_needs
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.checks.registry import CHECKS
 from slime_like.config.run import RunConfig
@@ -15,7 +15,7 @@ from slime_like.models.dimensions import ModelDimensions
 _FILES_OF_MODEL = {"model.path", "model.family", "model.weight-files"}
 
 
-def selected(needs: Needs) -> list[Check | ModelCheck]:
+def selected(needs: Needs) -> list[Check]:
     """The checks that apply to a command with these needs, in the order in which problems are shown."""
     return [check for check in CHECKS if check.needs <= needs]
 
@@ -65,7 +65,7 @@ def _check_rows(config: RunConfig, needs: Needs) -> list[Problem]:
     return list({problem.text: problem for problem in _run(reading, config, None)}.values())
 
 
-def _run(checks: Iterable[Check | ModelCheck], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
+def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     """What is about the model is left out where its sizes are not known."""
     known = (one for one in checks if dimensions is not None or "model" not in one.needs)
     return [problem for one in known for problem in one.find(config, dimensions)]

@@ -59,29 +59,27 @@ class Check:
     Attributes:
         code: stable and unique; what stands before the dot is the section of the configuration.
         needs: it applies to commands that need all of this.
+        run: takes the configuration and finds problems, each one sentence.
     """
 
     code: str
     needs: Needs
-    run: Callable[[RunConfig], Iterable[str]]
-
-    def find(self, config: RunConfig, _: ModelDimensions | None) -> Iterator[Problem]:
-        return _coded(self.code, self.run(config))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCheck:
-    """A check of the configuration against the model's sizes; attributes as in ``Check``."""
-
-    code: str
-    needs: Needs
-    run: Callable[[RunConfig, ModelDimensions], Iterable[str]]
+    run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        return _coded(self.code, () if dimensions is None else self.run(config, dimensions))
+        """``dimensions`` are the model's sizes, where they are known."""
+        for text in self._sentences(config, dimensions):
+            field = _FIELD.match(text)
+            yield Problem(self.code, text, field.group() if field else "")
+
+    def _sentences(self, config: RunConfig, _: ModelDimensions | None) -> Iterable[str]:
+        return self.run(config)
 
 
-def _coded(code: str, sentences: Iterable[str]) -> Iterator[Problem]:
-    for text in sentences:
-        field = _FIELD.match(text)
-        yield Problem(code, text, field.group() if field else "")
+class ModelCheck(Check):
+    """A check of the configuration against the model's sizes, which ``run`` takes, too."""
+
+    __slots__ = ()
+
+    def _sentences(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterable[str]:
+        return () if dimensions is None else self.run(config, dimensions)

@@ -26,7 +26,7 @@ from slime_like.checks import (
 )
 from slime_like.checks.definition import Check, ModelCheck
 
-_MACHINE: Sequence[Check | ModelCheck] = (
+_MACHINE: Sequence[Check] = (
     Check("model.path", {"files"}, model_directories.model_problems),
     ModelCheck("reference.model", {"files", "model", "training"}, model_directories.reference_problems),
     Check("run_dir", {"files", "run"}, directories.run_directory_problems),
@@ -46,7 +46,7 @@ _MACHINE: Sequence[Check | ModelCheck] = (
     Check("reference.weight-files", {"files", "model", "training"}, model_directories.reference_weight_problems),
 )
 
-_SETTINGS: Sequence[Check | ModelCheck] = (
+_SETTINGS: Sequence[Check] = (
     Check("rollout.python", {"engine"}, names.interpreter_name_problems),
     Check("trainer.backend", {"trainer"}, names.backend_name_problems),
     Check("algorithm.loss", {"training"}, names.loss_name_problems),
@@ -71,7 +71,7 @@ _SETTINGS: Sequence[Check | ModelCheck] = (
     Check("rollout.environment", {"engine"}, user_code.environment_problems),
 )
 
-_SIZES: Sequence[Check | ModelCheck] = (
+_SIZES: Sequence[Check] = (
     ModelCheck("model.family", {"model", "trainer"}, families.family_problems),
     ModelCheck(
         "trainer.layout",
@@ -94,13 +94,13 @@ _SIZES: Sequence[Check | ModelCheck] = (
     ModelCheck("rollout.max-model-len", {"model", "engine"}, lengths.served_length_problems),
 )
 
-_ROWS: Sequence[Check | ModelCheck] = (
+_ROWS: Sequence[Check] = (
     Check("model.tokenizer", {"rows", "data"}, rows.tokenizer_problems),
     Check("data.rows", {"rows", "training"}, rows.training_row_problems),
     Check("evaluation.rows", {"rows", "engine"}, rows.held_out_row_problems),
 )
 
-CHECKS: Sequence[Check | ModelCheck] = (
+CHECKS: Sequence[Check] = (
     Check("evaluation.no-files", {"evaluation"}, evaluation.held_out_problems),
     Check("evaluation.weights", {"evaluation"}, evaluation.evaluated_model_problems),
     *_MACHINE,

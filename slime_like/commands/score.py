@@ -11,8 +11,8 @@ from slime_like.commands.arguments import has_flag, temporary_run_dir
 from slime_like.commands.command import Command
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
-from slime_like.config.reading.help import fields_help
 from slime_like.config.reading.load import load_config
+from slime_like.config.reading.reference import fields_help
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
 

@@ -9,8 +9,8 @@ from slime_like.commands.arguments import temporary_run_dir
 from slime_like.commands.command import Command
 from slime_like.commands.failure import traceback_kept
 from slime_like.config import RunConfig
-from slime_like.config.reading.help import fields_help
 from slime_like.config.reading.load import load_config
+from slime_like.config.reading.reference import fields_help
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 
