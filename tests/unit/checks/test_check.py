@@ -104,9 +104,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("rollout.engine_args.block_size", "--rollout.engine transformers --rollout.engine_args.block_size 32"),
         ("rollout.tensor", "--rollout.engine transformers --rollout.tensor 2"),
     ],
-    "rollout.tensor": [
-        ("rollout.tensor", "--rollout.engine sglang --rollout.tensor 3"),
-    ],
+    "rollout.tensor": [("rollout.tensor", "--rollout.engine sglang --rollout.tensor 3")],
     "reward.functions": [
         ("reward.functions.0.options", "--reward.functions '[{name: format, options: {pattern: \"(\"}}]'"),
         ("reward.functions.0.options", "--reward.functions '[{name: length, options: {limit: many}}]'"),
@@ -142,19 +140,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("sync.transport", "--sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2"),
         ("sync.transport", "--sync.transport cuda_ipc"),
     ],
-    "sync.directory": [
-        ("sync.directory", "--sync.transport directory --sync.directory TMP/train.jsonl"),
-    ],
-    "debug.save-rollouts": [
-        ("debug.save_rollouts", "--debug.save_rollouts TMP/train.jsonl"),
-    ],
+    "sync.directory": [("sync.directory", "--sync.transport directory --sync.directory TMP/train.jsonl")],
+    "debug.save-rollouts": [("debug.save_rollouts", "--debug.save_rollouts TMP/train.jsonl")],
     "debug.load-rollouts": [
         ("debug.load_rollouts", "--debug.load_rollouts TMP/none"),
         ("debug.load_rollouts", "--debug.load_rollouts TMP/model --steps 3"),
     ],
-    "resume": [
-        ("resume", "--resume Auto"),
-    ],
+    "resume": [("resume", "--resume Auto")],
     "data.train": [
         ("data.train", "--data.train none"),
         ("data.train", "--data.train TMP/no.jsonl"),
@@ -164,18 +156,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("evaluation.temperature", "--evaluation.temperature 0.001"),
         ("evaluation.samples_per_prompt", "--evaluation.samples_per_prompt 4"),
     ],
-    "evaluation.files": [
-        ("evaluation.files", "--evaluation.files TMP/a.csv"),
-    ],
-    "evaluation.every": [
-        ("evaluation.every", "--evaluation.every 5"),
-    ],
-    "rollout.engine": [
-        ("rollout.engine", "--rollout.engine vlm"),
-    ],
-    "trainer.backend": [
-        ("trainer.backend", "--trainer.backend fdsp"),
-    ],
+    "evaluation.files": [("evaluation.files", "--evaluation.files TMP/a.csv")],
+    "evaluation.every": [("evaluation.every", "--evaluation.every 5")],
+    "rollout.engine": [("rollout.engine", "--rollout.engine vlm")],
+    "trainer.backend": [("trainer.backend", "--trainer.backend fdsp")],
     "algorithm.loss": [
         ("algorithm.loss", "--algorithm.loss ppo"),
         ("algorithm.loss", "--algorithm.loss no_such.place:thing"),
@@ -219,9 +203,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("rollout.environment.max_turns", "--rollout.environment.max_turns 3"),
     ],
-    "rollout.python": [
-        ("rollout.python", "--rollout.python TMP/python"),
-    ],
+    "rollout.python": [("rollout.python", "--rollout.python TMP/python")],
     "reference.model": [
         ("reference.path", "--algorithm.kl_reward_coef 0.1 --reference.path TMP/none"),
         ("reference.path", "--algorithm.kl_coef 0.1 --reference.path TMP/none"),
@@ -237,9 +219,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("trainer.parallel.data", "--trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2"),
         ("trainer.parallel.data", "--trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft"),
     ],
-    "algorithm.balancing": [
-        ("algorithm.moe_aux_loss_coef", "--algorithm.moe_aux_loss_coef 0.01"),
-    ],
+    "algorithm.balancing": [("algorithm.moe_aux_loss_coef", "--algorithm.moe_aux_loss_coef 0.01")],
     "trainer.offload": [
         ("trainer.optimizer.offload", "--trainer.optimizer.offload true --model.dtype float32"),
         ("trainer.optimizer.offload", "--trainer.optimizer.offload true --trainer.optimizer.distributed false"),
@@ -256,21 +236,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("data.max_prompt_tokens", "--data.max_prompt_tokens 1800"),
         ("data.max_prompt_tokens", "--rollout.max_model_len 700"),
     ],
-    "trainer.token-budget": [
-        ("data.max_prompt_tokens", "--trainer.target_tokens_per_batch 700"),
-    ],
-    "rollout.max-model-len": [
-        ("rollout.max_model_len", "--rollout.max_model_len 4096"),
-    ],
+    "trainer.token-budget": [("data.max_prompt_tokens", "--trainer.target_tokens_per_batch 700")],
+    "rollout.max-model-len": [("rollout.max_model_len", "--rollout.max_model_len 4096")],
     "evaluation.length": [
-        ("data.max_prompt_tokens", "--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300"),
+        ("data.max_prompt_tokens", "--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300")
     ],
-    "rollout.stop-tokens": [
-        ("rollout.stop_token_ids", "--rollout.stop_token_ids 2 300"),
-    ],
-    "trainer.layout": [
-        ("trainer.parallel.tensor", "--trainer.parallel.tensor 3"),
-    ],
+    "rollout.stop-tokens": [("rollout.stop_token_ids", "--rollout.stop_token_ids 2 300")],
+    "trainer.layout": [("trainer.parallel.tensor", "--trainer.parallel.tensor 3")],
 }
 
 
