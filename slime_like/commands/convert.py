@@ -42,21 +42,22 @@ def _add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_writing_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
         help="type of the weights written; auto keeps the type of every tensor (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--max_shard_size",
         type=size_in_bytes,
         default="1GB",
         metavar="SIZE",
         help="largest data file, such as 500MB or 5GB; finished ones survive an interruption (default: %(default)s)",
     )
-    parser.add_argument("--allow_nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
-    parser.add_argument(
+    add("--allow_nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
+    add(
         "--force",
         action="store_true",
         help="replace OUT where it is an earlier conversion or model; it stays until then",

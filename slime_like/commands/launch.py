@@ -18,47 +18,38 @@ _OWN_FIELDS = ("cluster.address",)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)"
-    )
-    parser.add_argument("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
-    parser.add_argument(
-        "--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)"
-    )
-    parser.add_argument("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    parser.add_argument(
-        "--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)"
-    )
-    parser.add_argument(
+    add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+    add("--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)")
+    add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
+    add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
+    add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
+    add("--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)")
+    add(
         "--port",
         type=int,
         default=DEFAULT_PORT,
         metavar="PORT",
         help="port of Ray's GCS on node 0 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)"
-    )
-    parser.add_argument(
-        "--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)"
-    )
+    add("--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)")
+    add("--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)")
     for name, what in (
         ("nodes_timeout_s", "bound on waiting for all nodes"),
         ("ray_timeout_s", "bound on the start of Ray on a node"),
         ("silence_s", "a node that does not answer for so long is lost"),
         ("stop_s", "bound on the end of training once it must end"),
     ):
-        parser.add_argument(
+        add(
             f"--{name}",
             type=float,
             default=getattr(defaults, name),
             metavar="S",
             help=f"{what}, in seconds (default: %(default)g)",
         )
-    parser.add_argument("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
-    parser.add_argument("--dry_run", action="store_true", help="print what every node would do, and start nothing")
+    add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
+    add("--dry_run", action="store_true", help="print what every node would do, and start nothing")
 
 
 def _run(given: argparse.Namespace, flags: list[str]) -> int:

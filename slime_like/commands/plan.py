@@ -19,22 +19,17 @@ _DOES_NOT_FIT = 1
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON"
-    )
-    parser.add_argument(
-        "--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first"
-    )
-    parser.add_argument(
-        "--top", type=at_least_one, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON")
+    add("--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first")
+    add("--top", type=at_least_one, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)")
+    add(
         "--preflight",
         action="store_true",
         help="this machine is one of the cluster's: files, disk and port must be right here",
     )
     for name in ("prompt", "response"):
-        parser.add_argument(
+        add(
             f"--mean_{name}",
             type=at_least_one,
             metavar="TOKENS",

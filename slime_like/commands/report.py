@@ -8,13 +8,10 @@ from slime_like.commands.command import Command
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going")
+    add("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)")
+    add(
         "--audit",
         action="store_true",
         help="only follow every prompt group through the run's ledger: issued = trained + dropped + in flight",

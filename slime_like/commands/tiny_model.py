@@ -14,10 +14,11 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=given_path, metavar="OUT", help="directory to write")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write into OUT even where it holds files")
+    add = parser.add_argument
+    add("out", type=given_path, metavar="OUT", help="directory to write")
+    add("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    add("--force", action="store_true", help="write into OUT even where it holds files")
 
 
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:

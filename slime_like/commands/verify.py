@@ -25,22 +25,21 @@ _DIFFERS = 1
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         type=Path,
         metavar="DIR",
         help="Hugging Face directory that every node sees (default: a tiny Qwen3, on this machine only)",
     )
-    parser.add_argument(
+    add(
         "--layouts",
         nargs="+",
         metavar="NAME",
         help="layouts such as tp2-sp-pp2 (default: those that fit of: " + " ".join(DEFAULT_LAYOUTS) + ")",
     )
-    parser.add_argument(
-        "--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)"
-    )
-    parser.add_argument(
+    add("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)")
+    add(
         "--batch",
         type=Path,
         metavar="FILE",

@@ -76,9 +76,7 @@ class ClusterConfig(Section):
     gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
     host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
     nvlink_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="Planned GB/s from a GPU inside its node; none: that of `gpu`.",
+        None, gt=0, description="Planned GB/s from a GPU inside its node; none: that of `gpu`."
     )
     network_gb_per_s: float = Field(
         50.0, gt=0, description="Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."
@@ -123,8 +121,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Logging.")
     debug: DebugConfig = Field(
-        DebugConfig(),
-        description="Experiments on the method, and what is kept to inspect a run.",
+        DebugConfig(), description="Experiments on the method, and what is kept to inspect a run."
     )
     cluster: ClusterConfig = Field(ClusterConfig(), description="The Ray cluster.")
 

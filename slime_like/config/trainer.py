@@ -32,9 +32,7 @@ class OptimizerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
     final_weight_decay: float | None = Field(
-        None,
-        ge=0,
-        description="Weight decay of the last optimizer step, reached linearly; none: constant.",
+        None, ge=0, description="Weight decay of the last optimizer step, reached linearly; none: constant."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
@@ -104,8 +102,7 @@ class TrainerConfig(Section):
         "only (selective).",
     )
     activation_offload: bool = Field(
-        False,
-        description="Keep saved activations in host memory; works with any `recompute`.",
+        False, description="Keep saved activations in host memory; works with any `recompute`."
     )
     head_chunk_tokens: int | None = Field(
         None,
