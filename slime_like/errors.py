@@ -1,5 +1,7 @@
 """Errors for users: one sentence with the problem, the place and the remedy. The CLI prints no traceback for them."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -43,21 +45,41 @@ class SlimeLikeError(Exception):
         return (f"{where}: " if where else "") + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One fault of a configuration.
+
+    Attributes:
+        code: of the check that found it, or of the kind of fault.
+        text: one sentence with field, value and remedy.
+        field: dotted name of the setting, where the sentence begins with one.
+    """
+
+    code: str
+    text: str
+    field: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class ConfigError(SlimeLikeError):
     """The configuration is rejected.
 
-    Attributes:
-        problems: every fault found, each with field, value and remedy.
+    Args:
+        problems: every fault found; plain sentences get ``code``, or the class's.
         rest: the configuration with defaults for the fields that are wrong, where that makes one: for further
             checks.
     """
 
     code = "config"
 
-    def __init__(self, problems: list[str], rest: Any = None) -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: str | Iterable[Problem | str], rest: Any = None, *, code: str | None = None) -> None:
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems = [one if isinstance(one, Problem) else Problem(code or self.code, one) for one in given]
         self.rest = rest
-        super().__init__("\n".join(self.problems))
+        codes = {problem.code for problem in self.problems}
+        super().__init__("\n".join(map(str, self.problems)), code=codes.pop() if len(codes) == 1 else code)
 
 
 class DataError(SlimeLikeError):
@@ -92,13 +114,13 @@ class WeightSyncError(SlimeLikeError):
 
 
 class RewardError(SlimeLikeError):
-    """Reward workers or the advantage estimator cannot go on (one bad answer costs only its own sample: no error)."""
+    """Reward workers or the advantage estimator cannot go on (one bad answer costs only one sample: no error)."""
 
     code = "reward"
 
 
 class EnvironmentFailure(SlimeLikeError):
-    """An environment or its workers cannot go on (one failed step costs only its own conversation: no error)."""
+    """An environment or its workers cannot go on (one failed step costs only one conversation: no error)."""
 
     code = "environment"
 

@@ -47,7 +47,7 @@ class FsdpTrainer(TrainerBase):
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:
-            return problems + error.problems
+            return [*problems, *map(str, error.problems)]
         return [*problems, *family_problems(config, dimensions), *latent_problems(config.trainer, dimensions)]
 
     @staticmethod

@@ -64,7 +64,7 @@ class MegatronTrainer(TrainerBase):
                 return problems + foreign
             inverse_frequencies(dimensions)
         except ConfigError as error:
-            return problems + error.problems
+            return [*problems, *map(str, error.problems)]
         problems += latent_problems(config.trainer, dimensions)
         return problems + layout_problems(config.trainer.parallel, dimensions)
 

@@ -31,7 +31,7 @@ def directory_problem(path: Path) -> str | None:
     """Why nothing could be written into ``path``, as the end of a sentence with its remedy; ``None`` where it could.
 
     ``path`` need not exist: then its nearest parent that does is tried, by making a directory there that is removed at
-    once. Permissions alone do not tell: a read-only file system or ``/proc`` refuses whoever asks.
+    once. Permissions alone do not show it: a read-only file system or ``/proc`` refuses every user.
     """
     try:
         nearest = _nearest(path)

@@ -29,17 +29,17 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
     if config.debug.shuffle_advantages:
         yield (
             "debug.shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
-            f"{directory} brings those that were kept; sample anew, or set it to false"
+            f"{directory} brings those that were kept; sample again, or set it to false"
         )
     if not directory.is_dir():
-        yield f"debug.load_rollouts={directory} is no directory; give one that debug.save_rollouts filled"
+        yield f"debug.load_rollouts={directory} is not a directory; give one that debug.save_rollouts filled"
         return
     present = {file.name for file in directory.iterdir()}
     missing = [step for step in _trained_steps(config) if rollouts_name(step) not in present]
     if missing:
         yield (
             f"debug.load_rollouts={directory} lacks {rollouts_name(missing[0])}, and every one of steps={config.steps} "
-            f"needs its own; train for fewer steps, or keep more with debug.save_rollouts"
+            f"needs one; train for fewer steps, or keep more with debug.save_rollouts"
         )
 
 

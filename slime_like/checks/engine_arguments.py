@@ -1,10 +1,9 @@
-"""What ``rollout.engine_args`` may not say, as far as it can be told without importing an engine.
+"""What ``rollout.engine_args`` must not hold, as far as it is known without importing an engine.
 
 Whether vLLM or SGLang has an argument at all is only known to them: that is refused when the engine starts.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
@@ -17,72 +16,70 @@ def _owned(**fields: str) -> dict[str, str]:
     return {argument: f"set {field} instead" for argument, field in fields.items()}
 
 
-REFUSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "vllm": _owned(
-            model="model.path",
-            dtype="model.dtype",
-            trust_remote_code="model.trust_remote_code",
-            max_model_len="rollout.max_model_len",
-            tensor_parallel_size="rollout.tensor",
-            seed="seed",
-        )
-        | dict.fromkeys(
-            (
-                "distributed_executor_backend",
-                "logprobs_mode",
-                "worker_extension_cls",
-                "weight_transfer_config",
-                "skip_tokenizer_init",
-                "enable_log_requests",
-            ),
-            _LEFT_TO_THE_ADAPTER,
-        ),
-        "sglang": _owned(
-            model_path="model.path",
-            dtype="model.dtype",
-            trust_remote_code="model.trust_remote_code",
-            context_length="rollout.max_model_len",
-            tp_size="rollout.tensor",
-            random_seed="seed",
-        )
-        | dict.fromkeys(
-            (
-                "device",
-                "skip_tokenizer_init",
-                "sampling_backend",
-                "weight_version",
-                "sleep_on_idle",
-                "custom_sigquit_handler",
-            ),
-            _LEFT_TO_THE_ADAPTER,
-        )
-        | {
-            "dp_size": "use rollout.num_engines",
-            "pp_size": "use rollout.tensor",
-            "nnodes": "an engine's ranks share a host",
-            "tokenizer_worker_num": "prompts are token ids already",
-            "speculative_algorithm": "its logprobs have not been compared",
-            "enable_lora": "weights are updated whole",
-            "quantization": "weights arrive in model.dtype",
-            "enable_deterministic_inference": "every request's seed is its own already",
-            "rl_on_policy_target": "logprobs are those of the scaled logits already",
-        },
-    }
-)
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    "vllm": _owned(
+        model="model.path",
+        dtype="model.dtype",
+        trust_remote_code="model.trust_remote_code",
+        max_model_len="rollout.max_model_len",
+        tensor_parallel_size="rollout.tensor",
+        seed="seed",
+    )
+    | dict.fromkeys(
+        [
+            "distributed_executor_backend",
+            "logprobs_mode",
+            "worker_extension_cls",
+            "weight_transfer_config",
+            "skip_tokenizer_init",
+            "enable_log_requests",
+        ],
+        _LEFT_TO_THE_ADAPTER,
+    ),
+    "sglang": _owned(
+        model_path="model.path",
+        dtype="model.dtype",
+        trust_remote_code="model.trust_remote_code",
+        context_length="rollout.max_model_len",
+        tp_size="rollout.tensor",
+        random_seed="seed",
+    )
+    | dict.fromkeys(
+        [
+            "device",
+            "skip_tokenizer_init",
+            "sampling_backend",
+            "weight_version",
+            "sleep_on_idle",
+            "custom_sigquit_handler",
+        ],
+        _LEFT_TO_THE_ADAPTER,
+    )
+    | {
+        "dp_size": "use rollout.num_engines",
+        "pp_size": "use rollout.tensor",
+        "nnodes": "an engine's ranks share a host",
+        "tokenizer_worker_num": "prompts are token ids already",
+        "speculative_algorithm": "its logprobs have not been compared",
+        "enable_lora": "weights are updated whole",
+        "quantization": "weights arrive in model.dtype",
+        "enable_deterministic_inference": "every request already has a separate seed",
+        "rl_on_policy_target": "logprobs are those of the scaled logits already",
+    },
+}
 """Per engine: arguments that its adapter sets itself or cannot serve truthfully, and what to do instead, or why."""
 
-KNOWN: Mapping[str, Collection[str]] = MappingProxyType({"transformers": ("attn_implementation", "max_batch_size")})
+KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", "max_batch_size")}
 """Per engine whose arguments are ours: all of them."""
 
-SHARES: Mapping[str, str] = MappingProxyType({"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"})
+SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """Per engine: the argument that says which share of a GPU's memory it takes in all."""
 
 _CACHE_BYTES = "kv_cache_memory_bytes"
 
 
 def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
-    """Each problem one sentence; none for an engine of somebody else's.
+    """Each problem one sentence; none for a custom engine.
 
     Args:
         engine: the engine's name.
@@ -105,10 +102,10 @@ def _share_problems(engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Of what an engine's memory is planned from."""
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
-        yield f"rollout.engine_args.{share}={arguments[share]} is no share of a GPU; give a number above 0, at most 1"
+        yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"
     given = arguments.get(_CACHE_BYTES)
     if engine == "vllm" and given is not None and not (_is_number(given) and given > 0):
-        yield f"rollout.engine_args.{_CACHE_BYTES}={given} is no number of bytes; give one above 0"
+        yield f"rollout.engine_args.{_CACHE_BYTES}={given} must be a number of bytes above 0"
 
 
 def _is_number(value: object) -> bool:

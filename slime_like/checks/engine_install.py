@@ -56,13 +56,7 @@ print("\\n" + json.dumps({"python": sys.version_info[:2], "packages": found, "en
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """What a Python has to offer.
-
-    Attributes:
-        python: its version, major and minor.
-        packages: versions of the distributions that were asked for and are there.
-        engines: names of the engines that are registered there.
-    """
+    """A Python's version, major and minor, its versions of the wanted distributions, and its registered engines."""
 
     python: tuple[int, int]
     packages: Mapping[str, str]
@@ -73,8 +67,8 @@ def interpreter_problems(path: Path, engine: str) -> list[str]:
     """What keeps the engine from running under ``rollout.python``, each one sentence with its remedy."""
     field = f"rollout.python={path}"
     if not path.is_file() or not os.access(path, os.X_OK):
-        return [f"{field} is no program; give the path of a Python, such as VENV/bin/python"]
-    found = _probe(path, _distributions(engine))
+        return [f"{field} is not a program; give the path of a Python, such as VENV/bin/python"]
+    found = _probe(path, TESTED[engine].distributions if engine in TESTED else ())
     if isinstance(found, str):
         return [f"{field} {found}; give the path of a working Python"]
     if found.python not in PYTHONS:
@@ -105,7 +99,7 @@ def version_warning(path: Path | None, engine: str) -> str | None:
     if path is None:
         packages = {name: found for name in TESTED[engine].distributions if (found := _version(name)) is not None}
     else:
-        probed = _probe(path, _distributions(engine))
+        probed = _probe(path, TESTED[engine].distributions)
         packages = {} if isinstance(probed, str) else probed.packages
     installed = _installed(engine, packages)
     if installed is None or TESTED[engine].covers(installed[1]):
@@ -114,10 +108,6 @@ def version_warning(path: Path | None, engine: str) -> str | None:
         f"{installed[0]} {installed[1]} has not been tested with rollout.engine={engine}; tested: "
         f"{TESTED[engine].versions}"
     )
-
-
-def _distributions(engine: str) -> tuple[str, ...]:
-    return TESTED[engine].distributions if engine in TESTED else ()
 
 
 def _installed(engine: str, packages: Mapping[str, str]) -> tuple[str, str] | None:
@@ -134,7 +124,7 @@ def _version(distribution: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _probe(path: Path, distributions: Sequence[str]) -> Interpreter | str:
-    """What the interpreter says of itself, or half a sentence about why it says nothing."""
+    """Properties of the interpreter, or half a sentence about why there are none."""
     command = [str(path), "-c", _PROBE, ENGINE_GROUP, "slime-like", *distributions]
     try:
         finished = subprocess.run(
@@ -142,11 +132,11 @@ def _probe(path: Path, distributions: Sequence[str]) -> Interpreter | str:
         )
         if finished.returncode != 0:
             lines = finished.stderr.strip().splitlines()
-            return f"ended with {finished.returncode} ({lines[-1][:200] if lines else 'it said nothing'})"
+            return f"ended with {finished.returncode} ({lines[-1][:200] if lines else 'no output'})"
         said: dict[str, Any] = json.loads(finished.stdout.strip().splitlines()[-1])
         major, minor = said["python"]
         return Interpreter((major, minor), said["packages"], tuple(said["engines"]))
     except subprocess.TimeoutExpired:
-        return f"said nothing within {_PROBE_TIMEOUT_S:g} s"
+        return f"printed nothing within {_PROBE_TIMEOUT_S:g} s"
     except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"is no Python ({type(error).__name__}: {error})"
+        return f"is not a Python ({type(error).__name__}: {error})"

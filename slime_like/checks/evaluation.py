@@ -1,4 +1,4 @@
-"""What is asked of held-out evaluation: during training, and by ``slime-like eval``."""
+"""Requirements of held-out evaluation: during training, and by ``slime-like eval``."""
 
 from collections.abc import Iterator
 

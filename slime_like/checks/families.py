@@ -1,4 +1,4 @@
-"""Which trainer takes a model that this project has no formulas of its own for. Sizes only: no torch."""
+"""Trainers that support a model without formulas in this project. Sizes only: no torch."""
 
 from collections.abc import Iterator
 
@@ -15,13 +15,13 @@ def balancing_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterat
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Why the configured trainer cannot train this model, each with the remedy; nothing for the known families.
 
-    What cannot be told from sizes, transformers' own modules are asked when the trainer starts.
+    What sizes do not show is checked on transformers' modules when the trainer starts.
     """
     if dimensions.foreign is None:
         return
     if config.trainer.backend == "megatron":
         yield (
-            f"{dimensions.foreign}, which trainer.backend=megatron does not compute; use trainer.backend=fsdp, which "
+            f"{dimensions.foreign}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which "
             "trains Hugging Face's own model"
         )
         return
@@ -30,7 +30,7 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield (
             f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "
             f"{config.model.path} attend to {reach} at most (sliding_window or attention_chunk_size of its "
-            f"config.json), which packed attention does not compute; keep both within {reach} tokens, where it makes "
+            f"config.json), which packed attention does not support; keep both within {reach} tokens, where it makes "
             "no difference"
         )
     if config.algorithm.moe_aux_loss_coef > 0:

@@ -20,17 +20,18 @@ def fsdp_problems(config: RunConfig) -> Iterator[str]:
 
 
 def axis_problems(parallel: ParallelConfig, field: str) -> Iterator[str]:
-    """Axes that this backend has not; ``field`` is where the layout stands in the configuration."""
+    """Axes that this backend does not have; ``field`` is where the layout stands in the configuration."""
     for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
         size = getattr(parallel, axis)
         if size > 1:
             yield (
-                f"{field}.{axis}={size}: trainer.backend=fsdp knows data and context ranks only, and shards "
+                f"{field}.{axis}={size}: trainer.backend=fsdp supports data and context ranks only, and shards "
                 f"the model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
             )
     if parallel.sequence:
         yield (
-            f"{field}.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp has not; set it to false"
+            f"{field}.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp does not have; "
+            "set it to false"
         )
 
 
@@ -38,7 +39,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.attention in _NO_RING:
         yield (
-            f"trainer.attention={trainer.attention} is not computed by trainer.backend=fsdp; use auto (allgather), or "
+            f"trainer.attention={trainer.attention} is not supported by trainer.backend=fsdp; use auto (allgather), or "
             "ring_flash_attn"
         )
     if not trainer.optimizer.distributed:
@@ -49,6 +50,6 @@ def _settings(config: RunConfig) -> Iterator[str]:
         )
     if trainer.activation_offload:
         yield (
-            "trainer.activation_offload is not offered by trainer.backend=fsdp; use trainer.recompute=full, or "
+            "trainer.activation_offload is not supported by trainer.backend=fsdp; use trainer.recompute=full, or "
             "trainer.backend=megatron"
         )

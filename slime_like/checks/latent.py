@@ -10,6 +10,6 @@ def latent_problems(trainer: TrainerConfig, dimensions: ModelDimensions) -> Iter
     """Why ``trainer`` cannot train latent attention, with the remedy."""
     if dimensions.latent is not None and trainer.attention == "transformer_engine":
         yield (
-            "trainer.attention=transformer_engine is not there for latent attention (DeepSeek-V3's); use auto, ring or "
-            "allgather"
+            "trainer.attention=transformer_engine is not supported for latent attention (DeepSeek-V3's); use auto, "
+            "ring or allgather"
         )

@@ -27,12 +27,12 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
 
 
 def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
-    """vLLM and SGLang give every rank of an engine as many heads; what else they ask of a model they say themselves."""
+    """vLLM and SGLang give every rank of an engine as many heads; further requirements are checked when they start."""
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
     return [
         f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
-        f"{_either(_divisors(dimensions.num_heads))}"
+        f"{either(divisors(dimensions.num_heads))}"
     ]
 
 
@@ -42,18 +42,18 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
     # Where there are more ranks than KV heads, as many ranks share each; Megatron gathers and cuts them.
     fitting = [
         size
-        for size in _divisors(dimensions.num_heads)
+        for size in divisors(dimensions.num_heads)
         if (groups % size == 0 or size % groups == 0) and all(n % size == 0 for n in what.values())
     ]
     problems = [
-        f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {_either(fitting)}"
+        f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {either(fitting)}"
         for name, count in what.items()
         if count % parallel.tensor
     ][:1]  # one is enough: the remedy is the same for all
     if not problems and parallel.tensor not in fitting:
         problems.append(
             f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
-            f"KV heads; use {_either(fitting)}"
+            f"KV heads; use {either(fitting)}"
         )
     if parallel.sequence and parallel.tensor == 1:
         problems.append(
@@ -104,13 +104,13 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
     if experts % parallel.expert:
         problems.append(
             f"trainer.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
-            f"use {_either(_divisors(experts))}"
+            f"use {either(divisors(experts))}"
         )
     ranks = parallel.tensor * parallel.context * parallel.data
     if parallel.expert > 1 and ranks % parallel.expert:
         problems.append(
             f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
-            f"use {_either(_divisors(ranks))}"
+            f"use {either(divisors(ranks))}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
         problems.append(
@@ -120,9 +120,9 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
     return problems
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _either(sizes: list[int]) -> str:
+def either(sizes: list[int]) -> str:
     return " or ".join(part for part in (", ".join(map(str, sizes[:-1])), str(sizes[-1])) if part)

@@ -12,7 +12,8 @@ def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Itera
     for token in config.rollout.stop_token_ids:
         if not 0 <= token < dimensions.vocab_size:
             yield (
-                f"rollout.stop_token_ids={token} is no token of the model; its ids are 0 to {dimensions.vocab_size - 1}"
+                f"rollout.stop_token_ids={token} is not a token of the model; "
+                f"its ids are 0 to {dimensions.vocab_size - 1}"
             )
 
 

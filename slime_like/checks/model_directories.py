@@ -20,11 +20,11 @@ def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, lis
     try:
         return ModelDimensions.from_checkpoint(path), []
     except ConfigError as error:
-        return None, [problem.replace("model.path=", f"{field}=", 1) for problem in error.problems]
+        return None, [problem.text.replace("model.path=", f"{field}=", 1) for problem in error.problems]
 
 
 def _missing(path: Path, field: str) -> list[str]:
-    return [] if path.is_dir() else [f"{field}={path} is no directory; give a Hugging Face checkpoint directory"]
+    return [] if path.is_dir() else [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory"]
 
 
 def model_problems(config: RunConfig) -> list[str]:
@@ -42,7 +42,7 @@ def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list
 
 
 def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
-    """Problems with the reference that its ``config.json`` alone tells."""
+    """Problems with the reference that its ``config.json`` alone shows."""
     path = config.reference.path
     if not config.algorithm.needs_reference:
         # What is not read may be any directory, but one that is not there was meant to be another.
@@ -82,7 +82,7 @@ def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterat
 
 
 def reference_weight_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the reference's weight files, where it has its own."""
+    """What is wrong with the reference's weight files, where they are not the policy's."""
     path = config.reference.path
     if path is None or not config.algorithm.needs_reference:
         return []

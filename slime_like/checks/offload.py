@@ -1,4 +1,4 @@
-"""What ``trainer.optimizer.offload`` asks of the run. Needs neither torch nor Megatron."""
+"""Requirements of ``trainer.optimizer.offload``. Needs neither torch nor Megatron."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from slime_like.config.run import RunConfig
 
 
 def megatron_offload_problems(config: RunConfig) -> Iterator[str]:
-    """Of the backend megatron only: others have host optimizers of their own."""
+    """Of the backend megatron only: others have separate host optimizers."""
     if config.trainer.backend == "megatron":
         yield from offload_problems(config)
 

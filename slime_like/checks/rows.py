@@ -1,8 +1,4 @@
-"""What is wrong with the rows of a configuration that is refused anyway: told in the same list, not in the next one.
-
-A run reads its rows with the model's tokenizer, which takes a second to import, once its configuration is right. What
-is not there, is no checkpoint or is a file of another type is left to other checks.
-"""
+"""Data files and their rows. Only rows that are rejected anyway are read: a run reads its rows with the tokenizer."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -69,3 +65,23 @@ class _AnyTokenizer:
 
     def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
         return ""
+
+
+def training_file_problems(config: RunConfig) -> Iterator[str]:
+    if not config.data.train and not config.debug.load_rollouts:
+        yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
+    yield from _file_problems("data.train", config.data.train)
+
+
+def held_out_file_problems(config: RunConfig) -> Iterator[str]:
+    return _file_problems("evaluation.files", config.evaluation.files)
+
+
+def _file_problems(field: str, files: Sequence[Path]) -> Iterator[str]:
+    for file in files:
+        if file.is_dir():
+            yield f"{field}={file} is a directory; give {' or '.join(SUFFIXES)} files"
+        elif file.suffix not in SUFFIXES:
+            yield f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files"
+        elif not file.is_file():
+            yield f"{field}={file} does not exist; give an existing file"

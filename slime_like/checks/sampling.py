@@ -84,7 +84,7 @@ def streaming_problems(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.moe_aux_loss_coef > 0:
         yield (
-            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a denominator of its own, "
+            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a separate denominator, "
             "and with rollout.stream=true neither is known while gradients are added up; set it to 0, " + remedy
         )
     if config.debug.shuffle_advantages:

@@ -29,7 +29,7 @@ def transport_problems(config: RunConfig) -> Iterator[str]:
         yield f"sync.directory={sync.directory} is used by sync.transport=directory only, and not by {sync.transport}"
     if sync.transport == "nccl" and colocated:
         yield (
-            "sync.transport=nccl needs a device of its own for every process, but with cluster.placement=colocated "
+            "sync.transport=nccl needs a separate device for every process, but with cluster.placement=colocated "
             "engines share the trainers'; use auto"
         )
     if sync.transport == "cuda_ipc" and not colocated:

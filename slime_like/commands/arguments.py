@@ -26,3 +26,10 @@ def has_flag(flags: Sequence[str], name: str) -> bool:
 def temporary_run_dir(command: str) -> Path:
     """A directory that does not exist yet, for a command that leaves nothing behind."""
     return Path(tempfile.gettempdir()) / f"slime-like-{command}-{uuid.uuid4().hex[:12]}"
+
+
+def at_least_one(text: str) -> int:
+    """``type`` of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -1,4 +1,4 @@
-"""``slime-like`` as a child that is asked to end (SIGTERM) when its parent has, however that ended.
+"""``slime-like`` as a child that is terminated (SIGTERM) when its parent ends.
 
 Run as ``python -m slime_like.commands.child_main PARENT_PID ARGUMENTS...``. Linux only, as is all of this.
 """

@@ -8,124 +8,56 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime_like.checks.check import require_valid
-from slime_like.checks.directories import directory_problem
-from slime_like.checks.needs import CONVERSION
-from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
+from slime_like.checks.definition import CONVERSION
+from slime_like.commands.arguments import at_least_one, has_flag, temporary_run_dir
+from slime_like.commands.command import Command
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.models.converted import DESCRIPTION, is_converted, training_checkpoint
+from slime_like.models.converted import DESCRIPTION as CONVERTED
+from slime_like.models.converted import is_converted, training_checkpoint
 
 if TYPE_CHECKING:
     from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, TensorSource
 
-_COMMON = "slime-like convert"
-USAGES = {
-    "to-megatron": f"{_COMMON} to-megatron HF_DIR OUT [options] [--trainer.parallel.tensor N ...]",
-    "to-hf": f"{_COMMON} to-hf CHECKPOINT OUT [options] [--model.path HF_DIR]",
-    "check": f"{_COMMON} check A B [options] [--model.path HF_DIR]",
-}
 _DIFFERS = 1
 _SHOWN = 50
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SMALLEST = 10_000
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "convert",
-        help="checkpoints from Hugging Face to Megatron, back, and compared",
-        description="Convert checkpoints from disk to disk, or compare two. Neither Ray nor a GPU is needed; memory\n"
-        "holds a few tensors, however large the model is.",
-        epilog="`slime-like convert COMMAND --help` says more. Training can also start from a Hugging Face directory\n"
-        "as it is, without a conversion.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
-    _add_to_megatron(commands)
-    _add_to_hf(commands)
-    _add_check(commands)
+DESCRIPTION = (
+    "Convert checkpoints from disk to disk, or compare two. Neither Ray nor a GPU is needed; memory\n"
+    "holds a few tensors, however large the model is. `slime-like convert COMMAND --help` says more.\n"
+    "Training can also start from a Hugging Face directory as it is, without a conversion."
+)
 
 
-def _add_to_megatron(commands: Any) -> None:
-    parser = commands.add_parser(
-        "to-megatron",
-        help="a Hugging Face directory to a Megatron checkpoint",
-        usage=USAGES["to-megatron"],
-        description="Write a Megatron checkpoint, split as the layout says; it can be read under every other layout.\n"
-        "OUT gets trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. It appears\n"
-        "when it is whole; the same command goes on with an interrupted one.",
-        epilog="Layout: --trainer.parallel.tensor, .pipeline, .virtual_pipeline, .expert (with .data), .sequence;\n"
-        "see `slime-like train --help`. To train from OUT: --model.weights OUT. To score with it:\n"
-        "`slime-like score OUT ...`.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", type=given_path, metavar="HF_DIR", help="Hugging Face directory with safetensors")
-    parser.add_argument("output", type=given_path, metavar="OUT", help="directory to write")
-    _add_writing_options(parser)
-
-
-def _add_to_hf(commands: Any) -> None:
-    parser = commands.add_parser(
-        "to-hf",
-        help="a Megatron checkpoint to a Hugging Face directory",
-        usage=USAGES["to-hf"],
-        description="Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
-        "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
-        "OUT appears when it is whole; the same command goes on with an interrupted one.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "source",
-        type=given_path,
-        metavar="CHECKPOINT",
-        help="a run's checkpoints/step-N, or what `convert to-megatron` wrote; configuration and tokenizer come from "
-        "the run's model.path, unless --model.path says otherwise",
-    )
-    parser.add_argument("output", type=given_path, metavar="OUT", help="directory to write")
-    _add_writing_options(parser)
-
-
-def _add_check(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check",
-        help="are two checkpoints the same, bit for bit?",
-        usage=USAGES["check"],
-        description="Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
-        "a Megatron checkpoint. Exit code 0 if they are the same, 1 if they differ: the differences are listed.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for name in ("A", "B"):
-        parser.add_argument(name.lower(), type=given_path, metavar=name, help="a checkpoint of either kind")
+def _add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN} only")
     _add_workers(parser)
 
 
 def _add_writing_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="type of the weights written; auto leaves every tensor its own (default: %(default)s)",
+        help="type of the weights written; auto keeps the type of every tensor (default: %(default)s)",
     )
-    parser.add_argument(
-        "--max-shard-size",
+    add(
+        "--max_shard_size",
         type=size_in_bytes,
         default="1GB",
         metavar="SIZE",
         help="largest data file, such as 500MB or 5GB; finished ones survive an interruption (default: %(default)s)",
     )
-    parser.add_argument("--allow-nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
-    parser.add_argument(
+    add("--allow_nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
+    add(
         "--force",
         action="store_true",
         help="replace OUT where it is an earlier conversion or model; it stays until then",
@@ -136,7 +68,7 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=_at_least_one,
+        type=at_least_one,
         default=min(4, len(os.sched_getaffinity(0))),
         metavar="N",
         help="threads; each holds one parameter in memory (default here: %(default)s)",
@@ -160,49 +92,25 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / _UNITS[unit]:.2f} {unit}"
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a number of threads; give 1 or more")
-    return int(text)
-
-
-# ------------------------------------------------------------------------------------------------------------- running
-def run(arguments: Sequence[str]) -> int:
-    """Run ``slime-like convert``."""
-    what, *rest = arguments
-    names = ("A", "B") if what == "check" else ("HF_DIR" if what == "to-megatron" else "CHECKPOINT", "OUT")
-    if len(rest) < 2 or rest[0].startswith("--") or rest[1].startswith("--"):
-        raise ConfigError([f"{' and '.join(names)} are missing; they come first: {USAGES[what]}"])
-    parser = argparse.ArgumentParser(prog=f"{_COMMON} {what}", usage=USAGES[what], allow_abbrev=False)
-    for name in names:
-        parser.add_argument(name.lower(), type=given_path)
-    if what == "check":
-        parser.add_argument("--all", action="store_true")
-        _add_workers(parser)
-    else:
-        _add_writing_options(parser)
-    options, flags = parser.parse_known_args(rest)
-    if flags and not flags[0].startswith("--"):
-        raise ConfigError([f"{flags[0]} is one argument too many; {' and '.join(names)} are all: {USAGES[what]}"])
-    if what == "check":
-        return _check(options, flags)
+def _reject_dtype(flags: Sequence[str]) -> None:
     if has_flag(flags, "model.dtype"):
-        raise ConfigError(["--model.dtype is what a run computes in; the type that is written is --dtype"])
-    return _to_megatron(options, flags) if what == "to-megatron" else _to_hf(options, flags)
+        problem = "--model.dtype is what a run computes in; the type that is written is --dtype"
+        raise ConfigError(problem, code="flag-excluded")
 
 
 def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    _reject_dtype(flags)
     if has_flag(flags, "model.path"):
-        raise ConfigError([f"--model.path: HF_DIR={options.hf_dir} is the model already; leave it out"])
+        problem = f"--model.path: HF_DIR={options.hf_dir} is the model already; leave it out"
+        raise ConfigError(problem, code="flag-excluded")
     checkpoint = training_checkpoint(options.hf_dir)
     if checkpoint is not None:
         whose = "what `slime-like convert to-megatron` wrote" if is_converted(checkpoint) else "a run's"
         raise ConfigError(
-            [
-                f"HF_DIR={options.hf_dir} is a training checkpoint already ({whose}); train from it with "
-                f"--model.weights {checkpoint}, or make a Hugging Face directory of it: "
-                f"slime-like convert to-hf {checkpoint} OUT"
-            ]
+            f"HF_DIR={options.hf_dir} is a training checkpoint already ({whose}); train from it with "
+            f"--model.weights {checkpoint}, or make a Hugging Face directory of it: "
+            f"slime-like convert to-hf {checkpoint} OUT",
+            code="wrong-checkpoint",
         )
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
@@ -213,9 +121,11 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    _reject_dtype(flags)
     source = find_weights(options.checkpoint, flags)
     if source.weights is None:
-        raise ConfigError([f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"])
+        problem = f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"
+        raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(source.flags, flags)
     from slime_like.conversion.convert import to_hugging_face
@@ -249,14 +159,13 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
         return open_hugging_face(config, path)
     source = find_weights(path, flags)
     if source.weights is None:
-        raise ConfigError([f"{path} holds no *.safetensors file; give a directory with weights"])
+        raise ConfigError(f"{path} holds no *.safetensors file; give a directory with weights", code="no-weights")
     return open_checkpoint(_checked(source.flags, flags), source.weights)
 
 
 def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
     """Load the configuration from flags alone, with ``a`` as the default model."""
-    path = [] if has_flag(flags, "model.path") else ["--model.path", str(options.a)]
-    return load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *path, *flags])
+    return load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
 
 
 def _conversion(options: argparse.Namespace) -> ConversionOptions:
@@ -267,26 +176,75 @@ def _conversion(options: argparse.Namespace) -> ConversionOptions:
 
 def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
     """The user's flags come last, so that they win."""
-    config = load_config(None, ["--run_dir", str(temporary_run_dir("convert")), *arguments, *flags])
+    from slime_like.checks.check import require_valid
+
+    config = load_config(None, [*arguments, *flags], temporary_run_dir("convert"))
     require_valid(config, CONVERSION)
     return config
 
 
 def _require_output(source: Path, output: Path, force: bool) -> None:
-    problem = directory_problem(output)
+    from slime_like.checks.directories import directory_problem
+
+    code, problem = "output-unusable", directory_problem(output)
+    if problem is None and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents):
+        problem = "holds what is to be converted; give another directory"
+    elif problem is None and output.is_dir() and any(output.iterdir()):
+        if not force:
+            code, problem = (
+                "output-not-empty",
+                "is not empty; give another directory, or --force to replace what is there",
+            )
+        elif not ((output / CONVERTED).is_file() or (output / "config.json").is_file()):
+            problem = "is neither a converted checkpoint nor a model; give another directory"
     if problem:
-        raise ConfigError([f"OUT={output} {problem}"])
-    if source.resolve() == output.resolve() or output.resolve() in source.resolve().parents:
-        raise ConfigError([f"OUT={output} holds what is to be converted; give another directory"])
-    if not output.is_dir() or not any(output.iterdir()):
-        return
-    if not force:
-        raise ConfigError([f"OUT={output} is not empty; give another directory, or --force to replace what is there"])
-    if not ((output / DESCRIPTION).is_file() or (output / "config.json").is_file()):
-        raise ConfigError([f"OUT={output} is neither a converted checkpoint nor a model; give another directory"])
+        raise ConfigError(f"OUT={output} {problem}", code=code)
 
 
 def _print(output: Path, summary: ConversionSummary) -> None:
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     print(f"converted: {summary.tensors} tensors, {size_text(summary.nbytes)}, {summary.files} files{kept}")
     print(f"output: {output}")
+
+
+COMMANDS = (
+    Command(
+        "convert to-megatron",
+        "a Hugging Face directory to a Megatron checkpoint",
+        _to_megatron,
+        "Write a Megatron checkpoint, split as the layout says; it can be read under every other layout.\n"
+        "OUT gets trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. It appears\n"
+        "when it is whole; the same command goes on with an interrupted one.",
+        _add_writing_options,
+        "[options] [--trainer.parallel.tensor N ...]",
+        {"HF_DIR": "Hugging Face directory with safetensors", "OUT": "directory to write"},
+        epilog="Layout: --trainer.parallel.tensor, .pipeline, .virtual_pipeline, .expert (with .data), .sequence;\n"
+        "see `slime-like train --help`. To train from OUT: --model.weights OUT. To score with it:\n"
+        "`slime-like score OUT ...`.",
+    ),
+    Command(
+        "convert to-hf",
+        "a Megatron checkpoint to a Hugging Face directory",
+        _to_hf,
+        "Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
+        "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
+        "OUT appears when it is whole; the same command goes on with an interrupted one.",
+        _add_writing_options,
+        "[options] [--model.path HF_DIR]",
+        {
+            "CHECKPOINT": "a run's checkpoints/step-N, or what `convert to-megatron` wrote; configuration and "
+            "tokenizer come from the run's model.path, unless --model.path says otherwise",
+            "OUT": "directory to write",
+        },
+    ),
+    Command(
+        "convert check",
+        "are two checkpoints the same, bit for bit?",
+        _check,
+        "Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
+        "a Megatron checkpoint. Exit code 0 if they are the same, 1 if they differ: the differences are listed.",
+        _add_check_options,
+        "[options] [--model.path HF_DIR]",
+        dict.fromkeys(("A", "B"), "a checkpoint of either kind"),
+    ),
+)

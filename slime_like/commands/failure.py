@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.errors import SlimeLikeError
-from slime_like.plugins.traceback import full_traceback
+from slime_like.plugins.traceback import causes, full_traceback
 
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
@@ -39,21 +39,11 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
             error.remedy = "; ".join(filter(None, (error.remedy, f"traceback: {_write(text, run_dir)}")))
         raise
     except Exception as error:
-        if _was_interrupted(error):
+        if any(isinstance(link, KeyboardInterrupt) for link in causes(error, contexts=True)):
             raise KeyboardInterrupt from error
+        what = "check that path" if isinstance(error, OSError) else "unexpected error"
         kept = _write(full_traceback(error), run_dir)
-        raise UnforeseenError(_summary(error), remedy=_remedy(error) + kept) from error
-
-
-def _was_interrupted(error: BaseException) -> bool:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        if isinstance(link, KeyboardInterrupt):
-            return True
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return False
+        raise UnforeseenError(_summary(error), remedy=f"{what}; traceback: {kept}") from error
 
 
 def _summary(error: Exception) -> str:
@@ -63,12 +53,6 @@ def _summary(error: Exception) -> str:
     text = " ".join(str(error).split())
     name = type(error).__name__
     return f"{name}: {text[:_LONGEST]}" if text else name
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "check that path; traceback: "
-    return "unexpected error; traceback: "
 
 
 def _write(text: str, run_dir: Path | None) -> str:

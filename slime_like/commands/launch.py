@@ -2,113 +2,65 @@
 
 import argparse
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slime_like.commands.arguments import has_flag
+from slime_like.commands.command import Command
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.node_list import expand_node_list
 
-USAGE = (
-    "slime-like launch [CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]"
-)
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
 
 _OWN_FIELDS = ("cluster.address",)
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "launch",
-        help="train on several nodes: the same command on each of them",
-        usage=USAGE,
-        description="Take part in a run on several nodes: await all of them, start Ray on each, plan, train, and end\n"
-        "everywhere with the same exit code and cause. What follows -- are flags of `slime-like train`.\n"
-        "scripts/run_qwen_32b.sh calls this with what Slurm or the environment say.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_options(parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    parser.add_argument(
-        "--nodes", type=_whole, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)"
-    )
-    parser.add_argument("--node_rank", type=_whole, default=0, metavar="R", help="this node's number, from 0")
-    parser.add_argument(
-        "--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)"
-    )
-    parser.add_argument("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    parser.add_argument(
-        "--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)"
-    )
-    parser.add_argument(
+    add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
+    add("--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)")
+    add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
+    add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
+    add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
+    add("--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)")
+    add(
         "--port",
-        type=_whole,
+        type=int,
         default=DEFAULT_PORT,
         metavar="PORT",
         help="port of Ray's GCS on node 0 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)"
-    )
-    parser.add_argument(
-        "--gpus_per_node", type=_whole, metavar="M", help="devices that the plan counts with (default: this node's)"
-    )
+    add("--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)")
+    add("--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)")
     for name, what in (
         ("nodes_timeout_s", "bound on waiting for all nodes"),
         ("ray_timeout_s", "bound on the start of Ray on a node"),
         ("silence_s", "a node that does not answer for so long is lost"),
         ("stop_s", "bound on the end of training once it must end"),
     ):
-        parser.add_argument(
+        add(
             f"--{name}",
-            type=_seconds,
+            type=float,
             default=getattr(defaults, name),
             metavar="S",
             help=f"{what}, in seconds (default: %(default)g)",
         )
-    parser.add_argument("--no_plan", action="store_true", help="do not run `slime-like plan` first")
-    parser.add_argument("--dry_run", action="store_true", help="print what every node would do, and start nothing")
+    add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
+    add("--dry_run", action="store_true", help="print what every node would do, and start nothing")
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not an integer") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run ``slime-like launch``; returns the exit code, the same on every node."""
-    launch_flags, flags = _split(arguments)
-    parser = argparse.ArgumentParser(prog="slime-like launch", usage=USAGE, add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    given = parser.parse_args(launch_flags)
+def _run(given: argparse.Namespace, flags: list[str]) -> int:
+    """The exit code is the same on every node."""
     for name in _OWN_FIELDS:
         if has_flag(flags, name):
-            raise ConfigError(
-                [f"{name} is not for you to give: launch starts the cluster; use slime-like train to join one"]
-            )
+            problem = f"{name} is not for you to give: launch starts the cluster; use slime-like train to join one"
+            raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
-    options = _options(given, names, flags)
-    config = load_config(options.config, list(flags))
+    options = _options(given, names, tuple(flags))
+    config = load_config(options.config, flags)
     if given.dry_run:
         from slime_like.commands.launch_dry_run import print_dry_run
 
@@ -122,49 +74,43 @@ def run(arguments: Sequence[str]) -> int:
     return verdict.code
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split the arguments at the first ``--``."""
-    everything = list(arguments)
-    if "--" not in everything:
-        return everything, ()
-    border = everything.index("--")
-    return everything[:border], tuple(everything[border + 1 :])
-
-
 def _slurm_names(text: str) -> list[str]:
     try:
         return expand_node_list(text) if text else []
     except ValueError as error:
-        raise ConfigError([f"--slurm_nodes: {error}"]) from error
+        raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
 
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
     if given.head and given.nodes is None and not names:
-        raise ConfigError(
-            [f"--head={given.head} (HEAD_ADDR) is given, but not how many nodes take part: give --nodes (NODES)"]
-        )
+        problem = f"--head={given.head} (HEAD_ADDR) is given, but not how many nodes take part: give --nodes (NODES)"
+        raise ConfigError(problem, code="nodes-missing")
     if given.nodes is not None and names and given.nodes != len(names):
-        raise ConfigError([f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"])
+        problem = f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"
+        raise ConfigError(problem, code="options-conflict")
     if given.silence_s < SHORTEST_SILENCE_S:
         raise ConfigError(
-            [
-                f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: Ray checks the health of a node "
-                f"three times within it; give at least {SHORTEST_SILENCE_S:g}"
-            ]
+            f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: Ray checks the health of a node "
+            f"three times within it; give at least {SHORTEST_SILENCE_S:g}",
+            code="option-range",
         )
-    return LaunchOptions(
-        config=given.config,
-        flags=flags,
-        nodes=given.nodes if given.nodes is not None else max(1, len(names)),
-        node_rank=given.node_rank,
-        head=given.head or (names[0] if names else ""),
-        address=given.address,
-        port=given.port,
-        token_file=given.token_file.absolute() if given.token_file else None,
-        gpus_per_node=given.gpus_per_node,
-        nodes_timeout_s=given.nodes_timeout_s,
-        ray_timeout_s=given.ray_timeout_s,
-        silence_s=given.silence_s,
-        stop_s=given.stop_s,
-        plan=not given.no_plan,
-    )
+    own = vars(given) | {
+        "nodes": given.nodes if given.nodes is not None else max(1, len(names)),
+        "head": given.head or (names[0] if names else ""),
+        "token_file": given.token_file.absolute() if given.token_file else None,
+    }
+    del own["slurm_nodes"], own["dry_run"]
+    return LaunchOptions(flags=flags, **own)
+
+
+COMMAND = Command(
+    "launch",
+    "train on several nodes: the same command on each of them",
+    _run,
+    "Take part in a run on several nodes: await all of them, start Ray on each, plan, train, and end\n"
+    "everywhere with the same exit code and cause. What follows -- are flags of `slime-like train`.\n"
+    "scripts/run_qwen_32b.sh calls this with what Slurm or the environment say.",
+    _add_arguments,
+    "[CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]",
+    takes_flags=False,
+)

@@ -1,90 +1,45 @@
 """``slime-like plan``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
 import sys
 import warnings
-from argparse import ArgumentTypeError
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_like.checks.directories import directory_problem
-from slime_like.commands.arguments import given_path, has_flag, temporary_run_dir
+from slime_like.commands.arguments import at_least_one, given_path, temporary_run_dir
+from slime_like.commands.command import Command
+from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 
-if TYPE_CHECKING:
-    from slime_like.config import RunConfig
-
-USAGE = "slime-like plan [CONFIG.yaml] [--output FILE] [--search] [--section.field VALUE ...]"
 _DOES_NOT_FIT = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan",
-        help="does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
-        usage=USAGE,
-        description="Work a whole cluster's run out on this machine: every kind of rank's real shard, optimizer and\n"
-        "worst micro-batch on shapes, engines, KV cache, traffic, a predicted step, and everything that would keep\n"
-        "the run from starting. Of the model only config.json is needed. Exit code 1 where it does not fit.",
-        epilog="Every field of the configuration is a flag: --cluster.nodes 8 --cluster.gpus_per_node 8 "
-        "--cluster.gpu h200-141gb\n--trainer.parallel.tensor 4 and so on; see `slime-like train --help` and "
-        "docs/planning.md.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    _add_options(parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON"
-    )
-    parser.add_argument(
-        "--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first"
-    )
-    parser.add_argument(
-        "--top", type=_positive, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)"
-    )
-    parser.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON")
+    add("--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first")
+    add("--top", type=at_least_one, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)")
+    add(
         "--preflight",
         action="store_true",
         help="this machine is one of the cluster's: files, disk and port must be right here",
     )
     for name in ("prompt", "response"):
-        parser.add_argument(
-            f"--mean-{name}",
-            type=_positive,
+        add(
+            f"--mean_{name}",
+            type=at_least_one,
             metavar="TOKENS",
             help=f"{name} tokens on average, for the predicted time (default: the longest allowed)",
         )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run ``slime-like plan``."""
-    # Flags of the configuration take any number of values, so only the first argument can be the file.
-    has_file = bool(arguments) and not arguments[0].startswith("--")
-    parser = argparse.ArgumentParser(prog="slime-like plan", usage=USAGE, add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    options, flags = parser.parse_known_args(list(arguments[has_file:]))
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
     _require_output(options.output)
-    file = Path(arguments[0]) if has_file else None
-    if file is None and not has_flag(flags, "run_dir"):
-        flags = ["--run_dir", str(temporary_run_dir("plan")), *flags]
-    config = load_config(file, flags)
+    config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"))
     _require_possible(options, config)
     # Megatron remarks on every package that would make training faster; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -113,7 +68,7 @@ def _require_output(output: Path | None) -> None:
         return
     problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
     if problem:
-        raise ConfigError([f"--output {output} {problem}"])
+        raise ConfigError(f"--output {output} {problem}", code="output-unusable")
 
 
 def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
@@ -125,13 +80,13 @@ def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
     if options.search and options.preflight:
         problems.append("--preflight judges one layout, and --search tries many; give one of the two")
     for option, mean, field, most in (
-        ("--mean-prompt", options.mean_prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
-        ("--mean-response", options.mean_response, "rollout.max_new_tokens", config.rollout.max_new_tokens),
+        ("--mean_prompt", options.mean_prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("--mean_response", options.mean_response, "rollout.max_new_tokens", config.rollout.max_new_tokens),
     ):
         if mean is not None and mean > most:
             problems.append(f"{option}={mean} is more than {field}={most} allows; give at most that")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, code="options-conflict")
 
 
 def _write(output: Path | None, content: dict[str, Any]) -> None:
@@ -145,3 +100,19 @@ def _note(text: str) -> None:
     """Progress, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+COMMAND = Command(
+    "plan",
+    "does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
+    _run,
+    "Work a whole cluster's run out on this machine: every kind of rank's real shard, optimizer and\n"
+    "worst micro-batch on shapes, engines, KV cache, traffic, a predicted step, and everything that would keep\n"
+    "the run from starting. Of the model only config.json is needed. Exit code 1 where it does not fit.",
+    _add_arguments,
+    "[--output FILE] [--search] [--section.field VALUE ...]",
+    {"[CONFIG.yaml]": "configuration file"},
+    epilog="Every field of the configuration is a flag: --cluster.nodes 8 --cluster.gpus_per_node 8 "
+    "--cluster.gpu h200-141gb\n--trainer.parallel.tensor 4 and so on; see `slime-like train --help` and "
+    "docs/planning.md.",
+)

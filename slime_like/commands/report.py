@@ -2,38 +2,27 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from slime_like.commands.arguments import given_path
-from slime_like.data.ledger import audit_run
-from slime_like.observability.report.report import REPORT_FILE, print_report, write_report
+from slime_like.commands.command import Command
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        help="look into a run: figures on the terminal, curves and samples as an HTML page",
-        description="Print a run's figures and write its curves, phase times and debug tables as one HTML page.",
-    )
-    parser.add_argument(
-        "run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"where to write the page (default: RUN_DIR/{REPORT_FILE})"
-    )
-    parser.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going")
+    add("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)")
+    add(
         "--audit",
         action="store_true",
         help="only follow every prompt group through the run's ledger: issued = trained + dropped + in flight",
     )
-    return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print and write. Raises ``SlimeLikeError`` where there is nothing to report."""
+def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.audit:
         return _audit(arguments.run_dir)
+    from slime_like.observability.report.report import print_report, write_report
+
     print_report(arguments.run_dir)
     print(f"report: {write_report(arguments.run_dir, arguments.output)}")
     return 0
@@ -41,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _audit(run_dir: Path) -> int:
     """Print what the ledger adds up to; 1 where it does not."""
+    from slime_like.data.ledger import audit_run
+
     audit = audit_run(run_dir)
     dropped = sum(audit.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
@@ -52,3 +43,13 @@ def _audit(run_dir: Path) -> int:
         print(f"audit: {problem}")
     print("audit: holds" if audit.holds else f"audit: {len(audit.problems)} problems")
     return 0 if audit.holds else 1
+
+
+COMMAND = Command(
+    "report",
+    "look into a run: figures on the terminal, curves and samples as an HTML page",
+    _run,
+    "Print a run's figures and write its curves, phase times and debug tables as one HTML page.",
+    _add_arguments,
+    takes_flags=False,
+)

@@ -1,17 +1,15 @@
 """``slime-like verify layouts``."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime_like.checks.check import require_valid
-from slime_like.checks.needs import RANKS, loading_needs
+from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.commands.arguments import has_flag, temporary_run_dir
+from slime_like.commands.command import Command
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -22,47 +20,26 @@ from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, ste
 if TYPE_CHECKING:
     from slime_like.trajectory import ScoredTrajectory
 
-USAGE = "slime-like verify layouts [--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]"
 _FIXED = ("model.path", "trainer.optimizer.distributed", "trainer.optimizer.overlap")
 _DIFFERS = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "verify",
-        help="does every parallel layout compute what one rank computes, on this machine?",
-        usage=USAGE,
-        description="Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
-        "logprobs, loss, every tensor's gradient, and the weights after training with one rank's. Exit code 1 where\n"
-        "one differs; the first differing token, gradient and tensor are named.",
-        epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
-        "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
-        "steps.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("what", choices=["layouts"], metavar="layouts", help="what to verify")
-    _add_options(parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "--model",
         type=Path,
         metavar="DIR",
         help="Hugging Face directory that every node sees (default: a tiny Qwen3, on this machine only)",
     )
-    parser.add_argument(
+    add(
         "--layouts",
         nargs="+",
         metavar="NAME",
         help="layouts such as tp2-sp-pp2 (default: those that fit of: " + " ".join(DEFAULT_LAYOUTS) + ")",
     )
-    parser.add_argument(
-        "--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)"
-    )
-    parser.add_argument(
+    add("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)")
+    add(
         "--batch",
         type=Path,
         metavar="FILE",
@@ -70,11 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``slime-like verify layouts``."""
-    parser = argparse.ArgumentParser(prog="slime-like verify layouts", usage=USAGE, add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    options, flags = parser.parse_known_args(list(arguments))
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
     with _model(options.model) as model:
         return _verify(options, model, flags)
 
@@ -104,22 +77,25 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
     fixed = [name for name in names if name.startswith("trainer.parallel.") or name in _FIXED]
     if fixed:
-        raise ConfigError([f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed])
+        problems = [f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed]
+        raise ConfigError(problems, code="flag-excluded")
     # On CUDA the kernels take bfloat16 alone.
-    dtype = load_config(None, [*_named(model), "--model.dtype", _default_dtype(), *flags]).model.dtype
+    dtype = _loaded(model, ["--model.dtype", _default_dtype(), *flags]).model.dtype
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
     if synthetic:
         from slime_like.verification.batch import SYNTHETIC_BUDGET
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
-    config = load_config(None, [*_named(model), *settings, *flags])
+    config = _loaded(model, [*settings, *flags])
+    from slime_like.checks.check import require_valid
+
     require_valid(config, loading_needs(config, RANKS))
     return config
 
 
-def _named(model: Path) -> list[str]:
-    return ["--run_dir", str(temporary_run_dir("verify")), "--model.path", str(model)]
+def _loaded(model: Path, flags: Sequence[str]) -> RunConfig:
+    return load_config(None, ["--model.path", str(model), *flags], temporary_run_dir("verify"))
 
 
 def _default_dtype() -> str:
@@ -128,7 +104,7 @@ def _default_dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def _batch(file: Path | None, model: Path) -> list[ScoredTrajectory]:
+def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
     from slime_like.data.dump import load_trajectories
     from slime_like.verification.batch import require_fit, synthetic_batch
 
@@ -149,3 +125,18 @@ def _model(given: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
         make_tiny_model(Path(directory), num_hidden_layers=4)  # two stages of two chunks
         yield Path(directory)
+
+
+COMMAND = Command(
+    "verify layouts",
+    "per-token logprobs, loss, gradients and weights of every layout, compared with one rank's",
+    _run,
+    "Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
+    "logprobs, loss, every tensor's gradient, and the weights after training with one rank's. Exit code 1 where\n"
+    "one differs; the first differing token, gradient and tensor are named.",
+    _add_arguments,
+    "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
+    epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
+    "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
+    "steps.",
+)

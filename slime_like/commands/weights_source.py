@@ -27,17 +27,17 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
     """
     if (checkpoint / "config.json").is_file():
         if has_flag(flags, "model.path"):
-            raise ConfigError([f"--model.path: CHECKPOINT={checkpoint} is the model already; leave it out"])
+            problem = f"--model.path: CHECKPOINT={checkpoint} is the model already; leave it out"
+            raise ConfigError(problem, code="flag-excluded")
         return WeightsSource(("--model.path", str(checkpoint)), None)
     weights = checkpoint / WEIGHTS
     if is_converted(checkpoint) and weights.is_dir():
-        problem = converted_problem(checkpoint)
-        if problem is not None:
-            raise ConfigError([f"CHECKPOINT={checkpoint} {problem}"])
+        if damage := converted_problem(checkpoint):
+            raise ConfigError(f"CHECKPOINT={checkpoint} {damage}", code="checkpoint-damaged")
         model_flags = () if has_flag(flags, "model.path") else ("--model.path", str(checkpoint / MODEL))
         return WeightsSource(model_flags, weights.resolve())
     if not (checkpoint / "state.json").is_file() or not weights.is_dir():
-        raise ConfigError([f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}"])
+        raise ConfigError(f"CHECKPOINT={checkpoint} {_what_instead(checkpoint)}", code="wrong-checkpoint")
     run_config = checkpoint.resolve().parent.parent / "config.yaml"
     if run_config.is_file():
         config = load_config(run_config)
@@ -45,17 +45,16 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
         return WeightsSource((*model, "--trainer.backend", config.trainer.backend), weights.resolve())
     if not has_flag(flags, "model.path"):
         raise ConfigError(
-            [
-                f"CHECKPOINT={checkpoint}: a training checkpoint does not say its model's dimensions, and {run_config} "
-                "does not exist; give --model.path, the Hugging Face directory that the run started from"
-            ]
+            f"CHECKPOINT={checkpoint}: a training checkpoint does not hold its model's dimensions, and {run_config} "
+            "does not exist; give --model.path, the Hugging Face directory that the run started from",
+            code="model-unknown",
         )
     return WeightsSource((), weights.resolve())
 
 
 def _what_instead(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
-        return "is no directory; give a Hugging Face directory or a run's checkpoints/step-N"
+        return "is not a directory; give a Hugging Face directory or a run's checkpoints/step-N"
     if (checkpoint / "checkpoints").is_dir():
         return "is a run directory; give its hf/, or checkpoints/latest in it"
     whole = training_checkpoint(checkpoint)

@@ -37,12 +37,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=False,
-        validate_default=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
+        extra="forbid", frozen=True, strict=False, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
 
     @field_validator("*", mode="before")

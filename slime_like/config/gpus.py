@@ -8,19 +8,12 @@ GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU.
-
-    Attributes:
-        memory_gib: what CUDA reports as its total memory, in GiB.
-        tflops: dense bfloat16 products, 1e12 operations per second, by the data sheet.
-        memory_gb_per_s: bandwidth of its memory.
-        nvlink_gb_per_s: what it sends to the other GPUs of its node (one direction).
-    """
+    """One kind of GPU: total memory as CUDA reports it, dense bfloat16 rate (1e12 per second), and bandwidths."""
 
     memory_gib: float
     tflops: float
     memory_gb_per_s: float
-    nvlink_gb_per_s: float
+    nvlink_gb_per_s: float  # to the other GPUs of its node, in one direction
 
 
 # SXM modules: NVIDIA's data sheets of A100, H100, H200 and B200 (sparse figures halved, both directions of NVLink too).

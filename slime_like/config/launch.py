@@ -11,23 +11,14 @@ DEFAULT_PORT = 6380
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The same on every node, but for ``node_rank`` and ``address``.
+    """The same on every node, but for ``node_rank`` and ``address``; ``slime-like launch --help`` describes them.
 
     Attributes:
         config: YAML file; ``None`` starts from the defaults.
         flags: of ``slime-like train``.
-        nodes: how many nodes take part.
-        node_rank: this one's number, from 0.
-        head: node 0's address, or a name of it.
-        address: this node's address in the cluster; "" is the one on the way to ``head``.
-        port: of Ray's GCS on node 0.
-        token_file: holds Ray's token; ``None`` is beside the run directory.
-        gpus_per_node: devices that ``slime-like plan`` counts with; ``None`` counts this node's.
-        nodes_timeout_s: bound on waiting for the nodes.
-        ray_timeout_s: bound on Ray's start on a node.
-        silence_s: a node that does not answer for so long is lost.
-        stop_s: bound on the end of training once it has been asked to end.
-        plan: run ``slime-like plan`` first.
+        address: "" is the address on the way to ``head``.
+        token_file: ``None`` is beside the run directory.
+        gpus_per_node: ``None`` counts this node's.
     """
 
     config: Path | None
@@ -59,7 +50,7 @@ class LaunchOptions:
             if not 0 < getattr(self, name) < math.inf:
                 problems.append(f"--{name}={getattr(self, name):g} must be a number of seconds above 0")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(problems, code="option-range")
 
     @property
     def leads(self) -> bool:

@@ -41,9 +41,7 @@ class ReferenceConfig(Section):
         "groups sampled ahead (`rollout.max_staleness`) with an earlier one.",
     )
     workers: int = Field(1, ge=1, description="Number of reference workers; a group goes to the least busy one.")
-    parallel: ParallelConfig = Field(
-        default_factory=lambda: ParallelConfig(), description="Layout of each reference worker."
-    )
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
     max_worker_restarts: int = Field(
         2,
         ge=0,

@@ -8,7 +8,7 @@ from pydantic import Field
 from slime_like.config.base import Section
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature above greedy that engines sample with as asked."""
+"""Lowest temperature above greedy that engines apply exactly."""
 
 ENVIRONMENT = "environment"
 """Name of the rewards that ``rollout.environment`` returned during generation."""
@@ -21,8 +21,7 @@ class EnvironmentConfig(Section):
     """
 
     name: str | None = Field(
-        None,
-        description="calculator, or import path `package.module:name`; none: single-turn responses.",
+        None, description="calculator, or import path `package.module:name`; none: single-turn responses."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
@@ -106,8 +105,7 @@ class RolloutConfig(Section):
         "fails the run.",
     )
     environment: EnvironmentConfig = Field(
-        default_factory=lambda: EnvironmentConfig(),
-        description="The environment of conversations, which answers the model's turns.",
+        EnvironmentConfig(), description="The environment of conversations, which answers the model's turns."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further engine arguments, passed unchanged; unknown ones are rejected."

@@ -76,9 +76,7 @@ class ClusterConfig(Section):
     gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
     host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
     nvlink_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="Planned GB/s from a GPU inside its node; none: that of `gpu`.",
+        None, gt=0, description="Planned GB/s from a GPU inside its node; none: that of `gpu`."
     )
     network_gb_per_s: float = Field(
         50.0, gt=0, description="Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."
@@ -112,21 +110,20 @@ class RunConfig(Section):
         "and so on, also one without a checkpoint.",
     )
     model: ModelConfig = Field(description="The policy.")
-    reference: ReferenceConfig = Field(default_factory=lambda: ReferenceConfig(), description="The reference policy.")
-    data: DataConfig = Field(default_factory=lambda: DataConfig(), description="Training prompts.")
-    evaluation: EvaluationConfig = Field(default_factory=lambda: EvaluationConfig(), description="Held-out evaluation.")
-    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(), description="Engines and sampling.")
-    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(), description="Rewards.")
-    sync: SyncConfig = Field(default_factory=lambda: SyncConfig(), description="Weight sync.")
-    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig(), description="The objective.")
-    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="The trainer.")
-    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="Checkpoints.")
-    logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig(), description="Logging.")
+    reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
+    data: DataConfig = Field(DataConfig(), description="Training prompts.")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Held-out evaluation.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="Engines and sampling.")
+    reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
+    sync: SyncConfig = Field(SyncConfig(), description="Weight sync.")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="The objective.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="The trainer.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="Logging.")
     debug: DebugConfig = Field(
-        default_factory=lambda: DebugConfig(),
-        description="Experiments on the method, and what is kept to inspect a run.",
+        DebugConfig(), description="Experiments on the method, and what is kept to inspect a run."
     )
-    cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig(), description="The Ray cluster.")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="The Ray cluster.")
 
     @property
     def supervised(self) -> bool:

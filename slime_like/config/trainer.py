@@ -32,9 +32,7 @@ class OptimizerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
     final_weight_decay: float | None = Field(
-        None,
-        ge=0,
-        description="Weight decay of the last optimizer step, reached linearly; none: constant.",
+        None, ge=0, description="Weight decay of the last optimizer step, reached linearly; none: constant."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
@@ -80,9 +78,9 @@ class TrainerConfig(Section):
         description="megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group "
         "slime_like.backends).",
     )
-    parallel: ParallelConfig = Field(default_factory=lambda: ParallelConfig(), description="Parallel layout.")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="Optimizer.")
-    fsdp: FsdpConfig = Field(default_factory=lambda: FsdpConfig(), description="Settings of the backend fsdp.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
+    fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
     target_tokens_per_batch: int = Field(
         8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
     )
@@ -104,8 +102,7 @@ class TrainerConfig(Section):
         "only (selective).",
     )
     activation_offload: bool = Field(
-        False,
-        description="Keep saved activations in host memory; works with any `recompute`.",
+        False, description="Keep saved activations in host memory; works with any `recompute`."
     )
     head_chunk_tokens: int | None = Field(
         None,

@@ -45,7 +45,7 @@ def failure(error: SlimeLikeError, who: str = "") -> Verdict:
     """Verdict of a run that ``error`` has ended, on node ``who`` if the error does not name it."""
     if isinstance(error, NodeEndedError):
         return error.verdict
-    sentence = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+    sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
     return Verdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
 
 

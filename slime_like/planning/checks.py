@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from slime_like.checks.layout import divisors
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
@@ -23,13 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class GpusNeeded:
-    """GPUs by who has them.
-
-    Attributes:
-        trainers: one for each rank.
-        engines: of engines that do not share the trainers'.
-        references: of reference workers.
-    """
+    """GPUs of trainer ranks, of engines that do not share them, and of reference workers."""
 
     trainers: int
     engines: int
@@ -71,10 +66,9 @@ def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         sizes.append(("reference.parallel.tensor", config.reference.parallel.tensor))
     for field, size in sizes:
         if per_node % size:
-            fitting = [str(n) for n in range(1, per_node + 1) if per_node % n == 0]
             yield (
                 f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so that a tensor-parallel group "
-                f"would lie on two nodes; use {', '.join(fitting)}"
+                f"would lie on two nodes; use {', '.join(map(str, divisors(per_node)))}"
             )
 
 
@@ -98,7 +92,7 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     if other:
         first = other[0]
         yield (
-            f"model.path={path}: {len(other)} tensors have another shape than config.json says ({first} is "
+            f"model.path={path}: {len(other)} tensors have another shape than in config.json ({first} is "
             f"{list(found[first])}, should be {list(expected[first])}); use the config.json and the weights of the "
             "same model"
         )

@@ -20,8 +20,6 @@ class EnginePlan:
 
     Attributes:
         gpus: of one engine (``rollout.tensor``).
-        weight_bytes: of each of them, evenly split.
-        kv_bytes: what is left for the KV cache.
         reserve_bytes: context, graphs and activations, assumed.
         kv_bytes_per_token: of each GPU; KV heads are repeated where there are fewer than GPUs.
         kv_tokens: tokens that the cache of the whole engine holds.

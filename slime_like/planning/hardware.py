@@ -25,13 +25,8 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet's figures that are reckoned with. Assumed, not measured here.
-
-    Attributes:
-        matmul: of a GPU's dense bfloat16 rate, in matrix products of training and prefill.
-        attention: of the same rate, in flash attention.
-        memory: of a GPU's memory bandwidth, in decoding and in the optimizer.
-        link: of a link's bandwidth, in collectives.
+    """Shares of the data sheet's figures that are assumed, not measured: of the dense bfloat16 rate in matrix products
+    and in flash attention, of memory bandwidth in decoding and in the optimizer, of a link's bandwidth in collectives.
     """
 
     matmul: float = 0.5
@@ -42,15 +37,9 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """GPUs and links.
+    """GPUs and links; rates are those of one GPU: to other nodes, and to its host's memory (PCIe).
 
-    Attributes:
-        gpu: figures of one GPU, overridden by the configuration where it has its own.
-        gpus_per_node: GPUs of a node.
-        nodes: nodes given, or ``None`` for as many as are needed.
-        network_gb_per_s: what a GPU sends to other nodes.
-        host_gb_per_s: what a GPU exchanges with its host's memory (PCIe).
-        efficiency: what is assumed of all of them.
+    ``nodes`` is ``None`` for as many as are needed.
     """
 
     gpu: Gpu

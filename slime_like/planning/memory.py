@@ -22,14 +22,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Contents of one GPU in one phase of a step.
-
-    Attributes:
-        gpus: whose GPU: a kind of trainer ranks, or engines.
-        phase: "training", "scoring", "weight sync" or "generation".
-        items: what lies there.
-        capacity: the GPU's memory.
-    """
+    """Contents of one GPU in one phase of a step: of a kind of trainer ranks, or of engines."""
 
     gpus: str
     phase: str
@@ -138,12 +131,7 @@ def _senders(config: RunConfig, gpus: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory of one node, in bytes.
-
-    Attributes:
-        items: what lies there beside the processes themselves.
-        capacity: ``cluster.host_memory_gib``, if it is given.
-    """
+    """Host memory of one node beside the processes themselves, in bytes; its capacity if that is given."""
 
     items: tuple[Item, ...]
     capacity: int | None

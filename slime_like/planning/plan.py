@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import prod
 
 from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
-from slime_like.checks.needs import training_needs
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend, load_backend
@@ -42,10 +42,10 @@ def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: No
     backend = plannable_backend(config)
     dimensions = counted_dimensions(config, dimensions, backend)
     plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
-    plan.problems += check_settings(config, dimensions, training_needs(config))
-    plan.problems += [text for text in backend.check(config) if text not in plan.problems]
-    plan.problems += [text for text in _of_references(config, dimensions, backend) if text not in plan.problems]
-    plan.problems += [*checks.placement_problems(config, hardware), *checks.version_problems()]
+    found = [*map(str, check_settings(config, dimensions, training_needs(config))), *backend.check(config)]
+    found += [*reference_problems(config, dimensions), *_of_reference_workers(config, backend)]
+    found += [*checks.placement_problems(config, hardware), *checks.version_problems()]
+    plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, options)
     if not layout_problems(config.trainer.parallel, dimensions):
         note("proving that every tensor has its place")
@@ -61,7 +61,7 @@ def counted_dimensions(
 ) -> ModelDimensions:
     """Add the counted parameters of a foreign model; others are returned unchanged.
 
-    What one token goes through is everything but an embedding that is no head, and of experts its own.
+    A token goes through everything but an embedding that is no head, and the experts it is routed to.
     """
     converter = getattr(backend, "converter", None)
     if dimensions.foreign is None or config.trainer.backend != FSDP or converter is None:
@@ -76,36 +76,32 @@ def counted_dimensions(
     return replace(dimensions, counted=(sum(sizes.values()), active))
 
 
-def _of_references(config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]) -> Iterator[str]:
-    """Each once, whether the configuration or the backend says it first."""
-    found = list(reference_problems(config, dimensions))
-    if config.reference_workers and _references_are_there(config):
-        found += references.backend_problems(config, backend)
-    yield from dict.fromkeys(found)
+def _of_reference_workers(config: RunConfig, backend: type[TrainerBackend]) -> Iterator[str]:
+    if _plans_references(config):
+        yield from references.backend_problems(config, backend)
 
 
-def _references_are_there(config: RunConfig) -> bool:
+def _plans_references(config: RunConfig) -> bool:
     path = config.reference.path
-    return path is None or (path / "config.json").is_file()
+    return config.reference_workers > 0 and (path is None or (path / "config.json").is_file())
 
 
 def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
     """The trainer of ``config``.
 
     Raises:
-        ConfigError: it is unknown, or cannot say what it needs before it runs.
+        ConfigError: it is unknown, or has no estimate of what it needs.
     """
     backend = load_backend(config.trainer.backend)
     if not hasattr(backend, "planner"):
-        raise ConfigError(
-            [f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"]
-        )
+        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
+        raise ConfigError(problem, code="backend-not-planned")
     return backend
 
 
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
-    found = check_machine(config, dimensions, training_needs(config))
+    found = map(str, check_machine(config, dimensions, training_needs(config)))
     lacking = [text for text in found if text not in plan.problems]
     if options.preflight:
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
@@ -164,7 +160,7 @@ def _work_out(
             plan.transport = planned_transport(config, plan.nodes)
         except WeightSyncError as error:
             plan.problems.append(str(error))
-    if config.reference_workers and _references_are_there(config):
+    if _plans_references(config):
         _work_out_references(plan, config, backend, note)
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
@@ -241,37 +237,35 @@ def remedy(item: str, config: RunConfig) -> str:
         return "use trainer.fsdp.accumulate: sharded"
     if item in ("optimizer state", "optimizer's temporaries beyond") and not fsdp:
         return f"use {layout}, more trainer.parallel.data with optimizer.distributed, or trainer.optimizer.offload"
-    if item == "head":
-        return "lower trainer.head_chunk_tokens" + ("" if fsdp else ", or raise trainer.parallel.tensor")
-    if item == "KV cache":
-        return f"lower {share_setting(config)}"
-    if item == "engine weights":
-        return "raise rollout.tensor"
-    if item == "sync buffers":
-        return "lower sync.bucket_mb, which cannot be less than one embedding, or use GPUs with more memory"
     if item.endswith("(assumed)"):
-        return "it is not the run's own: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
-    return f"use {layout}"
+        return "it does not depend on the run: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
+    remedies = {
+        "head": "lower trainer.head_chunk_tokens" + ("" if fsdp else ", or raise trainer.parallel.tensor"),
+        "KV cache": f"lower {share_setting(config)}",
+        "engine weights": "raise rollout.tensor",
+        "sync buffers": "lower sync.bucket_mb, which cannot be less than one embedding, or use GPUs with more memory",
+    }
+    return remedies.get(item, f"use {layout}")
+
+
+_HOST_REMEDIES = {
+    "sync.delta": "use sync.delta: never",
+    "trainers, while": "use cluster.placement: separate, or more trainer.parallel.pipeline",
+    "engine weights": "use cluster.placement: separate, or more trainer.parallel.pipeline",
+    "activations": "use trainer.recompute: full instead of trainer.activation_offload",
+    "checkpoint.async_save": "use checkpoint.async_save: false",
+    "weight buckets": "lower sync.bucket_mb",
+    "Ray's object store": "lower cluster.object_store_mb",
+}
 
 
 def host_remedy(item: str) -> str:
     """Settings that make an item of a node's host memory smaller."""
-    if item.startswith("sync.delta"):
-        return "use sync.delta: never"
-    if item in ("trainers, while engines sample", "engine weights, while they sleep"):
-        return "use cluster.placement: separate, or more trainer.parallel.pipeline"
-    if item == "activations":
-        return "use trainer.recompute: full instead of trainer.activation_offload"
-    if item.startswith("checkpoint.async_save"):
-        return "use checkpoint.async_save: false"
-    if item.startswith("weight buckets"):
-        return "lower sync.bucket_mb"
-    if item == "Ray's object store":
-        return "lower cluster.object_store_mb"
-    return "offload less, or raise trainer.parallel.pipeline"
+    found = (remedy for begin, remedy in _HOST_REMEDIES.items() if item.startswith(begin))
+    return next(found, "offload less, or raise trainer.parallel.pipeline")
 
 
 def require_plannable(plan: Plan) -> None:
     """Raises ``ConfigError`` with all problems where there is nothing to show but these."""
     if not plan.kinds:
-        raise ConfigError(plan.problems)
+        raise ConfigError(plan.problems, code="plan-rejected")

@@ -44,7 +44,7 @@ def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) 
 def reference_seconds(
     config: RunConfig, hardware: Hardware, workload: Workload, estimates: Sequence[RankEstimate]
 ) -> float:
-    """A step's share of each worker, in requests that fill and empty a pipeline anew; 0 without workers."""
+    """A step's share of each worker, in requests that fill and empty a pipeline each; 0 without workers."""
     if not estimates:
         return 0.0
     worker = worker_config(config)

@@ -1,4 +1,4 @@
-"""The result of planning, and what was asked for."""
+"""The result of planning, and its options."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -39,9 +39,8 @@ class Plan:
     """Result of ``slime-like plan``.
 
     Attributes:
-        kinds: every kind of trainer rank; empty where the layout itself is rejected.
-        references: every kind of rank of a reference worker; empty without workers, or where theirs is rejected.
-        engine: one engine; ``None`` without engines.
+        kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or
+            where the layout itself is rejected.
         engine_phase: the GPU of an engine that has its own.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
         notes: what could not be judged here, or is worth knowing.

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime_like.checks.check import check_settings
+from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
-from slime_like.checks.layout import layout_problems
-from slime_like.checks.needs import training_needs
+from slime_like.checks.layout import divisors, layout_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -31,13 +31,7 @@ _FILLED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that fits.
-
-    Attributes:
-        parallel, recompute: what sets it apart.
-        tightest: the phase with least memory left.
-        step: predicted time of the trainer's part of a step; engines and sync are those of the configuration.
-    """
+    """A layout that fits, its phase with least memory left, and the predicted time of the trainer's part of a step."""
 
     parallel: ParallelConfig
     recompute: str
@@ -78,10 +72,9 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
     if config.trainer.backend == FSDP:
         raise ConfigError(
-            [
-                "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp has not; plan single "
-                "values of trainer.parallel.context and data instead"
-            ]
+            "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp does not have; plan "
+            "single values of trainer.parallel.context and data instead",
+            code="backend-not-searched",
         )
     backend = plannable_backend(config)
     admitted = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
@@ -100,7 +93,7 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
         if len(found) == 2 * wanted:
             break
     if refusals and len(refusals) == len(possible):
-        raise ConfigError(_shared(refusals))
+        raise ConfigError(_shared(refusals), code="plan-rejected")
     return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
 
 
@@ -118,10 +111,10 @@ def _admitted(
 ) -> Iterator[tuple[ParallelConfig, str]]:
     gpus, samples = trainer_gpus(config, hardware), config.rollout.prompts_per_step // config.algorithm.minibatches
     samples *= 1 if config.supervised else config.rollout.samples_per_prompt
-    experts = _divisors(dimensions.num_experts) if dimensions.num_experts else [1]
-    for tensor in _divisors(hardware.gpus_per_node):
-        for pipeline in _divisors(gpus // tensor):
-            for context in _divisors(gpus // (tensor * pipeline)):
+    experts = divisors(dimensions.num_experts) if dimensions.num_experts else [1]
+    for tensor in divisors(hardware.gpus_per_node):
+        for pipeline in divisors(gpus // tensor):
+            for context in divisors(gpus // (tensor * pipeline)):
                 data, rest = divmod(gpus, tensor * pipeline * context)
                 if rest or data > samples or context > 2 * hardware.gpus_per_node:
                     continue
@@ -138,7 +131,7 @@ def _problems(
 ) -> list[str]:
     """List the problems of a layout apart from memory."""
     settings = check_settings(config, dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*settings, *backend.check(config), *checks.placement_problems(config, hardware)]
+    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config, hardware)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:
@@ -229,7 +222,3 @@ def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None)
         return planned_transport(config, hardware.nodes or checks.nodes_needed(config, hardware))
     except WeightSyncError:
         return None
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -22,26 +22,15 @@ _WIDTH = 120
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
     """Print the plan, the verdict last."""
-    stream = stream or sys.stdout
-    console = _console(stream)
+    console = _console(stream or sys.stdout)
     console.print(_cluster_line(config, plan))
-    console.print(_ranks(config, plan))
-    console.print(_memory(plan))
-    for table in (_traffic(plan), _time(plan)):
+    for table in (_ranks(config, plan), _memory(plan), _traffic(plan), _time(plan)):
         if table is not None:
             console.print(table)
-    for line in (
-        *_engine_lines(config, plan),
-        *_reference_lines(config, plan),
-        *_host_lines(plan),
-        *_assumptions(config, plan),
-    ):
+    lines = [*_engine_lines(config, plan), *_reference_lines(config, plan), *_host_lines(plan)]
+    lines += [*_assumptions(config, plan), *(f"note: {note}" for note in plan.notes)]
+    for line in (*lines, *(f"problem: {problem}" for problem in plan.problems), _verdict(plan)):
         console.print(line, markup=False)
-    for note in plan.notes:
-        console.print(f"note: {note}", markup=False)
-    for problem in plan.problems:
-        console.print(f"problem: {problem}", markup=False)
-    console.print(_verdict(plan), markup=False)
 
 
 def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | None = None) -> None:
@@ -55,10 +44,9 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
         console.print("no layout of these GPUs fits")
         return
     looked_at = "" if host else "; host memory is not checked (give --cluster.host_memory_gib)"
-    table = Table(title=f"Layouts that fit, fastest first{looked_at}", title_justify="left")
     names = ("tensor", "pipeline", "context", "data", "expert")
-    for heading in (*names, "recompute", "score + train s", "utilisation", "least memory left", "where"):
-        table.add_column(heading, justify="left" if heading in ("recompute", "where") else "right")
+    columns = (*names, "recompute", "score + train s", "utilisation", "least memory left", "where")
+    table = _table(f"Layouts that fit, fastest first{looked_at}", columns, left=("recompute", "where"))
     for layout in found:
         sizes = [str(getattr(layout.parallel, name)) for name in names]
         left, where = f"{layout.tightest.margin / GIB:.1f} GiB", f"{layout.tightest.gpus}, {layout.tightest.phase}"
@@ -71,6 +59,14 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
 
 
+def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    """An empty table, its columns but ``left`` justified to the right."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=column in ("kind", ""))
+    return table
+
+
 def _cluster_line(config: RunConfig, plan: Plan) -> str:
     gpu = plan.hardware.gpu
     return (
@@ -80,12 +76,9 @@ def _cluster_line(config: RunConfig, plan: Plan) -> str:
 
 
 def _ranks(config: RunConfig, plan: Plan) -> Table:
-    table = Table(title=f"Ranks, per GPU; recompute: {config.trainer.recompute}", title_justify="left")
     columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
-    table.add_column("kind", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("true of")
+    title = f"Ranks, per GPU; recompute: {config.trainer.recompute}"
+    table = _table(title, ("kind", *columns, "true of"), left=("kind", "true of"))
     for kind in plan.kinds:
         memory = kind.estimate.memory
         kept = f"{memory.saved_bytes / GIB:.2f} GiB"
@@ -111,17 +104,14 @@ def _memory(plan: Plan) -> Table:
     of each phase is shown."""
     shown = _tightest_of_each_phase(plan.phases)
     names = list(dict.fromkeys(item.name for phase in shown for item in phase.items))
-    table = Table(title="Memory of the GPU with least left, GiB", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for phase in shown:
-        table.add_column(f"{phase.phase}\n{phase.gpus}", justify="right")
+    columns = [f"{phase.phase}\n{phase.gpus}" for phase in shown]
+    table = _table("Memory of the GPU with least left, GiB", ["", *columns], left=[""])
     for name in names:
         sizes = [next((item.nbytes for item in phase.items if item.name == name), None) for phase in shown]
         table.add_row(name, *("" if size is None else f"{size / GIB:.2f}" for size in sizes))
     table.add_section()
-    table.add_row("sum", *(f"{phase.total / GIB:.2f}" for phase in shown))
-    table.add_row("GPU", *(f"{phase.capacity / GIB:.2f}" for phase in shown))
-    table.add_row("left", *(f"{phase.margin / GIB:.2f}" for phase in shown))
+    for name, figure in (("sum", "total"), ("GPU", "capacity"), ("left", "margin")):
+        table.add_row(name, *(f"{getattr(phase, figure) / GIB:.2f}" for phase in shown))
     return table
 
 
@@ -143,9 +133,8 @@ def _traffic(plan: Plan) -> Table | None:
                 most[key] = sent.nbytes, sent.calls, rank.kind.name
     if not most:
         return None
-    table = Table(title="Sent by one rank in a step's training", title_justify="left")
-    for heading in ("axis", "link", "GB", "messages", "most by"):
-        table.add_column(heading, justify="right" if heading in ("GB", "messages") else "left")
+    columns = ("axis", "link", "GB", "messages", "most by")
+    table = _table("Sent by one rank in a step's training", columns, left=("axis", "link", "most by"))
     for (axis, link), (nbytes, calls, kind) in most.items():
         table.add_row(axis, link, f"{nbytes / 1e9:.1f}", f"{calls:,.0f}", kind)
     return table
@@ -155,19 +144,10 @@ def _time(plan: Plan) -> Table | None:
     step = plan.step
     if step is None:
         return None
-    table = Table(title="Predicted step", title_justify="left")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    for name, seconds in (
-        ("generation", step.generation),
-        ("reference workers, beside generation", step.references),
-        ("scoring", step.scoring),
-        ("training", step.training),
-        ("sync", step.sync),
-        ("moving", step.moving),
-    ):
-        if seconds:
-            table.add_row(name, f"{seconds:.1f}")
+    table = _table("Predicted step", ("phase", "seconds"), left=["phase"])
+    for phase in ("generation", "references", "scoring", "training", "sync", "moving"):
+        if seconds := getattr(step, phase):
+            table.add_row({"references": "reference workers, beside generation"}.get(phase, phase), f"{seconds:.1f}")
     table.add_section()
     table.add_row("whole step", f"{step.total:.1f}")
     return table

@@ -34,6 +34,7 @@ def load_installed(group: str, name: str, field: str) -> Any:
     """
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:
-        raise ConfigError([f"{field}={name} is not installed; known: {', '.join(sorted(known)) or '(none)'}"])
+        names = ", ".join(sorted(known)) or "(none)"
+        raise ConfigError(f"{field}={name} is not installed; known: {names}", code="not-installed")
     with permanent_allocations():
         return known[name].load()

@@ -18,14 +18,14 @@ def import_path_problem(path: str) -> str | None:
     """Describe the problem of a callable's import path, with its remedy; ``None`` if there is none.
 
     Modules are looked up as an import would, along ``sys.path``, but parents are not executed. Names are looked up in
-    the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is believed.
+    the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is accepted.
     """
     module, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        return "is no import path; give `package.module:name`"
+        return "is not an import path; give `package.module:name`"
     spec, missing = find_module(module)
     if spec is None:
-        return f"leads nowhere: there is no module {missing}; install it, or start with its directory in PYTHONPATH"
+        return f"cannot be found: there is no module {missing}; install it, or start with its directory in PYTHONPATH"
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     content = Path(spec.origin).read_bytes()
@@ -45,7 +45,7 @@ def _name_problem(source: str, file: str, name: str) -> str | None:
     bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     bound |= {child.get_name() for child in table.get_children()}
     if not ({name, "__getattr__"} & bound or "import *" in source):
-        return f"leads nowhere: {file} defines no {name}; correct the name"
+        return f"cannot be found: {file} defines no {name}; correct the name"
     value = _only_value(ast.parse(source), name)
     if not isinstance(value, _LITERALS):
         return None

@@ -5,7 +5,7 @@ Imports neither torch nor the configuration: workers that must start quickly use
 
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import unwrap
 from types import CodeType
@@ -38,15 +38,21 @@ def code_of(function: Any) -> CodeType | None:
 
 def raised_at(error: BaseException, files: Collection[str]) -> str | None:
     """File and line of the innermost frame in one of these files, of the error or else of what caused it."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in causes(error):
         frames = [frame for frame in traceback.extract_tb(link.__traceback__) if frame.filename in files]
         if frames:
             return f"{frames[-1].filename}:{frames[-1].lineno}"
-        link = link.__cause__
     return None
+
+
+def causes(error: BaseException, contexts: bool = False) -> Iterator[BaseException]:
+    """The error and what caused it, each once; with ``contexts`` also what was being handled when it was raised."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (link.__context__ if contexts else None)
 
 
 def place(error: BaseException, code: CodeType) -> str:

@@ -56,7 +56,7 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     try:
         handle, about = prepare(setup)
     except ConfigError as error:
-        _send(replies, {"problems": error.problems})
+        _send(replies, {"problems": list(map(str, error.problems))})
         return 1
     _limit_memory(int(setup["memory_mb"]) * 2**20)
     _send(replies, {"ready": os.getpid(), **about})

@@ -134,10 +134,10 @@ def script(path: Path, text: str) -> Path:
 
 def test_an_unusable_interpreter_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
-    assert "is no program" in interpreter_problems(tmp_path / "nowhere", "vllm")[0]
-    assert "is no program" in interpreter_problems(tmp_path / "text", "vllm")[0]
+    assert "is not a program" in interpreter_problems(tmp_path / "nowhere", "vllm")[0]
+    assert "is not a program" in interpreter_problems(tmp_path / "text", "vllm")[0]
     assert "ended with 3 (broken)" in interpreter_problems(script(tmp_path / "b", "echo broken >&2; exit 3"), "vllm")[0]
-    assert "is no Python" in interpreter_problems(script(tmp_path / "c", "echo hello"), "vllm")[0]
+    assert "is not a Python" in interpreter_problems(script(tmp_path / "c", "echo hello"), "vllm")[0]
     old = script(tmp_path / "d", """echo '{"python": [3, 9], "packages": {}, "engines": []}'""")
     assert interpreter_problems(old, "vllm") == [f"rollout.python={old} is Python 3.9; use 3.11 or 3.12"]
     bare = tmp_path / "bare"

@@ -86,7 +86,7 @@ def test_every_command_rejects_the_damaged_checkpoint(
         assert main(command) == 2
         assert capsys.readouterr().err.startswith(f"slime-like: CHECKPOINT={converted} is damaged ({fault}")
     [problem] = check(load_config(None, [*sound, "--model.weights", str(converted)]))
-    assert problem.startswith(f"model.weights={converted} is damaged ({fault}")
+    assert problem.text.startswith(f"model.weights={converted} is damaged ({fault}")
 
 
 def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tmp_path: Path) -> None:
@@ -95,10 +95,14 @@ def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tm
     assert check(load_config(None, flags)) == []
     _flip(converted / "model" / "tokenizer.json", 1000)
     [problem] = check(load_config(None, flags))
-    assert problem.startswith(f"model.weights={converted} is damaged (model/tokenizer.json is not as it was written); ")
+    assert problem.text.startswith(
+        f"model.weights={converted} is damaged (model/tokenizer.json is not as it was written); "
+    )
     alone = [*sound_flags(tmp_path), "--model.path", str(converted / "model")]
     assert any(
-        problem.startswith(f"model.path={converted / 'model'} belongs to a checkpoint that is damaged (model/tokenizer")
+        problem.text.startswith(
+            f"model.path={converted / 'model'} belongs to a checkpoint that is damaged (model/tokenizer"
+        )
         for problem in check(load_config(None, alone))
     )
 

@@ -70,7 +70,7 @@ USABLE: list[tuple[str, dict[str, Any]]] = [
 def problems_of(source: str, options: dict[str, Any], flags: list[str], directory: Path) -> list[str]:
     (directory / "own_rewards.py").write_text(f"{HEAD}\n{source}\n")
     functions = json.dumps([{"name": "own_rewards:f", "options": options}])
-    problems = check(load_config(None, [*flags, "--reward.functions", functions]))
+    problems = list(map(str, check(load_config(None, [*flags, "--reward.functions", functions]))))
     assert "own_rewards" not in sys.modules
     return [problem.replace(str(directory), "<modules>") for problem in problems]
 
@@ -92,7 +92,7 @@ def test_an_unusable_reward_is_imported_by_a_worker_and_rejected(
 def test_the_import_of_a_custom_reward_has_a_bound(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "own_rewards.py").write_text("import time\ndef f(prompt, response, answer): ...\ntime.sleep(1000)\n")
     flags += ["--reward.functions", "[{name: 'own_rewards:f'}]", "--reward.start_timeout_s", "0.5"]
-    assert check(load_config(None, flags)) == [
+    assert list(map(str, check(load_config(None, flags)))) == [
         "reward.functions.0.name=own_rewards:f: a reward worker was not ready within reward.start_timeout_s=0.5 s: "
         "it wrote nothing"
     ]

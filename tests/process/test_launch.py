@@ -260,7 +260,7 @@ def test_a_problem_of_one_node_ends_all(server: GcsServer, config: RunConfig) ->
     settled(lambda: 1 in server.nodes)
     stray = begin(server, config, 2, address="192.0.2.7").ended()
     assert isinstance(stray.error, ConfigError)
-    (sentence,) = stray.error.problems
+    sentence = str(stray.error)
     assert sentence.startswith("NODE_ADDR=192.0.2.7 is no address of")
     assert head.ended().verdict == came.ended().verdict == Verdict(2, sentence)
 
@@ -297,7 +297,7 @@ def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunCo
         data = config.data.model_copy(update={"train": [tmp_path / "none.jsonl"]})
         head = Node(config.model_copy(update={"data": data}), 0, port).ended()
         assert isinstance(head.error, ConfigError)
-        (sentence,) = head.error.problems
+        sentence = str(head.error)
         assert early.ended().verdict == Verdict(2, sentence)
         late = Node(config, 2, port, silence_s=0.1).ended().verdict
     assert late is not None and late.code == 2

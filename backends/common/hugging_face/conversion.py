@@ -175,7 +175,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
             f"tensors with NaN or infinity in them: {listed(names)}",
             code="weights-not-finite",
             who=str(source),
-            remedy="use a checkpoint from before it went wrong, or --allow-nan to convert it as it is",
+            remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it as it is",
         )
 
 

@@ -24,10 +24,8 @@ class Field:
         name: dotted name, e.g. ``trainer.parallel.tensor``.
         kind: "text" takes one value, "many" several, "entries" is a mapping of free keys, "sections" a list of
             sections, given as YAML text in a flag.
-        type_text: the type, for people.
         item: type of the value, or of one of "many".
-        default: what an absent key means; ``PydanticUndefined`` where there is no default.
-        description: what the field is for.
+        default: ``PydanticUndefined`` where there is none.
     """
 
     name: str
@@ -53,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class SectionDoc:
-    """A section's dotted name ("" for the root), its description, and its own leaves."""
+    """A section's dotted name ("" for the root), its description, and its leaves."""
 
     name: str
     description: str

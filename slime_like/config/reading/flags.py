@@ -9,32 +9,32 @@ import yaml
 from slime_like.config.reading.fields import Field, all_fields, section_names
 from slime_like.config.reading.problems import FLAG, did_you_mean
 from slime_like.config.reading.yaml_text import read_value
+from slime_like.errors import Problem
 
 
-def read_flags(arguments: Sequence[str], data: dict[str, Any], origins: dict[str, str]) -> list[str]:
+def read_flags(arguments: Sequence[str], data: dict[str, Any], origins: dict[str, str]) -> list[Problem]:
     """Write every flag into ``data`` and note in ``origins`` that the value came from it; returns the problems."""
-    fields, known_sections = all_fields(), section_names()
-    problems: list[str] = []
+    fields = all_fields()
+    problems: list[Problem] = []
     for name, values in _split(arguments, problems):
         field, entry = _find(name, fields)
         if field is None:
-            problems.append(_unknown(name, fields, known_sections))
+            problems.append(_unknown(name, fields))
             continue
+        path = field.name.split(".") + entry
         try:
-            value = _value(field, values, entry is not None)
+            value = _value(field, values, bool(entry))
+            _set(data, path, value)
         except ValueError as error:
-            problems.append(f"--{name}: {error}")
+            problems.append(Problem("flag-value", f"--{name}: {error}", field.name))
             continue
-        path = field.name.split(".") + (entry or [])
-        if not _set(data, path, value):
-            problems.append(f"--{name}: {path[0]} is one value where a section belongs; correct the configuration file")
         for key in [key for key in origins if key == field.name or key.startswith(f"{field.name}.")]:
             del origins[key]
         origins[field.name] = FLAG
     return problems
 
 
-def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+def _split(arguments: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
     """``--name=value`` and ``--name value ...``, in order; every value stays text."""
     flags: list[tuple[str, list[str]]] = []
     for argument in arguments:
@@ -44,19 +44,20 @@ def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, lis
         elif flags:
             flags[-1][1].append(argument)
         else:
-            problems.append(f"{argument!r} is not a flag; write --section.field value")
+            problems.append(Problem("flag-missing", f"{argument!r} is not a flag; write --section.field value"))
     return flags
 
 
-def _find(name: str, fields: dict[str, Field]) -> tuple[Field | None, list[str] | None]:
-    """The field a flag sets, and the keys below it where the field is a mapping."""
-    if name in fields:
-        return fields[name], None
+def _find(name: str, fields: dict[str, Field]) -> tuple[Field | None, list[str]]:
+    """The field a flag sets, with dashes for underscores or without, and the keys below it if it is a mapping."""
+    if field := fields.get(name.replace("-", "_")):
+        return field, []
     for field in fields.values():
-        if field.kind == "entries" and name.startswith(f"{field.name}."):
-            keys = name[len(field.name) + 1 :].split(".")
-            return (field, keys) if all(keys) else (None, None)
-    return None, None
+        depth = field.name.count(".") + 1
+        parts = name.split(".")
+        if field.kind == "entries" and ".".join(parts[:depth]).replace("-", "_") == field.name and all(parts[depth:]):
+            return field, parts[depth:]
+    return None, []
 
 
 def _value(field: Field, values: list[str], is_entry: bool) -> Any:
@@ -91,20 +92,20 @@ def _many(field: Field, values: list[str]) -> list[Any]:
     return parsed if isinstance(parsed, list) else list(values)
 
 
-def _set(data: dict[str, Any], path: list[str], value: Any) -> bool:
+def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
     for key in path[:-1]:
         data = data.setdefault(key, {})
         if not isinstance(data, dict):
-            return False
+            raise ValueError(f"{path[0]} is one value where a section belongs; correct the configuration file")
     data[path[-1]] = value
-    return True
 
 
-def _unknown(name: str, fields: dict[str, Field], known_sections: set[str]) -> str:
-    if name in known_sections:
+def _unknown(name: str, fields: dict[str, Field]) -> Problem:
+    if name in section_names():
         inside = [field for field in fields if field.startswith(f"{name}.")]
-        return f"--{name} is a section; set its fields, e.g. --{inside[0]}"
+        return Problem("flag-section", f"--{name} is a section; set its fields, e.g. --{inside[0]}", name)
     for field in fields.values():
         if field.kind == "sections" and name.startswith(f"{field.name}."):
-            return f"--{name} cannot be set alone; give the whole list as YAML: --{field.name} '[{{...}}]'"
-    return f"--{name} is unknown; {did_you_mean(name, list(fields), flag=True)}"
+            remedy = f"give the whole list as YAML: --{field.name} '[{{...}}]'"
+            return Problem("flag-section", f"--{name} cannot be set alone; {remedy}", name)
+    return Problem("field-unknown", f"--{name} is unknown; {did_you_mean(name, list(fields), flag=True)}", name)

@@ -14,7 +14,7 @@ from slime_like.config.reading.flags import read_flags
 from slime_like.config.reading.problems import describe_all
 from slime_like.config.reading.yaml_text import Document, read_document, write_text
 from slime_like.config.run import RunConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path | None = None) -> RunConfig:
@@ -83,10 +83,13 @@ def _read(path: Path | None) -> Document:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([f"{path}: cannot be read ({reason}); give a YAML configuration file"]) from error
+        raise ConfigError(
+            f"{path}: cannot be read ({reason}); give a YAML configuration file", code="file-unreadable"
+        ) from error
     document = read_document(text, str(path))
     if not isinstance(document.data, dict | None):
-        document.problems.append(f"{path}:1: holds a {type(document.data).__name__}; give `key: value` lines")
+        found = type(document.data).__name__
+        document.problems.append(Problem("file-content", f"{path}:1: holds a {found}; give `key: value` lines"))
         document.data = None
     if document.data is None and document.problems:
         raise ConfigError(document.problems)

@@ -9,29 +9,51 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
+from slime_like.errors import Problem
 
 FLAG = "--"
 """What stands before a field that a flag set."""
 
 _LONGEST_VALUE = 80
 _NAMED = re.compile(r"([a-z_][\w.]*)=")
+_NO_SECTION = "is one value where a section belongs; write its fields below it"
+_FAULTS = {
+    "value_error": ("field-value", "{error}"),
+    "greater_than_equal": ("field-range", "is out of range; it must be at least {ge}"),
+    "greater_than": ("field-range", "is out of range; it must be above {gt}"),
+    "less_than_equal": ("field-range", "is out of range; it must be at most {le}"),
+    "less_than": ("field-range", "is out of range; it must be below {lt}"),
+    "finite_number": ("field-range", "is not finite; give a finite number"),
+    "too_short": ("field-range", "is too short; give at least {min_length}"),
+    "literal_error": ("field-choice", "must be one of: {expected}"),
+    "model_type": ("field-type", _NO_SECTION),
+    "model_attributes_type": ("field-type", _NO_SECTION),
+    "dict_type": ("field-type", "must be a mapping; write `key: value` pairs below it"),
+    "tuple_type": ("field-type", "must be a list; write [first, second]"),
+    "invalid_key": (
+        "field-unknown",
+        "is not the name of a field; remove it (slime-like train --help lists every field)",
+    ),
+}
+"""Code, and what is wrong, of pydantic's types of errors."""
 
 
-def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> list[str]:
+def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> list[Problem]:
     """Pydantic's errors as ``[where]field=value what is wrong; remedy``.
 
     Args:
         origins: what to print before a field: the file and line that set it, or the dashes of a flag.
     """
-    sentences = []
+    problems = []
     for detail in details:
         location = detail["loc"]
         inside = [other for other in details if other["loc"][: len(location)] == location and other is not detail]
         if detail["type"] == "too_short" and inside:
             continue  # pydantic counts the faulty items as absent
         name = ".".join(str(part) for part in location)
-        sentences.append(_place(name, detail, origins) + _sentence(name, detail))
-    return sentences
+        code, sentence = _fault(name, detail)
+        problems.append(Problem(code, _place(name, detail, origins) + sentence, name))
+    return problems
 
 
 def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
@@ -70,54 +92,28 @@ def _origin(name: str, origins: dict[str, str]) -> str:
     return ""
 
 
-def _sentence(name: str, detail: ErrorDetails) -> str:
-    kind, value = detail["type"], detail["input"]
+def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
+    """Code and sentence."""
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
         hint = f"; set it in the file or with --{name}" if name in all_fields() else "; add it"
-        return f"{name} is missing{hint}"
+        return "field-missing", f"{name} is missing{hint}"
     if kind == "extra_forbidden":
-        return f"{name} is unknown; {did_you_mean(name, _known(name))}"
-    if kind == "value_error":
-        text = str(detail["ctx"]["error"])
-        return _validator_sentence(name, value, text)
-    return f"{name}={_shown(value)} {_wrong(name, detail)}"
-
-
-def _validator_sentence(name: str, value: Any, text: str) -> str:
-    """A validator of one field says what is wrong with it; one of a whole section begins with a field's name."""
-    if _is_section_value(value):
-        return f"{name}.{text}" if name else text
-    return f"{name}={_shown(value)} {text}"
+        return "field-unknown", f"{name} is unknown; {did_you_mean(name, _known(name))}"
+    if kind == "value_error" and _is_section_value(value):  # the sentence begins with a field of the section
+        return "fields-conflict", f"{name}.{context['error']}" if name else str(context["error"])
+    if kind in _FAULTS:
+        code, wrong = _FAULTS[kind]
+        wrong = wrong.format_map({key: value_text(part) for key, part in context.items()})
+    else:
+        field = all_fields().get(name)
+        expected = field.type_text if field is not None else detail["msg"].removeprefix("Input should be ")
+        code, wrong = "field-type", f"has the wrong type; give {expected}"
+    return code, f"{name}={_shown(value)} {wrong}"
 
 
 def _is_section_value(value: Any) -> bool:
     return isinstance(value, dict | BaseModel)
-
-
-def _wrong(name: str, detail: ErrorDetails) -> str:
-    context: dict[str, Any] = dict(detail.get("ctx") or {})
-    kind = detail["type"]
-    bounds = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le", "less_than": "lt"}
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    if kind in bounds:
-        return f"is out of range; it must be {words[bounds[kind]]} {value_text(context[bounds[kind]])}"
-    if kind == "finite_number":
-        return "is not finite; give a finite number"
-    if kind == "literal_error":
-        return f"must be one of: {context['expected']}"
-    if kind == "too_short":
-        return f"is too short; give at least {context['min_length']}"
-    if kind in ("model_type", "model_attributes_type"):
-        return "is one value where a section belongs; write its fields below it"
-    if kind == "dict_type":
-        return "must be a mapping; write `key: value` pairs below it"
-    if kind == "invalid_key":
-        return "is not the name of a field; remove it (slime-like train --help lists every field)"
-    if kind == "tuple_type":
-        return "must be a list; write [first, second]"
-    field = all_fields().get(name)
-    expected = field.type_text if field is not None else detail["msg"].removeprefix("Input should be ")
-    return f"has the wrong type; give {expected}"
 
 
 def _known(name: str) -> list[str]:

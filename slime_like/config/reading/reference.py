@@ -1,6 +1,10 @@
-"""The configuration reference: ``python -m slime_like.config.reading.reference`` writes ``docs/configuration.md``."""
+"""Every field as text, for ``slime-like train --help`` and for ``docs/configuration.md``.
+
+``python -m slime_like.config.reading.reference`` writes the latter.
+"""
 
 import sys
+import textwrap
 from pathlib import Path
 
 from slime_like.config.reading.fields import Field, SectionDoc, sections
@@ -21,6 +25,23 @@ One YAML file describes a run. Every key is also a flag of `slime-like train`: `
 Relative paths are relative to the current directory. The run directory holds the resolved configuration, with absolute
 paths and every default, as `config.yaml`; it can be used again.
 """
+
+
+def fields_help(width: int = 100) -> str:
+    """Describe every flag, its type and default, section by section."""
+    return "\n\n".join(_help(section, width) for section in sections() if section.fields)
+
+
+def _help(section: SectionDoc, width: int) -> str:
+    indent = " " * 6
+    lines = [f"{section.name or 'run'}:" + (f" {section.description}" if section.description else "")]
+    for field in section.fields:
+        default = "required" if field.required else f"default: {field.default_text}"
+        lines.append(f"  --{field.name} ({field.type_text}; {default})")
+        lines += textwrap.wrap(
+            field.description, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        )
+    return "\n".join(lines)
 
 
 def reference_text() -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from slime_like.errors import Problem
+
 _PLAIN = (
     ("tag:yaml.org,2002:merge", r"<<", "<"),
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
@@ -54,7 +56,7 @@ class Document:
 
     data: Any = None
     lines: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def read_document(text: str, name: str) -> Document:
@@ -119,9 +121,8 @@ def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen
             path, line = f"{prefix}{key.value}", key.start_mark.line + 1
             if path in document.lines:
                 first = document.lines[path]
-                document.problems.append(
-                    f"{name}:{line}: {path} is set a second time (first in line {first}); keep one of the two"
-                )
+                sentence = f"{name}:{line}: {path} is set a second time (first in line {first}); keep one of the two"
+                document.problems.append(Problem("field-repeated", sentence, path))
             document.lines.setdefault(path, line)
             _note_keys(value, f"{path}.", name, document, seen)
 
@@ -132,8 +133,8 @@ def _reason(error: Exception) -> str:
     return getattr(error, "problem", None) or str(error).splitlines()[0]
 
 
-def _syntax_problem(error: Exception, name: str) -> str:
+def _syntax_problem(error: Exception, name: str) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = _reason(error)
     where = f"{name}:{mark.line + 1}" if mark is not None else name
-    return f"{where}: not valid YAML ({reason}); correct this line"
+    return Problem("yaml-syntax", f"{where}: not valid YAML ({reason}); correct this line")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks.check import find_problems, selected
-from slime_like.checks.definition import ModelCheck, Problem
-from slime_like.checks.needs import (
+from slime_like.checks.check import check, selected
+from slime_like.checks.definition import (
     CONVERSION,
     RANKS,
+    ModelCheck,
     Needs,
     NeedsOf,
     evaluation_needs,
@@ -20,6 +20,7 @@ from slime_like.checks.needs import (
 from slime_like.checks.registry import CHECKS
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.errors import Problem
 from tests.unit.checks.checkpoint import sound_flags
 
 _CONVERSION = """
@@ -93,7 +94,9 @@ def test_no_check_is_left_out_of_the_registry() -> None:
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")]
     functions = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     defined = [name for name in functions if name.endswith("_problems") and name[0] != "_"]
-    used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert len(defined) == len(set(defined)) > 40
     assert set(defined) <= used
 
@@ -101,9 +104,10 @@ def test_no_check_is_left_out_of_the_registry() -> None:
 def test_a_problem_has_the_code_of_its_check(tmp_path: Path) -> None:
     flags = [*sound_flags(tmp_path), "--rollout.top_p", "0.5", "--trainer.parallel.pipeline", "13", "--resume", "x"]
     config = load_config(None, flags)
-    problems = find_problems(config, training_needs(config))
+    problems = check(config)
     assert [problem.code for problem in problems] == ["resume", "rollout.sampling", "trainer.layout"]
     assert problems[1] == Problem(
         "rollout.sampling",
         "rollout.top_p=0.5 cuts the distribution that the loss assumes whole; use 1 for training",
+        "rollout.top_p",
     )

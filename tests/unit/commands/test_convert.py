@@ -8,12 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime_like.checks.check import check
-from slime_like.checks.needs import CONVERSION
+from slime_like.checks.check import check, require_valid
+from slime_like.checks.definition import CONVERSION
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
+from slime_like.commands.root import run
 from slime_like.commands.weights_source import find_weights
+from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
@@ -38,49 +42,41 @@ def test_a_converted_checkpoint_has_its_model_with_it(root: Path) -> None:
     assert find_weights(Path("meg"), ["--model.path", "model"]).flags == ()
 
 
-REFUSED: list[tuple[list[str], str]] = [
-    (
-        ["to-megatron", "model"],
-        "HF_DIR and OUT are missing; they come first: slime-like convert to-megatron",
-    ),
-    (["to-hf", "--max-shard-size", "1GB", "meg", "out"], "CHECKPOINT and OUT are missing; they come first"),
-    (["check", "model"], "A and B are missing"),
-    (["to-megatron", "nowhere", "out"], "nowhere is no directory"),
-    (
-        ["to-megatron", "meg", "out"],
-        "HF_DIR=meg is a training checkpoint already (what `slime-like convert to-megatron` wrote); train from it with "
-        "--model.weights meg, or make a Hugging Face directory of it: slime-like convert to-hf meg OUT",
-    ),
-    (["to-megatron", "meg/trainer", "out"], "HF_DIR=meg/trainer is a training checkpoint already (what `slime-like"),
-    (["to-megatron", "step-1", "out"], "HF_DIR=step-1 is a training checkpoint already (a run's); train from it with"),
-    (["to-megatron", "notes", "out"], "notes: no config.json there; give a Hugging Face"),
-    (["to-megatron", "model", "notes"], "OUT=notes is not empty; give another directory, or --force to replace"),
-    (["to-megatron", "model", "notes", "--force"], "OUT=notes is neither a converted checkpoint nor a model"),
-    (["to-megatron", "model", "model", "--force"], "OUT=model holds what is to be converted; give another directory"),
-    (["to-hf", "meg", ".", "--force"], "OUT=. holds what is to be converted"),
-    (["to-megatron", "model", "notes/mine.txt"], "OUT=notes/mine.txt"),
-    (["to-megatron", "model", "out", "--model.path", "model"], "--model.path: HF_DIR=model is the model already"),
-    (["to-megatron", "model", "out", "--trainer.parallel.tensor", "3"], "trainer.parallel.tensor=3 does not divide"),
-    (["to-megatron", "model", "out", "--trainer.paralel.tensor", "3"], "--trainer.paralel.tensor is unknown"),
-    (["to-megatron", "model", "out", "more"], "more is one argument too many; HF_DIR and OUT are all"),
-    (["to-megatron", "model", "out", "--model.dtype", "float16"], "the type that is written is --dtype"),
-    (["to-hf", "model", "out"], "CHECKPOINT=model is a Hugging Face directory already"),
-    (["to-hf", "notes", "out"], "CHECKPOINT=notes is neither a Hugging Face directory"),
-    (["to-hf", "meg/trainer", "out"], "CHECKPOINT=meg/trainer is the trainer/ of a checkpoint; give meg"),
-    (["check", "notes", "meg"], "CHECKPOINT=notes is neither a Hugging Face directory"),
+REFUSED: list[tuple[str, str]] = [
+    ("to-megatron model", "argument-missing"),
+    ("to-hf --max-shard-size 1GB meg out", "argument-missing"),
+    ("check model", "argument-missing"),
+    ("to-megatron nowhere out", "model.path"),
+    ("to-megatron meg out", "wrong-checkpoint"),
+    ("to-megatron meg/trainer out", "wrong-checkpoint"),
+    ("to-megatron step-1 out", "wrong-checkpoint"),
+    ("to-megatron notes out", "model.path"),
+    ("to-megatron model notes", "output-not-empty"),
+    ("to-megatron model notes --force", "output-unusable"),
+    ("to-megatron model model --force", "output-unusable"),
+    ("to-hf meg . --force", "output-unusable"),
+    ("to-megatron model notes/mine.txt", "output-unusable"),
+    ("to-megatron model out --model.path model", "flag-excluded"),
+    ("to-megatron model out --trainer.parallel.tensor 3", "trainer.layout"),
+    ("to-megatron model out --trainer.paralel.tensor 3", "field-unknown"),
+    ("to-megatron model out more", "argument-unexpected"),
+    ("to-megatron model out --model.dtype float16", "flag-excluded"),
+    ("to-hf model out", "wrong-checkpoint"),
+    ("to-hf notes out", "wrong-checkpoint"),
+    ("to-hf meg/trainer out", "wrong-checkpoint"),
+    ("check notes meg", "wrong-checkpoint"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
-def test_refusals(root: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", *arguments]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and message in error
+@pytest.mark.parametrize(("arguments", "code"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> None:
+    with rejects(ConfigError, code):
+        run(["convert", *arguments.split()])
     assert not (root / "out").exists() and (root / "notes" / "mine.txt").read_text() == "keep me"
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-shard-size", "big"], ["--max-shard-size", "1"], ["--workers", "0"], ["--dtype", "int8"]]
+    "options", [["--max_shard_size", "big"], ["--max-shard-size", "1"], ["--workers", "0"], ["--dtype", "int8"]]
 )
 def test_options_that_make_no_sense_are_refused(root: Path, options: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -91,9 +87,9 @@ def test_options_that_make_no_sense_are_refused(root: Path, options: list[str]) 
 @pytest.mark.parametrize(
     ("text", "size"), [("500MB", 500_000_000), ("1.5GiB", 1_610_612_736), ("2 gb", 2_000_000_000), ("123456", 123_456)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(rejects: Rejects, text: str, size: int) -> None:
     assert size_in_bytes(text) == size
-    with pytest.raises(ArgumentTypeError, match="is not a size; give one such as 500MB"):
+    with rejects(ArgumentTypeError):
         size_in_bytes(f"{text}x")
 
 
@@ -108,8 +104,8 @@ def test_sizes_are_given_in_a_fitting_unit(nbytes: int, text: str) -> None:
 def test_help_of_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     for what, text in (
         ([], "checkpoints from disk to disk"),
-        (["to-megatron"], "--max-shard-size"),
-        (["to-hf"], "--allow-nan"),
+        (["to-megatron"], "--max_shard_size"),
+        (["to-hf"], "--allow_nan"),
         (["check"], "Exit code 0 if they are the same, 1 if they differ"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -132,31 +128,17 @@ def test_check_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFi
     assert out == "two.bias: values: 5 of 5 differ, by at most 1\ndifferent: 1 of 2 tensors\n"
 
 
-def test_weights_to_start_from_must_be_a_checkpoint(root: Path) -> None:
-    def problems(weights: str) -> list[str]:
-        flags = ["--run_dir", "r", "--model.path", "model", "--model.weights", weights]
-        return check(load_config(None, flags), CONVERSION)
+def test_weights_to_start_from_must_be_a_checkpoint(root: Path, rejects: Rejects) -> None:
+    def of(weights: str) -> RunConfig:
+        return load_config(None, ["--run_dir", "r", "--model.path", "model", "--model.weights", weights])
 
-    assert problems("meg") == []
-    assert problems("notes") == [
-        f"model.weights={root / 'notes'} is no checkpoint (no trainer/ in it); give what `slime-like convert "
-        "to-megatron` wrote, or a run's checkpoints/step-N"
-    ]
+    assert check(of("meg"), CONVERSION) == []
+    with rejects(ConfigError, "model.weights"):
+        require_valid(of("notes"), CONVERSION)
 
 
-def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (root / "rows.jsonl").write_text("{}\n")
-    flags = [
-        "--run_dir",
-        "run",
-        "--model.path",
-        "model",
-        "--data.train",
-        "rows.jsonl",
-        "--data.max_prompt_tokens",
-        "64",
-    ]
-    assert main(["eval", *flags, "--evaluation.files", "rows.jsonl", "--model.weights", "meg"]) == 2
-    assert "they load model.path; make a Hugging Face directory of it with" in capsys.readouterr().err
+def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(root: Path, rejects: Rejects) -> None:
+    (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    flags = "--run_dir run --model.path model --evaluation.files rows.jsonl --data.max_prompt_tokens 64"
+    with rejects(ConfigError, "evaluation.weights"):
+        run(["eval", *flags.split(), "--model.weights", "meg"])

@@ -1,6 +1,7 @@
 """The command line: exit codes, and what goes where."""
 
 import json
+import re
 import shlex
 import stat
 import sys
@@ -12,17 +13,20 @@ import pytest
 
 from slime_like import __version__
 from slime_like.checks.check import check
+from slime_like.commands.command import Command
 from slime_like.commands.main import main
-from slime_like.commands.root import FAMILIES
+from slime_like.commands.root import COMMANDS, run
+from slime_like.commands.tiny_model import FAMILIES
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError, DataError, RewardError, SlimeLikeError, TrainerError
+from slime_like.errors import ConfigError, DataError, Problem, RewardError, SlimeLikeError, TrainerError
 from slime_like.evaluate import engines_alone
 from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
@@ -55,24 +59,19 @@ ENDS: list[tuple[BaseException, int, str]] = [
     (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it [failed]\n"),
     (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss [trainer]\n"),
     (DataError("a.jsonl:3: no prompt"), 1, "slime-like: a.jsonl:3: no prompt [data]\n"),
-    (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong\n"),
-    (ConfigError(["a=1", "b=2"]), 2, "slime-like: 2 problems\n  - a=1\n  - b=2\n"),
+    (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong [config]\n"),
+    (ConfigError(["a=1", Problem("b", "b=2")]), 2, "slime-like: 2 problems\n  - a=1 [config]\n  - b=2 [b]\n"),
     (KeyboardInterrupt(), 130, "slime-like: interrupted\n"),
 ]
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
 def test_eval_names_what_it_cannot_do_without(
-    sound: list[str],
-    flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    sound: list[str], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", *sound[1:], *flags]) == 2
-    expected = "slime-like: evaluation.files=[] is empty; give at least one held-out file\n"
-    assert capsys.readouterr().err == expected
+    with rejects(ConfigError, "evaluation.no-files"):
+        run(["eval", *sound[1:], *flags])
     assert not (tmp_path / "run").exists()
 
 
@@ -255,7 +254,9 @@ def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 2
 
 
-def test_make_tiny_model_writes_model_and_data_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_tiny_model_writes_model_and_data_once(
+    tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "tiny"
     command = ["make-tiny-model", str(out), "--family", "qwen2", "--seed", "3"]
     assert main(command) == 0
@@ -268,30 +269,28 @@ def test_make_tiny_model_writes_model_and_data_once(tmp_path: Path, capsys: pyte
     label, slime_like, train, *flags = shlex.split(training)
     assert (label, slime_like, train) == ("train:", "slime-like", "train")
     assert check(load_config(None, flags)) == []
-    assert main(command) == 2
-    assert capsys.readouterr().err == (
-        f"slime-like: OUT={out} is not empty; give another directory, or --force to write into it\n"
-    )
+    with rejects(ConfigError, "output-not-empty"):
+        run(command)
     assert main([*command[:-1], "4", "--force"]) == 0
     assert (out / "data/train.jsonl").read_bytes() != before
     assert len({stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()}) == 1
 
 
 NO_PLACE = [
-    (["TMP/file"], "OUT=TMP/file is a file; give a directory"),
-    (["TMP/file/below"], "OUT=TMP/file/below is below TMP/file, which is a file; give a path below a directory"),
-    (["/proc/tiny"], "OUT=/proc/tiny cannot be written to ("),
-    (["TMP/tiny", "--seed", "99999999999999999999"], "--seed=99999999999999999999 is out of range; it must be 0 to "),
+    (["TMP/file"], "output-unusable"),
+    (["TMP/file/below"], "output-unusable"),
+    (["/proc/tiny"], "output-unusable"),
+    (["TMP/tiny", "--seed", "99999999999999999999"], "field-range"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), NO_PLACE, ids=[case[1][:40] for case in NO_PLACE])
+@pytest.mark.parametrize(("arguments", "code"), NO_PLACE, ids=[" ".join(case[0]) for case in NO_PLACE])
 def test_make_tiny_model_refuses_where_nothing_can_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    tmp_path: Path, rejects: Rejects, arguments: list[str], code: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)]) == 2
-    assert capsys.readouterr().err.startswith(f"slime-like: {sentence.replace('TMP', str(tmp_path))}")
+    with rejects(ConfigError, code):
+        run(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -308,3 +307,15 @@ def test_an_empty_path_does_not_mean_the_current_directory(
 
 def test_families_are_those_of_the_tiny_model() -> None:
     assert set(FAMILIES) == set(tiny_model._FAMILIES)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_options_have_underscores_in_every_help(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main([*command.words, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and text.startswith(f"usage: slime-like {command.name} ")
+    assert re.findall(r"^ +--[a-z]+-\S*", text, re.MULTILINE) == []

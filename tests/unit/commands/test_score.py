@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.commands.main import main
-from slime_like.commands.score import find_weights
+from slime_like.commands.root import run
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.score import _whole_or_nothing, output_line, windows
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 from tests.unit.orchestration.trainer.test_scoring import sequence
 
@@ -53,64 +54,52 @@ def test_the_run_says_what_model_a_checkpoint_is_of(root: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("flag", [["--model.path", "model"], ["--model.path=model"]])
-def test_a_checkpoint_without_its_run_needs_the_model(root: Path, flag: list[str]) -> None:
+def test_a_checkpoint_without_its_run_needs_the_model(root: Path, rejects: Rejects, flag: list[str]) -> None:
     (root / "run" / "config.yaml").unlink()
     step = root / "run" / "checkpoints" / "step-000002"
     assert find_weights(step, flag).flags == ()
-    with pytest.raises(
-        ConfigError, match=r"does not say its model's dimensions.*config\.yaml does not exist; give --mo"
-    ):
+    with rejects(ConfigError, "model-unknown"):
         find_weights(step, [])
 
 
-REFUSED: list[tuple[list[str], str]] = [
-    ([], "CHECKPOINT is missing; it comes first"),
-    (["--input", "in.jsonl", "--output", "out.jsonl"], "CHECKPOINT is missing"),
-    (["nowhere"], "CHECKPOINT=nowhere is no directory"),
-    (["run"], "CHECKPOINT=run is a run directory; give its hf/, or checkpoints/latest in it"),
-    (["run/checkpoints"], "is neither a Hugging Face directory (no config.json) nor a training checkpoint"),
-    (["model", "--model.path", "model"], "--model.path: CHECKPOINT=model is the model already"),
-    (
-        ["model", "--trainer.parallel.tensor", "3"],
-        "trainer.parallel.tensor=3 does not divide the model's 16 attention heads",
-    ),
-    (["model", "--trainer.backend", "none_such"], "trainer.backend=none_such is unknown; use one of: "),
-    (
-        ["run/checkpoints/step-000002", "--trainer.backend", "fsdp"],
-        "was written by megatron, whose files only it reads, and trainer.backend=fsdp; set trainer.backend=megatron",
-    ),
-    (["model", "--trainer.paralel.tensor", "2"], "--trainer.paralel.tensor is unknown"),
-    (["model", "--input", "in.txt"], "--input in.txt is of an unknown type; give a .jsonl or .parquet file"),
-    (["model", "--input", "none.jsonl"], "--input none.jsonl does not exist"),
-    (["model", "--output", "model"], "--output model is a directory"),
-    (["model", "--output", "no/out.jsonl"], "--output no/out.jsonl: its directory does not exist"),
-    (["model", "--output", "./in.jsonl"], "--output in.jsonl is the input"),
-    (["model", "--output", "/dev/null"], "--output /dev/null is a device or a pipe, and would be replaced; give a"),
-    (["model", "--output", "/proc/out.jsonl"], "--output /proc/out.jsonl: its directory cannot be written to"),
-    (["model", "--run_dir", "in.jsonl"], "in.jsonl is a file; give a directory"),
-    (["dimensions"], "dimensions holds no *.safetensors file, so the model has no weights"),
+REFUSED: list[tuple[str, str]] = [
+    ("", "argument-missing"),
+    ("--input in.jsonl --output out.jsonl", "argument-missing"),
+    ("nowhere", "wrong-checkpoint"),
+    ("run", "wrong-checkpoint"),
+    ("run/checkpoints", "wrong-checkpoint"),
+    ("model --model.path model", "flag-excluded"),
+    ("model --trainer.parallel.tensor 3", "trainer.layout"),
+    ("model --trainer.backend none_such", "trainer.backend"),
+    ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights-backend"),
+    ("model --trainer.paralel.tensor 2", "field-unknown"),
+    ("model --input in.txt", "file-unusable"),
+    ("model --input none.jsonl", "file-unusable"),
+    ("model --output model", "file-unusable"),
+    ("model --output no/out.jsonl", "file-unusable"),
+    ("model --output ./in.jsonl", "file-unusable"),
+    ("model --output /dev/null", "file-unusable"),
+    ("model --output /proc/out.jsonl", "file-unusable"),
+    ("model --run_dir in.jsonl", "run_dir"),
+    ("dimensions", "model.weight-files"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(case[0]) or "none" for case in REFUSED])
-def test_refusals(root: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [] if not arguments or arguments[0].startswith("--") else ["--input", "in.jsonl", "--output", "out.jsonl"]
-    assert main(["score", *arguments[:1], *files, *arguments[1:]]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and message in error
+@pytest.mark.parametrize(("arguments", "code"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> None:
+    given = arguments.split()
+    files = [] if not given or given[0].startswith("--") else ["--input", "in.jsonl", "--output", "out.jsonl"]
+    with rejects(ConfigError, code):
+        run(["score", *given[:1], *files, *given[1:]])
     assert not (root / "out.jsonl").exists()
 
 
-def test_a_bad_row_is_rejected_before_anything_starts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (root / "in.jsonl").open("a") as file:
-        file.write('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}\n')
-    assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1
-    assert capsys.readouterr().err == (
-        "slime-like: in.jsonl:2: 'response_tokens' has the id 300, but the model has ids 0 to 299 [unknown-token-id]\n"
-    )
-    (root / "in.jsonl").write_text("\n")
-    assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1
-    assert capsys.readouterr().err == "slime-like: in.jsonl: holds no row; give at least one [data]\n"
+@pytest.mark.parametrize("more", [None, '{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}'])
+def test_a_bad_row_is_rejected_before_anything_starts(root: Path, rejects: Rejects, more: str | None) -> None:
+    rows = root / "in.jsonl"
+    rows.write_text("\n" if more is None else f"{rows.read_text()}{more}\n")
+    with rejects(DataError):
+        run(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"])
 
 
 def test_windows_are_bounded_and_lose_nothing() -> None:

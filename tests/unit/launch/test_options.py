@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.commands import launch as command
+from slime_like.commands.root import run
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
@@ -96,7 +96,7 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
     flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
     flags += ["--rollout.engine", "sglang"]
     options = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
-    assert command.run([*options, "--", *flags]) == 0
+    assert run(["launch", *options, "--", *flags]) == 0
     said = capsys.readouterr().out
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said
@@ -120,4 +120,4 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
 )
 def test_contradictions_are_refused(arguments: list[str], rejects: Rejects) -> None:
     with rejects(ConfigError):
-        command.run(arguments)
+        run(["launch", *arguments])

@@ -1,6 +1,5 @@
 """The page read back with Python's HTML parser; the figures against those the run was made of."""
 
-import argparse
 import io
 import json
 import math
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slime_like.commands import report
+from slime_like.commands.root import run
 from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger
@@ -279,9 +278,7 @@ def test_a_metrics_name_is_never_broken_inside_of_a_word(run_dir: Path, width: i
 
 
 def test_the_command(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers(dest="command"))
     output = tmp_path / "page.html"
-    assert report.run(parser.parse_args(["report", str(run_dir), "--output", str(output)])) == 0
+    assert run(["report", str(run_dir), "--output", str(output)]) == 0
     assert output.is_file()
     assert f"report: {output}" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_what_cannot_be_known_is_believed(package: str) -> None:
 
 @pytest.mark.parametrize("path", ["a:", ":b", "a.b", "a b:c", "a:b.c", "a..b:c"])
 def test_what_is_no_import_path(path: str) -> None:
-    assert import_path_problem(path) == "is no import path; give `package.module:name`"
+    assert import_path_problem(path) == "is not an import path; give `package.module:name`"
 
 
 def test_a_module_that_is_no_python_names_its_line(package: str, tmp_path: Path) -> None:

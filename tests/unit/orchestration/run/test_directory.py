@@ -124,11 +124,11 @@ def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path) -> None:
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
+    assert [str(problem).partition(":")[0] for problem in refused.value.problems] == [
         f"model.path={link / 'hf'}",
         f"data.train={run_dir / 'b.jsonl'}",
     ]
-    assert all(f"lies in run_dir={run_dir}, whose earlier run" in problem for problem in refused.value.problems)
+    assert all(f"lies in run_dir={run_dir}, whose earlier run" in str(problem) for problem in refused.value.problems)
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
 

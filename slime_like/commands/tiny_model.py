@@ -1,0 +1,70 @@
+"""``slime-like make-tiny-model``."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from slime_like.commands.arguments import given_path
+from slime_like.commands.command import Command
+from slime_like.config.run import MAX_SEED
+from slime_like.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+"""Families that are offered; listed here so that ``--help`` need not import torch."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("out", type=given_path, metavar="OUT", help="directory to write")
+    add("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    add("--force", action="store_true", help="write into OUT even where it holds files")
+
+
+def _run(arguments: argparse.Namespace, _: list[str]) -> int:
+    out, seed = arguments.out, arguments.seed
+    from slime_like.checks.directories import directory_problem
+
+    if problem := directory_problem(out):
+        raise ConfigError(f"OUT={out} {problem}", code="output-unusable")
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"--seed={seed} is out of range; it must be 0 to {MAX_SEED}", code="field-range")
+    if out.is_dir() and any(out.iterdir()) and not arguments.force:
+        problem = f"OUT={out} is not empty; give another directory, or --force to write into it"
+        raise ConfigError(problem, code="output-not-empty")
+    from slime_like.examples.calculator_data import make_calculator_data
+    from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+
+    make_tiny_model(out, family=arguments.family, seed=seed)
+    make_arithmetic_data(out / "data", seed=seed)
+    make_calculator_data(out / "data" / "calculator", seed=seed)
+    print(f"model: {out}\ndata:  {out / 'data'}\ntrain: {shlex.join(_first_training(out))}")
+    return 0
+
+
+def _first_training(out: Path) -> list[str]:
+    """A command that learns from the demonstrations: rewards would find nothing right in what an untrained model
+    writes. It names no recipe, and so works wherever OUT does."""
+    flags = {
+        "algorithm.loss": "sft",
+        "model.path": str(out),
+        "data.train": str(out / "data" / "sft.jsonl"),
+        "data.max_prompt_tokens": "48",
+        "trainer.optimizer.lr": "0.002",
+        "run_dir": str(out / "run"),
+    }
+    return ["slime-like", "train", *(word for name, value in flags.items() for word in (f"--{name}", value))]
+
+
+COMMAND = Command(
+    "make-tiny-model",
+    "write a tiny Hugging Face checkpoint and arithmetic data",
+    _run,
+    "Write a tiny, randomly initialised Hugging Face checkpoint into OUT, sums of two numbers into\n"
+    "OUT/data (train.jsonl, sft.jsonl, eval.jsonl), and products for the calculator environment into\n"
+    "OUT/data/calculator. Nothing is downloaded. The model takes 1024 tokens, prompt and response together, so\n"
+    "that data.max_prompt_tokens must be lower than its default: 48 suffices. The last line printed is a command\n"
+    "that trains on the sums.",
+    _add_arguments,
+    takes_flags=False,
+)

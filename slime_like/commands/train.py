@@ -1,0 +1,89 @@
+"""``slime-like train`` and ``slime-like eval``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
+from slime_like.commands.arguments import temporary_run_dir
+from slime_like.commands.command import Command
+from slime_like.commands.failure import traceback_kept
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.config.reading.reference import fields_help
+from slime_like.errors import ConfigError
+from slime_like.system.memory import permanent_allocations
+
+_USAGE = "[--section.field VALUE ...]"
+_FLAGS = (
+    "\nEvery field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+    "relative to the current directory."
+)
+_FILE = {"[CONFIG.yaml]": "configuration file"}
+
+
+def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
+    config = _loaded(arguments.config, flags, training_needs)
+    with permanent_allocations():
+        from slime_like.train import train  # imports torch and Ray: only once the configuration is right
+
+    with traceback_kept(config.run_dir):
+        summary = train(config)
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
+    print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
+    print(f"wall time: {summary.wall_s:.1f} s")
+    for name, path in summary.files.items():
+        print(f"{name}: {path}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
+    temporary = temporary_run_dir("eval")
+    config = _loaded(arguments.config, flags, evaluation_needs, temporary)
+    from slime_like.checks.engine_install import version_warning
+    from slime_like.evaluate import evaluate
+
+    if warning := version_warning(config.rollout.python, config.rollout.engine):
+        print(f"slime-like: {warning}", file=sys.stderr)
+    with traceback_kept(config.run_dir):
+        result = evaluate(config, temporary=config.run_dir == temporary)
+    for name, part in {"held-out": result.overall, **result.datasets}.items():
+        passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(
+            f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
+        )
+    return 0
+
+
+def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Path | None = None) -> RunConfig:
+    """Args: ``run_dir`` is the run directory where none is named."""
+    from slime_like.checks.check import require_valid, with_problems_of_files
+
+    try:
+        config = load_config(path, flags, run_dir)
+    except ConfigError as error:
+        raise with_problems_of_files(error, needs_of) from error
+    require_valid(config, needs_of(config))
+    return config
+
+
+TRAIN = Command(
+    "train",
+    "train a model as a YAML file and flags describe it",
+    _train,
+    f"Train.{_FLAGS}",
+    usage=_USAGE,
+    paths=_FILE,
+    epilog=fields_help,
+)
+EVALUATE = Command(
+    "eval",
+    "held-out accuracy of model.path",
+    _evaluate,
+    f"Measure the held-out accuracy of model.path. What only training uses is not looked at.{_FLAGS}",
+    usage=_USAGE,
+    paths=_FILE,
+    epilog=fields_help,
+)
