@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.report.data import RunData, StoredTable, summary
+from slime_like.observability.report.data import RunData, StoredTable, spelled_out, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, phase_picture
-from slime_like.observability.report.text import spelled_out
 from slime_like.observability.tables import SAMPLE_TABLE
 
 _NEWEST_SAMPLES = 4
