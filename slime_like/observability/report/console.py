@@ -19,7 +19,10 @@ _BORDERS = 3
 
 def show(run: RunData, console: Console) -> None:
     """Print the whole report."""
-    console.print(_summary(run))
+    table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
+    for entry in summary(run):
+        table.add_row(*map(_printable, entry))
+    console.print(table)
     console.print(_figures(run, console.width))
     if picture := phase_picture(run):
         console.print(_phases(picture))
@@ -33,13 +36,6 @@ def _printable(value: Any) -> Text:
     text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     text = spelled_out(text, one_line=True)
     return Text(text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…")
-
-
-def _summary(run: RunData) -> Table:
-    table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
-    for entry in summary(run):
-        table.add_row(*map(_printable, entry))
-    return table
 
 
 def _figures(run: RunData, width: int) -> Table:
