@@ -1,8 +1,8 @@
 """Exact comparison of two checkpoints: names, types, shapes and values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ _AT_ONCE = 1 << 22
 """Elements of which a difference is taken at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """One differing tensor."""
 
     name: str
@@ -57,7 +56,7 @@ def compare_sources(
         return found
 
     run_jobs(jobs, compare, workers, differences.extend, lambda done: report(done, total))
-    return sorted(differences, key=lambda difference: difference.name)
+    return sorted(differences)
 
 
 def _values_differ(ours: Tensor, theirs: Tensor) -> str | None:

@@ -113,16 +113,9 @@ class Ledger:
         """Record that it will never be trained."""
         self._add(group_ids, DROPPED, reason=reason)
 
-    def _add(
-        self,
-        group_ids: Iterable[int],
-        state: str,
-        version: int | None = None,
-        step: int | None = None,
-        reason: str | None = None,
-    ) -> None:
-        now = time.time()
-        rows = [(group, state, version, step, reason, now) for group in group_ids]
+    def _add(self, group_ids: Iterable[int], state: str, **details: int | str) -> None:
+        columns = (state, *map(details.get, ("version", "step", "reason")), time.time())
+        rows = [(group, *columns) for group in group_ids]
         with self._lock, _refused_by_disk(self._path), self._database:
             self._database.executemany(
                 "INSERT INTO events (group_id, state, version, step, reason, at) VALUES (?, ?, ?, ?, ?, ?)", rows

@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.report.data import RunData, StoredTable, summary
+from slime_like.observability.report.data import RunData, StoredTable, spelled_out, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, phase_picture
-from slime_like.observability.report.text import spelled_out
 from slime_like.observability.tables import SAMPLE_TABLE
 
 _NEWEST_SAMPLES = 4
@@ -20,7 +19,10 @@ _BORDERS = 3
 
 def show(run: RunData, console: Console) -> None:
     """Print the whole report."""
-    console.print(_summary(run))
+    table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
+    for entry in summary(run):
+        table.add_row(*map(_printable, entry))
+    console.print(table)
     console.print(_figures(run, console.width))
     if picture := phase_picture(run):
         console.print(_phases(picture))
@@ -34,13 +36,6 @@ def _printable(value: Any) -> Text:
     text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     text = spelled_out(text, one_line=True)
     return Text(text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…")
-
-
-def _summary(run: RunData) -> Table:
-    table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
-    for entry in summary(run):
-        table.add_row(*map(_printable, entry))
-    return table
 
 
 def _figures(run: RunData, width: int) -> Table:

@@ -1,5 +1,6 @@
 """A run's directory, read back for a report."""
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -204,3 +205,16 @@ def _read_table(path: Path) -> StoredTable:
     # By what they describe, so that a step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
     return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+# Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide a text's meaning.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_LAYOUT = str.maketrans({"\t": r"\t", "\n": r"\n"})
+
+
+def spelled_out(text: str, one_line: bool = False) -> str:
+    r"""``text`` with every unprintable character as its escape (``\x1b``, ``\u202e``); line breaks and tabs stay,
+    unless ``one_line``."""
+    text = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text.translate(_LAYOUT) if one_line else text

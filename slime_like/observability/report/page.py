@@ -10,9 +10,8 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from slime_like.observability.report.data import Row, RunData, StoredTable, summary
+from slime_like.observability.report.data import Row, RunData, StoredTable, spelled_out, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.text import spelled_out
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 
 # Characters of one cell that the page shows; a table of 32k-token responses would not open otherwise.

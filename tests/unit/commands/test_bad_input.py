@@ -63,7 +63,9 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
     file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
     assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _FAILED
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"slime-like: {file}:1: the key 'answer' stands twice in one object; keep one [")
+    assert (
+        printed.err == f"slime-like: {file}:1: the key 'answer' stands twice in one object; keep one [repeated-key]\n"
+    )
 
 
 BAD_ROW, NO_TOKENIZER = "evaluation.rows", "model.tokenizer"

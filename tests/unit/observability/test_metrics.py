@@ -131,11 +131,9 @@ def test_a_tracker_without_its_package_is_a_configuration_error(
         MetricLogger(LoggingConfig(**{"tensorboard": False, tracker: True}), tmp_path)
 
 
-def test_tables_append_rows(tmp_path: Path) -> None:
-    logger = MetricLogger(FILE_ONLY, tmp_path)
+def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log_table(1, "samples", ["Prompt", "Logprobs"], [["1+1=\n", [-0.5, math.nan]], ["ü", [math.inf]]])
     logger.log_table(2, "samples", ["Prompt", "Logprobs"], [["x", []]])
-    logger.close()
     assert strict_lines(tmp_path / "tables" / "samples.jsonl") == [
         {"step": 1, "Prompt": "1+1=\n", "Logprobs": [-0.5, None]},
         {"step": 1, "Prompt": "ü", "Logprobs": [None]},
@@ -154,20 +152,16 @@ def test_tables_append_rows(tmp_path: Path) -> None:
     ],
 )
 def test_tables_that_cannot_be_written_are_refused(
-    tmp_path: Path, rejects: Rejects, name: str, columns: list[str], row: list[int]
+    tmp_path: Path, logger: MetricLogger, rejects: Rejects, name: str, columns: list[str], row: list[int]
 ) -> None:
-    logger = MetricLogger(FILE_ONLY, tmp_path)
     with rejects(ValueError):
         logger.log_table(1, name, columns, [row])
-    logger.close()
     assert not (tmp_path / "tables").exists()
 
 
-def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path, rejects: Rejects) -> None:
-    logger = MetricLogger(FILE_ONLY, tmp_path)
+def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path, logger: MetricLogger, rejects: Rejects) -> None:
     with rejects(ValueError):
         logger.log(1, {"time": 3.0})
-    logger.close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 

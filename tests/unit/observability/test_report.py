@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from slime_like.commands.root import run
-from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import step_metrics
@@ -158,13 +157,11 @@ def test_a_run_in_progress(tmp_path: Path) -> None:
     assert write_report(run_dir).is_file()
 
 
-def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path) -> None:
-    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
     rows = [(1, "a"), (2, "b"), (3, "c"), (2, "d"), (2, "e"), (2, "d")]
     for count, (step, name) in enumerate(rows):
         logger.log_table(step, SAMPLE_TABLE, ["Sequence ID", "count"], [[name, count]])
-    logger.close()
     stored = read_run(tmp_path).tables[SAMPLE_TABLE].rows
     assert [(row["Sequence ID"], row["count"]) for row in stored] == [("a", 0), ("d", 5), ("e", 4)]
 
@@ -183,10 +180,8 @@ def test_a_long_run_keeps_the_newest_rows(tmp_path: Path, monkeypatch: pytest.Mo
     assert notes == ["The first 4 tokens are in the run directory only.", ""]
 
 
-def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path) -> None:
-    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, step_metrics(sft_record()))
-    logger.close()
     drawn, missing = panels(read_run(tmp_path))
     assert "Loss" in [panel.spec.title for panel in drawn] and {"Reward", "Held-out accuracy"} <= set(missing)
     entries = dict(summary(read_run(tmp_path)))
@@ -195,21 +190,17 @@ def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path) -> No
     assert "Not logged in this run: Reward, Held-out accuracy" in shown and "Tokens of a sample" not in shown
 
 
-def test_a_loss_that_is_nan_is_seen(tmp_path: Path) -> None:
-    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> None:
     for step in (1, 2, 3):
         logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
-    logger.close()
     assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
     html = write_report(tmp_path).read_text()
     assert html.count('<path class="non-finite"') == 2 and "NaN or infinite at 2 steps (marked)" in html
 
 
-def test_custom_tables_are_shown(tmp_path: Path) -> None:
-    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
     logger.log_table(1, "mine", ["text", "flag", "list", "nothing"], [["x" * 5000, True, [1, None], None]])
-    logger.close()
     page = Page(write_report(tmp_path).read_text())
     assert {"mine", "yes", "[1, null]", "-", f"{'x' * 4000} … (1000 more characters)"} <= set(page.texts)
 

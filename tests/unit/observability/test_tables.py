@@ -12,7 +12,6 @@ import pytest
 import torch
 from slime_like.orchestration.run.debug_tables import debug_tables
 
-from slime_like.config import LoggingConfig
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.tables import per_sample_table, per_token_table
 from slime_like.trajectory import ScoredTrajectory
@@ -170,12 +169,10 @@ def test_reward_functions_must_be_the_same_for_all(rejects: Rejects, changes: di
         per_sample_table(1, [first, replace(second, **changes)], PI, STATS, decode)
 
 
-def test_the_logger_stores_them(tmp_path: Path) -> None:
-    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path)
+def test_the_logger_stores_them(tmp_path: Path, logger: MetricLogger) -> None:
     tables = (per_sample_table(12, samples(), PI, STATS, decode), per_token_table(12, samples(), PI, decode))
     for table in tables:
         logger.log_table(12, table.name, table.columns, table.rows)
-    logger.close()
     for table in tables:
         lines = (tmp_path / "tables" / f"{table.name}.jsonl").read_text().splitlines()
         expected = [{"step": 12, **dict(zip(table.columns, row, strict=True))} for row in table.rows]
