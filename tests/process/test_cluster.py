@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from tests.support.rejections import Rejects
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
     """Nothing is started, so that there is nothing to guard; signals as in the command."""
     monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
-    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end, as the signals' handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handler = InterruptHandler()
     signal.signal(signal.SIGINT, handler)
     yield handler
-    signal.signal(signal.SIGINT, before)
+    for number, usual in before.items():
+        signal.signal(number, usual)
 
 
 @pytest.mark.parametrize("how", ["fails", "swallows Ctrl-C", "exits at SIGTERM"])
