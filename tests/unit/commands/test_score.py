@@ -110,7 +110,7 @@ def test_a_bad_row_is_rejected_before_anything_starts(root: Path, capsys: pytest
     )
     (root / "in.jsonl").write_text("\n")
     assert main(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"]) == 1
-    assert capsys.readouterr().err == "slime-like: in.jsonl: holds no row; give at least one [data]\n"
+    assert capsys.readouterr().err == "slime-like: in.jsonl: holds no row; give at least one [empty-input]\n"
 
 
 def test_windows_are_bounded_and_lose_nothing() -> None:
