@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,39 +15,36 @@ from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
 from slime_like.system.interrupts import InterruptHandler
+from tests.support.rejections import Rejects
 
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
     """Nothing is started, so that there is nothing to guard; signals as in the command."""
     monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
-    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end, as the signals' handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handler = InterruptHandler()
     signal.signal(signal.SIGINT, handler)
     yield handler
-    signal.signal(signal.SIGINT, before)
+    for number, usual in before.items():
+        signal.signal(number, usual)
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("how", ["fails", "swallows Ctrl-C", "exits at SIGTERM"])
 def test_ray_that_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, interrupted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, how: str, rejects: Rejects
 ) -> None:
     def init(**_: Any) -> None:
-        handler.noted = interrupted
+        handler.noted = how == "swallows Ctrl-C"
+        if how == "exits at SIGTERM":
+            raise SystemExit(signal.SIGTERM)
         raise Exception("The current node timed out during startup")  # the class that Ray raises then
 
     monkeypatch.setattr(ray, "init", init)
-    kind, words = (
-        (KeyboardInterrupt, "")
-        if interrupted
-        else (
-            SlimeLikeError,
-            "cluster: Ray did not start (on this machine): The current node timed out during startup",
-        )
-    )
-    with pytest.raises(kind) as caught, Cluster(ClusterConfig(), tmp_path / "logs", 1):
-        pass
-    assert str(caught.value) == words
+    kind, code = (SlimeLikeError, "ray-not-started") if how == "fails" else (KeyboardInterrupt, None)
+    with rejects(kind, code):
+        Cluster(ClusterConfig(), tmp_path / "logs", 1).__enter__()
 
 
 def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
@@ -57,7 +55,7 @@ def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
     monkeypatch.setattr(ray, "init", lambda **arguments: started.append(arguments))
     (tmp_path / "logs").mkdir()
     more = 2 * psutil.virtual_memory().total // 2**20
-    words = rf"^cluster\.object_store_mb={more}: of this machine's memory \d+ MiB are free"
-    with pytest.raises(SlimeLikeError, match=words), Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1):
-        pass
+    with pytest.raises(SlimeLikeError) as caught:
+        Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
+    assert caught.value.code == "object-store-size" and f"object_store_mb={more}: of this machine" in str(caught.value)
     assert started == [] and [path.name for path in tmp_path.iterdir()] == ["logs"]
