@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient
 from slime_like.algorithms.tensor_checks import require_temperatures, require_tensors
-from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, chunk_sums, no_reduction
+from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, chunk_sums, no_reduction
 
 _WEIGHT_BLOCK = 8192
 _CACHED_ELEMENTS = 2**18
@@ -157,7 +157,7 @@ class _FusedLogprobs(torch.autograd.Function):
         dtype = compute_dtype(hidden.dtype)
         columns = weight[: shard.columns]
 
-        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Tensor]:
+        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
             if rows is not None:
                 return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
             return chunk_sums(_scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap), column)
@@ -199,11 +199,13 @@ def _accumulate_gradients(
         return
     grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
     columns = weight[: shard.columns]
+    target_columns, held = shard.local(targets)
+    grad_targets = grad.masked_fill(~held, 0.0)
     for part in shard.parts(hidden.shape[0]):
-        column, held = shard.local(targets[part])
+        column = target_columns[part]
         softmax = (maximum[part], log_total[part], entropy[part])
         entropy_part = None if grad_entropy is None else grad_entropy[part]
-        sliced = (grad[part], grad[part].masked_fill(~held, 0.0), entropy_part)
+        sliced = (grad[part], grad_targets[part], entropy_part)
         if rows is None:
             x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
             slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_maximum_and_sum
 from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_temperatures, require_tensors
-from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, chunk_sums, no_reduction
+from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, chunk_sums, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
@@ -216,13 +216,13 @@ class _Scored(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(logits.dtype)
 
-        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Tensor]:
+        def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
             x = _scaled_rows(logits, rows, part, temperatures, shard.columns, dtype)
             if with_entropy:
                 return chunk_sums(x, column, overwrite=temperatures is not None)
             target = x.gather(1, column[:, None]).squeeze(1)
             maximum, total = row_maximum_and_sum(x)
-            return maximum, torch.stack((total, torch.zeros_like(total), target))
+            return maximum, (total, 0.0, target)
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(logits, targets, temperatures, rows, maximum, log_total, entropy)
@@ -243,15 +243,16 @@ class _Scored(torch.autograd.Function):
             return grad_logits.zero_(), *(None,) * 5
         log_total = softmax[1]
         grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
-        for part in shard.parts(targets.numel()) if shard.columns else []:
+        column, held = shard.local(targets)
+        grad_targets = grad.masked_fill(~held, 0.0)
+        for part in shard.parts(targets.numel()):
             x = _scaled_rows(logits, rows, part, temperatures, shard.columns, log_total.dtype)
-            column, held = shard.local(targets[part])
             dx = logit_gradient(
                 x,
                 None if temperatures is None else temperatures[part],
-                column,
+                column[part],
                 tuple(each[part] for each in softmax),
-                (grad[part], grad[part].masked_fill(~held, 0.0), None if grad_entropy is None else grad_entropy[part]),
+                (grad[part], grad_targets[part], None if grad_entropy is None else grad_entropy[part]),
                 overwrite=temperatures is not None,
             )
             grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)

@@ -12,6 +12,8 @@ from slime_like.algorithms.softmax import row_sums
 from slime_like.algorithms.tensor_checks import require_targets
 
 Reduce = Callable[[Tensor], object]
+Sums = Tensor | tuple[Tensor, Tensor | float, Tensor]
+"""(n,) each, or (3, n): sum of exp(x - max), of exp(x - max)(x - max), and the target's logit."""
 
 
 def no_reduction(tensor: Tensor) -> None:
@@ -69,6 +71,9 @@ class VocabularyShard:
         return cls(start, columns, chunk_tokens, *reductions)
 
     def parts(self, count: int) -> list[slice]:
+        """Chunks of tokens; none where this rank holds padding alone."""
+        if self.columns == 0:
+            return []
         return [slice(i, min(i + self.chunk_tokens, count)) for i in range(0, count, self.chunk_tokens)]
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +83,7 @@ class VocabularyShard:
         return column.clamp(0, max(0, self.columns - 1)), held
 
     def scores(
-        self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+        self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Sums]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(N,) maximum, what the log-sum-exp is above it, entropy and target logprob over the whole vocabulary.
 
@@ -91,10 +96,10 @@ class VocabularyShard:
         sums = torch.zeros(3, count, dtype=dtype, device=targets.device)
         if count == 0:
             return sums[0], sums[0], sums[0].clone(), sums[0].clone()
-        for part in self.parts(count) if self.columns else []:
-            column, held = self.local(targets[part])
-            local_maximum[part], sums[:, part] = sums_of(part, column)
-            sums[2, part].masked_fill_(~held, 0.0)
+        column, held = self.local(targets)
+        for part in self.parts(count):
+            local_maximum[part], (sums[0, part], sums[1, part], sums[2, part]) = sums_of(part, column[part])
+        sums[2].masked_fill_(~held, 0.0)
         maximum = local_maximum.clone()
         self.all_reduce_max(maximum)
         shift = local_maximum - maximum
@@ -106,12 +111,8 @@ class VocabularyShard:
         return maximum, log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
 
 
-def chunk_sums(x: Tensor, column: Tensor, overwrite: bool = True) -> tuple[Tensor, Tensor]:
-    """Of temperature-scaled logits x (n, V), which may be overwritten, and a column (n,).
-
-    Returns:
-        (n,) maxima, and (3, n): sum of exp(x - max), of exp(x - max)(x - max), and the column's logit.
-    """
+def chunk_sums(x: Tensor, column: Tensor, overwrite: bool = True) -> tuple[Tensor, Sums]:
+    """Of temperature-scaled logits x (n, V), which may be overwritten, and a column (n,): maxima (n,) and sums."""
     target = x.gather(1, column[:, None]).squeeze(1)
     maximum, total, product = row_sums(x, overwrite)
-    return maximum, torch.stack((total, product, target))
+    return maximum, (total, product, target)

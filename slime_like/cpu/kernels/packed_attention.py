@@ -8,8 +8,6 @@ Below, a head is the D elements from ``place`` on of token ``t`` and group ``g``
 indices: making a view of one would cost more than what is done to a head.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import float32, int64
 
@@ -39,89 +37,105 @@ def _at(heads: Array, t: int, g: int, place: int) -> int:
     return (t * heads.shape[1] + g) * heads.shape[2] + place
 
 
-class _Turning(NamedTuple):
-    """How heads are normalised, scaled and rotated.
-
-    Attributes:
-        weight: (D,) of the norm; ones if they are not ``normed``.
-        cos, sin: (T, D / 2).
-    """
-
-    weight: Array
-    normed: bool
-    eps: np.float32
-    scale: np.float32
-    cos: Array
-    sin: Array
+@part()
+def _ones_if_none(weight: Array, width: int) -> Array:
+    """A norm's weight; without a norm (no weight) what changes nothing."""
+    return weight if weight.shape[0] else np.ones(width, np.float32)
 
 
 @part()
-def _turning(weight: Array, eps: np.float32, scale: np.float32, cos: Array, sin: Array) -> _Turning:
-    """A weight that is empty stands for no norm."""
-    normed = weight.shape[0] > 0
-    return _Turning(weight if normed else np.ones(2 * cos.shape[1], np.float32), normed, eps, scale, cos, sin)
-
-
-@part()
-def _rstd(mixed: Array, at: int, width: int, turning: _Turning) -> np.float32:
+def _rstd(mixed: Array, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
     """Scale of a head before its norm's weight; 1 without a norm."""
-    if not turning.normed:
-        return _ONE
-    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + turning.eps)
+    return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
 
 
 @part()
-def _turned(mixed: Array, at: int, turning: _Turning, t: int, out: Array, row: int) -> None:
-    """``out[row] = scale * rotated(norm(head))``, (D,), of token ``t``'s head that lies ``at`` in ``mixed``."""
-    width, cos, sin = out.shape[1], turning.cos, turning.sin
-    factor = _rstd(mixed, at, width, turning) * turning.scale
-    turn(mixed, at, turning.weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
+def _turned(
+    mixed: Array,
+    at: int,
+    weight: Array,
+    normed: bool,
+    eps: np.float32,
+    cos: Array,
+    sin: Array,
+    t: int,
+    scale: np.float32,
+    out: Array,
+    row: int,
+) -> None:
+    """``out[row] = scale * rotated(norm(head))``.
+
+    Args:
+        at: where the head lies in ``mixed``.
+        weight: (D,), ones if it is not ``normed``.
+        t: its token, whose cosines and sines turn it.
+        out: (n, D).
+    """
+    width = out.shape[1]
+    factor = _rstd(mixed, at, width, normed, eps) * scale
+    turn(mixed, at, weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
 
 
 @part()
-def _turned_back(grad: Array, row: int, mixed: Array, at: int, turning: _Turning, t: int, weight_grad: Array) -> None:
+def _turned_back(
+    grad: Array,
+    row: int,
+    mixed: Array,
+    at: int,
+    weight: Array,
+    normed: bool,
+    eps: np.float32,
+    cos: Array,
+    sin: Array,
+    t: int,
+    scale: np.float32,
+    weight_grad: Array,
+) -> None:
     """A head's gradient, in its place, from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is
     added."""
-    width, cos, sin, scale = grad.shape[1], turning.cos, turning.sin, turning.scale
-    if not turning.normed:
+    width = grad.shape[1]
+    if not normed:
         turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], mixed, at, width)
         return
     turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], grad, row * width, width)
-    rstd = _rstd(mixed, at, width, turning)
-    norm_back(grad, row * width, mixed, at, turning.weight, rstd, weight_grad, width)
+    rstd = _rstd(mixed, at, width, normed, eps)
+    norm_back(grad, row * width, mixed, at, weight, rstd, weight_grad, width)
 
 
 @part()
 def _bring(heads: Array, t: int, g: int, place: int, count: int) -> None:
-    """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees.
-
-    What lies as many tokens behind as the sequence has is what the next one needs, if that is as long.
-    """
+    """Elements of a token's group are to come nearer: a head's stand far apart, which no processor foresees."""
     at = np.uint64(_at(heads, t, g, place))
     for i in range(np.uint64(0), np.uint64(count), LINE):
         prefetch(heads, at + i)
 
 
 @part()
-def _gather(mixed: Array, first: int, length: int, g: int, turning: _Turning, keys: Array, values: Array) -> None:
-    """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's."""
+def _gather(
+    mixed: Array,
+    first: int,
+    length: int,
+    g: int,
+    weight: Array,
+    normed: bool,
+    eps: np.float32,
+    cos: Array,
+    sin: Array,
+    keys: Array,
+    values: Array,
+) -> None:
+    """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's.
+
+    Meanwhile what lies as many tokens behind comes nearer; others do the same with what they read or write. It is what
+    the next sequence needs, if that is as long.
+    """
     width = keys.shape[1]
     place = mixed.shape[2] - 2 * width
     for t in range(length):
         at = _at(mixed, first + t, g, place)
-        _turned(mixed, at, turning, first + t, keys, t)
+        _turned(mixed, at, weight, normed, eps, cos, sin, first + t, _ONE, keys, t)
         _bring(mixed, first + length + t, g, place, 2 * width)
         copy(mixed, at + width, values, t * width, width)
-
-
-@part()
-def _queries(mixed: Array, start: int, count: int, length: int, g: int, h: int, turning: _Turning, rows: Array) -> None:
-    """``count`` tokens' queries, turned, from token ``start`` on: (count, D)."""
-    width = rows.shape[1]
-    for r in range(count):
-        _bring(mixed, start + length + r, g, h * width, width)
-        at = _at(mixed, start + r, g, h * width)
-        _turned(mixed, at, turning, start + r, rows, r)
 
 
 @kernel(*_QKV, _HEADS, _MATRIX)
@@ -154,17 +168,22 @@ def forward(
     keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     columns, scores = np.empty((width, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, context = np.zeros((LANES, width), np.float32), np.empty((LANES, width), np.float32)
-    query_turning, key_turning = _turning(query_weight, eps, scale, cos, sin), _turning(key_weight, eps, _ONE, cos, sin)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         for g in range(groups):
-            _gather(mixed, first, length, g, key_turning, keys, values)
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
             transpose(keys, length, columns)
             for h in range(heads):
                 for start in range(0, length, LANES):
                     count = min(LANES, length - start)
                     seen, padded = start + count, padded_length(start + count)
-                    _queries(mixed, first + start, count, length, g, h, query_turning, rows)
+                    for r in range(count):
+                        _bring(mixed, first + length + start + r, g, h * width, width)
+                        t = first + start + r
+                        at = _at(mixed, t, g, h * width)
+                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
                     multiply(rows, count, columns, width, padded, scores)
                     for r in range(count):
                         lse[g * heads + h, first + start + r] = softmax(scores, r, start + r + 1, padded)
@@ -184,7 +203,12 @@ def _head_back(
     length: int,
     g: int,
     h: int,
-    turning: _Turning,
+    weight: Array,
+    normed: bool,
+    eps: np.float32,
+    cos: Array,
+    sin: Array,
+    scale: np.float32,
     weight_grad: Array,
     sequence: tuple[Array, ...],
     block: tuple[Array, ...],
@@ -202,9 +226,11 @@ def _head_back(
     for start in range(0, length, LANES):
         count = min(LANES, length - start)
         seen, padded = start + count, padded_length(start + count)
-        _queries(mixed, first + start, count, length, g, h, turning, rows)
         for r in range(count):
             t = first + start + r
+            at = _at(mixed, t, g, h * width)
+            _turned(mixed, at, weight, normed, eps, cos, sin, t, scale, rows, r)
+            _bring(mixed, t + length, g, h * width, width)
             _bring(grad, t + length, g, h * width, width)
             copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
         multiply(rows, count, columns, width, padded, weights)
@@ -220,7 +246,7 @@ def _head_back(
         for r in range(count):
             t = first + start + r
             at = _at(mixed, t, g, h * width)
-            _turned_back(row_grads, r, mixed, at, turning, t, weight_grad)
+            _turned_back(row_grads, r, mixed, at, weight, normed, eps, cos, sin, t, scale, weight_grad)
 
 
 @kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
@@ -255,27 +281,29 @@ def backward(
     weights, slopes = np.empty((LANES, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, grads = np.zeros((LANES, width), np.float32), np.zeros((LANES, width), np.float32)
     row_grads = np.empty((LANES, width), np.float32)
-    query_turning, key_turning = _turning(query_weight, eps, scale, cos, sin), _turning(key_weight, eps, _ONE, cos, sin)
+    normed = query_weight.shape[0] > 0
+    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
     query_sum, key_sum = np.empty_like(query_weight), np.empty_like(key_weight)
     query_weight_grad[:] = _ZERO
     key_weight_grad[:] = _ZERO
-    sequence = keys, columns, value_columns, key_grads, value_grads
-    block = weights, slopes, rows, grads, row_grads
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         query_sum[:] = _ZERO
         key_sum[:] = _ZERO
         for g in range(groups):
-            _gather(mixed, first, length, g, key_turning, keys, values)
+            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
             transpose(keys, length, columns)
             transpose(values, length, value_columns)
             key_grads[: padded_length(length)] = _ZERO
             value_grads[: padded_length(length)] = _ZERO
             for h in range(heads):
-                _head_back(grad, mixed, out, lse, first, length, g, h, query_turning, query_sum, sequence, block)
+                _head_back(
+                    grad, mixed, out, lse, first, length, g, h, query_scale, normed, eps, cos, sin, scale, query_sum,
+                    (keys, columns, value_columns, key_grads, value_grads), (weights, slopes, rows, grads, row_grads),
+                )  # fmt: skip
             for t in range(length):
                 at = _at(mixed, first + t, g, heads * width)
-                _turned_back(key_grads, t, mixed, at, key_turning, first + t, key_sum)
+                _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)
                 copy(value_grads, t * width, mixed, at + width, width)
         for d in range(query_weight.shape[0]):
             query_weight_grad[d] += query_sum[d]

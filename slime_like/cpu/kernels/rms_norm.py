@@ -6,35 +6,12 @@ Alone, and together with the sum of a residual: forward in one pass with the sum
 import numpy as np
 from numba import float32, int64
 
-from slime_like.cpu.kernels.compiling import Array, kernel, part
+from slime_like.cpu.kernels.compiling import Array, kernel
 
 _BLOCK_ROWS = 64
 """Whose weight gradients are added up before they join the sum of all: rounding grows with how many, not with T."""
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MATRIX, _VECTOR, _INDEX = float32[:, ::1], float32[::1], int64[::1]
-
-
-@part()
-def _normalise(x: Array, row: int, weight: Array, eps: np.float32, out: Array) -> np.float32:
-    """``out[row] = x[row] * rstd * weight``; gives ``rstd``."""
-    hidden, total = x.shape[1], _ZERO
-    for h in range(hidden):
-        total += x[row, h] * x[row, h]
-    rstd = _ONE / np.sqrt(total / np.float32(hidden) + eps)
-    for h in range(hidden):
-        out[row, h] = x[row, h] * rstd * weight[h]
-    return rstd
-
-
-@part()
-def _project(grad: Array, x: Array, row: int, weight: Array, rstd: np.float32, block: Array) -> np.float32:
-    """``sum(grad * weight * n)`` with n = x * rstd; ``grad * n`` is added to ``block``."""
-    hidden, projection = x.shape[1], _ZERO
-    for h in range(hidden):
-        product = grad[row, h] * x[row, h] * rstd
-        block[h] += product
-        projection += product * weight[h]
-    return projection
 
 
 @kernel(_MATRIX, _VECTOR, float32, _MATRIX, _VECTOR)
@@ -46,8 +23,15 @@ def forward(x: Array, weight: Array, eps: np.float32, out: Array, rstd: Array) -
         weight: (H,).
         rstd: (T,), written.
     """
-    for t in range(x.shape[0]):
-        rstd[t] = _normalise(x, t, weight, eps, out)
+    tokens, hidden = x.shape
+    for t in range(tokens):
+        total = _ZERO
+        for h in range(hidden):
+            total += x[t, h] * x[t, h]
+        r = _ONE / np.sqrt(total / np.float32(hidden) + eps)
+        rstd[t] = r
+        for h in range(hidden):
+            out[t, h] = x[t, h] * r * weight[h]
 
 
 @kernel(_MATRIX, _MATRIX, _VECTOR, _VECTOR, _MATRIX, _VECTOR)
@@ -67,10 +51,14 @@ def backward(grad: Array, x: Array, weight: Array, rstd: Array, x_grad: Array, w
     for start in range(0, tokens, _BLOCK_ROWS):
         block[:] = _ZERO
         for t in range(start, min(start + _BLOCK_ROWS, tokens)):
-            factor = rstd[t]
-            projection = _project(grad, x, t, weight, factor, block) * (factor / np.float32(hidden))
+            r, projection = rstd[t], _ZERO
             for h in range(hidden):
-                x_grad[t, h] = factor * (grad[t, h] * weight[h] - x[t, h] * projection)
+                product = grad[t, h] * x[t, h] * r
+                block[h] += product
+                projection += product * weight[h]
+            projection *= r / np.float32(hidden)
+            for h in range(hidden):
+                x_grad[t, h] = r * (grad[t, h] * weight[h] - x[t, h] * projection)
         for h in range(hidden):
             weight_grad[h] += block[h]
 
@@ -88,10 +76,17 @@ def sum_forward(
         total, out: (n, H), written.
         rstd: (n,), written.
     """
+    hidden = added.shape[1]
     for r in range(rows.shape[0]):
-        for h in range(added.shape[1]):
-            total[r, h] = added[rows[r], h] + residual[rows[r], h]
-        rstd[r] = _normalise(total, r, weight, eps, out)
+        t, square = rows[r], _ZERO
+        for h in range(hidden):
+            total[r, h] = added[t, h] + residual[t, h]
+        for h in range(hidden):
+            square += total[r, h] * total[r, h]
+        factor = _ONE / np.sqrt(square / np.float32(hidden) + eps)
+        rstd[r] = factor
+        for h in range(hidden):
+            out[r, h] = total[r, h] * factor * weight[h]
 
 
 @kernel(_MATRIX, _MATRIX, _MATRIX, _INDEX, _VECTOR, _VECTOR, _MATRIX, _VECTOR)
@@ -105,7 +100,8 @@ def sum_backward(
     total_grad: Array,
     weight_grad: Array,
 ) -> None:
-    """Gradients of ``total`` and ``weight`` from those of ``out`` and, past the norm, of ``total``; see ``backward``.
+    """Gradients of ``total`` and ``weight`` from those of ``out`` and, past the norm, of ``total``; see
+    ``backward``.
 
     Args:
         grad, carried, total: (n, H).
@@ -121,8 +117,12 @@ def sum_backward(
     for start in range(0, rows.shape[0], _BLOCK_ROWS):
         block[:] = _ZERO
         for r in range(start, min(start + _BLOCK_ROWS, rows.shape[0])):
-            t, factor = rows[r], rstd[r]
-            projection = _project(grad, total, r, weight, factor, block) * (factor / np.float32(hidden))
+            t, factor, projection = rows[r], rstd[r], _ZERO
+            for h in range(hidden):
+                product = grad[r, h] * total[r, h] * factor
+                block[h] += product
+                projection += product * weight[h]
+            projection *= factor / np.float32(hidden)
             for h in range(hidden):
                 total_grad[t, h] = carried[r, h] + factor * (grad[r, h] * weight[h] - total[r, h] * projection)
         for h in range(hidden):
