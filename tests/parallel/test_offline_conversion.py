@@ -244,7 +244,7 @@ def test_the_proof_finds_what_is_lost_or_twice(fault: str, tmp_path: Path) -> No
     index, victim = next(
         (index, parameter)
         for index, parameter in enumerate(first.parameters)
-        if parameter.name.endswith("3.self_attention.linear_qkv.bias")
+        if parameter.placement.name.endswith("3.self_attention.linear_qkv.bias")
     )
     kept = list(first.parameters)
     if fault == "lost":
