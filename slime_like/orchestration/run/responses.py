@@ -80,7 +80,7 @@ class SampledResponses(ResponseRecorder):
         if self._schedule.shows_tables(step):
             limit = run.config.debug.samples_per_step
             training = run.trainers.training
-            for table in _debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
+            for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
                 run.metrics.log_table(step, table.name, table.columns, table.rows)
         self._note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
 
@@ -102,7 +102,7 @@ def response_recorder(run: Run) -> ResponseRecorder:
     return ResponseRecorder() if run.config.supervised else SampledResponses(run)
 
 
-def _debug_tables(
+def debug_tables(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
     trainers: GroupTraining,

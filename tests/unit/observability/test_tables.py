@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slime_like.orchestration.run.debug_tables import debug_tables
 
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.orchestration.run.responses import debug_tables
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import grpo_stats
