@@ -112,12 +112,11 @@ class GRPOLoss:
             temperature: the logits are divided by it.
 
         Returns:
-            loss (with graph), and detached policy_loss, kl_loss, mean ratio, clip fraction, and logprobs shaped as
-            ``targets``.
+            loss (with graph); detached policy_loss, kl_loss, mean ratio, clip fraction, and logprobs like ``targets``.
 
         Raises:
-            ValueError: what is no tensor, shapes that do not fit together, a mask that is not bool, a
-                temperature that is not positive, or something that the configuration needs and is not given.
+            ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
+                or something missing that the configuration needs.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
@@ -125,11 +124,7 @@ class GRPOLoss:
         given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
         _require_shape_of(targets, padding_masks=padding_masks, **given)
         logprobs, entropy = _score(pi_logits, targets, temperature)
-        mask = targets >= 0
-        if padding_masks is not None:
-            require_bool_mask(padding_masks, "padding_masks")
-            mask = mask & padding_masks
-        mask = mask.flatten()
+        mask = _loss_mask(targets, padding_masks)
         lengths = _sequence_lengths(targets, response_lens)
         weights, denominator = self._reduce(mask, lengths, group_ids)
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -207,6 +202,15 @@ def _sequence_lengths(targets: Tensor, response_lens: Tensor | None) -> Tensor |
             "rows in padding_masks"
         )
     return torch.full((targets.shape[0],), targets.shape[1], dtype=torch.int64, device=targets.device)
+
+
+def _loss_mask(targets: Tensor, padding_masks: Tensor | None) -> Tensor:
+    """(tokens,) True where a token carries loss."""
+    mask = targets >= 0
+    if padding_masks is not None:
+        require_bool_mask(padding_masks, "padding_masks")
+        mask = mask & padding_masks
+    return mask.flatten()
 
 
 def _broadcast(advantages: Tensor, targets: Tensor) -> Tensor:

@@ -258,7 +258,8 @@ class ReferencePool:
         """Let the member's thread do either, which may take a while; the thread ends after it."""
         if self._restarts_left > 0:
             self._restarts_left -= 1
-            self._restarting[member.thread.submit(self._restart, member.worker)] = member.worker
+            restart = member.thread.submit(self._restart, member.worker)
+            self._restarting[restart] = member.worker
         else:
             member.thread.submit(member.worker.close)
         member.thread.shutdown(wait=False)
