@@ -46,5 +46,5 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
 def _trained_steps(config: RunConfig) -> Iterable[int]:
     """The steps that certainly will be trained: where a checkpoint is gone on from, only the last is certain."""
     fresh = not any((config.run_dir / "checkpoints").glob("step-*"))
-    starts_anew = config.resume == "never" or (config.resume == "auto" and fresh)
-    return range(1 if starts_anew else config.steps, config.steps + 1)
+    starts_over = config.resume == "never" or (config.resume == "auto" and fresh)
+    return range(1 if starts_over else config.steps, config.steps + 1)

@@ -46,7 +46,7 @@ class Environment(Protocol):
 
     It keeps nothing of a conversation between two calls: whatever it needs to remember is in the state, and every step
     may be taken by another worker. So a worker that hangs or dies costs the one conversation whose step it took, and a
-    group that is sampled again begins anew by itself. What cannot be written down (a running program, a browser) lives
+    group that is sampled again starts over. What cannot be written down (a running program, a browser) lives
     in a service, and its address in the state.
 
     What ``step`` raises ends that one conversation, which then gets reward 0.

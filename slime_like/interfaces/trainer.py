@@ -145,7 +145,7 @@ class TrainerBackend(Protocol):
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
         """End a step without an update: yield its gradients, as ``export_weights`` gives weights, in float32.
 
-        Reduced and divided by ``denominator``, not clipped. Nothing is updated: the next step begins anew.
+        Reduced and divided by ``denominator``, not clipped. Nothing is updated: the next step starts from zero.
         """
 
     def export_hf(self, directory: Path) -> None:

@@ -30,7 +30,7 @@ _ENGINE_HANGS_S = 20.0
             "generation",
             marks=pytest.mark.acceptance,
         ),
-        # That every engine tells its own death is in tests/engines; what a run makes of it does not depend on which.
+        # That every engine reports its death is in tests/engines; what a run makes of it does not depend on which.
         pytest.param("vllm", VLLM_CORE, "engine 0 (vllm)", "sync", marks=pytest.mark.acceptance),
         pytest.param("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation", marks=pytest.mark.acceptance),
         ("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation"),

@@ -52,7 +52,7 @@ MUTATIONS = [
         "packing/layout.py",
         "np.append(np.arange(lengths.total.size), -1)",
         "np.append(np.arange(lengths.total.size), lengths.total.size - 1)",
-        "test_packing.py::test_padding_belongs_to_nobody",
+        "test_packing.py::test_padding_belongs_to_no_sequence",
     ),
     Mutation(
         "positions run on over the pack",

@@ -396,7 +396,7 @@ def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory:
             with pytest.raises(CheckpointError, match=r"__1_0\.distcp: could not be written"):
                 _wait_for(save)
         else:
-            _wait_for(save)  # its own part is fine
+            _wait_for(save)  # this part is sound
     with pytest.raises(CheckpointError) as caught:
         save.finish() if behind else trainer.save(directory)
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)

@@ -107,7 +107,7 @@ def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajector
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_nobody_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -> None:
+def test_no_rank_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -> None:
     """In the last layer; of sequence-parallel tokens a rank has others than it scores."""
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     config = parity_config(checkpoint, tmp_path, {"tensor": 2, "sequence": sequence, "cpu_kernels": "auto"})

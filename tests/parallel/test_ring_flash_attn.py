@@ -145,7 +145,7 @@ def test_a_stride_must_divide_the_heads(tmp_path: Path) -> None:
         run_ranks(_attend, 2, tmp_path, problem, PACKS["one"], 3)
 
 
-def test_nobody_else_sees_the_stand_in() -> None:
+def test_other_code_does_not_see_the_stand_in() -> None:
     module = llama3_module("cpu")
     assert module._flash_attn_varlen_forward.__module__ == "backends.common.attention.flash_attn_on_cpu"
     assert not [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "ring_flash_attn")]

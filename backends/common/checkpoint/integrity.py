@@ -108,7 +108,7 @@ class Checksums:
             outer = json.loads(text)
             content = outer["content"]
             if outer["crc32"] != zlib.crc32(_text(content)):
-                raise ValueError("its own checksum differs")
+                raise ValueError("the checksum of the list differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
             return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
         except FileNotFoundError as error:

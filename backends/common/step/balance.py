@@ -56,7 +56,7 @@ class BalanceLoss:
         if denominator is None or tokens is None:
             raise rank_error(
                 "begin_step",
-                f"algorithm.moe_aux_loss_coef={coefficient:g} has its own denominator",
+                f"algorithm.moe_aux_loss_coef={coefficient:g} has a separate denominator",
                 code="denominator",
                 remedy="give begin_step the step's denominator and this replica's tokens, or set it to 0",
             )

@@ -40,7 +40,9 @@ class StoringTrainer(ABC):
                 code="trainer-phase-failed",
                 who=f"rank {self.placement.rank}",
                 phase=name,
-                remedy="" if alone else "if a collective failed, another rank died or hung: its own message says why",
+                remedy=""
+                if alone
+                else "if a collective failed, another rank died or hung: the message of that rank says why",
             ) from error
 
     def settle_weights(self) -> None:  # noqa: B027 - where updates are whole when they return

@@ -134,7 +134,7 @@ class _Locator:
 
 
 class _KernelFile:
-    """One kernel's compiled code, behind a digest: one that is damaged is compiled anew, not run."""
+    """One kernel's compiled code, behind a digest: one that is damaged is compiled again, not run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

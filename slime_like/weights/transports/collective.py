@@ -9,7 +9,7 @@ members find each other through a store that the sender serves, on one given int
     broken/G          the sender has given that group up
 
 The sender makes a new group when a bucket is to be sent and somebody has come or gone since the last one, or the last
-one has broken: a restarted engine just connects. After a broken group every receiver must connect anew,
+one has broken: a restarted engine just connects. After a broken group every receiver must connect again,
 since the sender cannot know which of them are still there.
 """
 

@@ -65,7 +65,7 @@ def _problem(name: str, situation: Situation) -> str | None:
     if name in ("nccl", "cuda_ipc") and not situation.on_cuda:
         return "needs GPUs, and there are none"
     if name == "nccl" and situation.shared_devices:
-        return "needs its own device for every process, but engines share the trainers' (cluster.placement)"
+        return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
     if name == "cuda_ipc" and not (situation.shared_devices and situation.devices_are_visible):
         return (
             "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "
