@@ -209,8 +209,8 @@ class WeightSync:
             gap = ProbeGap.between(got, wanted, dtype, bound)
             if not gap.is_sound:
                 raise WeightSyncError(
-                    f"engine {engine}'s logprobs differ from the trainer's {gap}: it does not serve the "
-                    "weights it received",
+                    f"engine {engine}'s logprobs differ from the trainer's {gap}: "
+                    "it does not serve the weights it received",
                     code="probe-gap",
                     who=f"weight sync to version {version}",
                     remedy="report this, with the engine's version and log",
