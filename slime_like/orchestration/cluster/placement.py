@@ -2,6 +2,7 @@
 
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -118,12 +119,16 @@ class Placement:
         if there < needed:
             lower = "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
             raise SlimeLikeError(
-                f"{needed} {self.device}s are needed ({self._num_ranks} trainer ranks, bundles of {self._sizes}), the "
-                f"cluster has {there}",
+                f"{needed} {self.device}s are needed ({self._num_ranks} trainer ranks, {self._bundles}), the cluster "
+                f"has {there}",
                 code="too-few-devices",
                 who="cluster",
                 remedy="add nodes, " + (lower if len(self._sizes) > self._num_ranks else "or lower trainer.parallel"),
             )
+
+    @property
+    def _bundles(self) -> str:
+        return "bundles of " + ", ".join(f"{count} x {size}" for size, count in Counter(self._sizes).items())
 
     @property
     def _engine_sizes(self) -> list[int]:
@@ -158,7 +163,7 @@ class Placement:
     def _busy_error(self) -> SlimeLikeError:
         rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
         return SlimeLikeError(
-            f"bundles of {self._sizes} {self.device} were not free together within "
+            f"{self._bundles} {self.device} were not free together within "
             f"trainer.start_timeout_s={self._config.trainer.start_timeout_s:g} s, tensor-parallel "
             f"groups whole ({self.device}s free on {rooms})",
             code="devices-busy",
