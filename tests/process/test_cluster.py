@@ -31,20 +31,35 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
         signal.signal(number, usual)
 
 
-@pytest.mark.parametrize("how", ["fails", "swallows Ctrl-C", "exits at SIGTERM"])
+@pytest.mark.parametrize("how", ["fails", "swallows Ctrl-C"])
 def test_ray_that_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, how: str, rejects: Rejects
 ) -> None:
     def init(**_: Any) -> None:
         handler.noted = how == "swallows Ctrl-C"
-        if how == "exits at SIGTERM":
-            raise SystemExit(signal.SIGTERM)
         raise Exception("The current node timed out during startup")  # the class that Ray raises then
 
     monkeypatch.setattr(ray, "init", init)
     kind, code = (SlimeLikeError, "ray-not-started") if how == "fails" else (KeyboardInterrupt, None)
     with rejects(kind, code):
         Cluster(ClusterConfig(), tmp_path / "logs", 1).__enter__()
+
+
+def test_ray_leaves_the_drivers_handler_of_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler
+) -> None:
+    handler.install()
+    found: list[Any] = []
+
+    def init(**_: Any) -> None:
+        ray._private.utils.set_sigterm_handler(signal.SIG_IGN)  # as ``ray.init`` does
+        found.append(signal.getsignal(signal.SIGTERM))
+        raise Exception("ends here")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SlimeLikeError):
+        Cluster(ClusterConfig(), tmp_path / "logs", 1).__enter__()
+    assert found == [handler]
 
 
 def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(

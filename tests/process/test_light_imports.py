@@ -16,6 +16,13 @@ def test_configuration_imports_neither_torch_nor_ray(module: str) -> None:
     assert ran.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("module", ["orphan_reaper", "ray_process"])
+def test_processes_beside_ray_import_no_torch(module: str) -> None:
+    code = f"import sys, slime_like.orchestration.cluster.{module}; print({{'torch'}} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
 def test_a_report_needs_neither_torch_nor_ray_nor_a_plotting_package() -> None:
     code = (
         "import sys, slime_like.commands.report, slime_like.observability.report.console;"

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 # Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
 import ray._private.node
+import ray._private.utils
 from ray._private import services
 from ray._private.parameter import RayParams
 
@@ -46,6 +47,14 @@ class _SeparateGroupProcess(services.ConsolePopen):
 def lean_start() -> Iterator[None]:
     """Inside, a cluster that ``ray.init`` starts is a ``LeanNode`` on loopback."""
     with _replaced(ray._private.node, "Node", LeanNode):
+        yield
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Inside, Ray installs no handler of SIGTERM: that raises ``SystemExit``, and the signal is lost where that
+    reaches a destructor or a fork's callback, which ignore exceptions."""
+    with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
         yield
 
 

@@ -17,7 +17,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_session, not_in_flight, require_transport_of
+from slime_like.weights.transports.leftovers import check_session, not_in_flight, require_transport
 
 NAME = "cuda_ipc"
 _GRANULE = 1 << 21
@@ -80,7 +80,7 @@ class CudaIpcReceiver:
         self._mapped: dict[str, Tensor] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport_of(metadata, NAME)
+        require_transport(metadata.transport, NAME)
         return read_bucket(metadata.entries, self._map(metadata.location))
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import BucketMetadata
 
 SHARED_MEMORY = Path("/dev/shm")
 _MIN_SESSION = 8
@@ -27,12 +26,11 @@ def check_name(name: str, session: str) -> None:
         raise WeightSyncError(f"{name} does not belong to weight sync {session}", code="foreign-bucket")
 
 
-def require_transport_of(metadata: BucketMetadata, transport: str) -> None:
+def require_transport(found: str, expected: str) -> None:
     """Refuse a bucket that another transport carries."""
-    if metadata.transport != transport:
-        raise WeightSyncError(
-            f"a {transport} receiver was handed a bucket of transport {metadata.transport}", code="foreign-bucket"
-        )
+    if found != expected:
+        problem = f"a {expected} receiver was handed a bucket of transport {found}"
+        raise WeightSyncError(problem, code="foreign-bucket")
 
 
 def not_in_flight(sender: str, bucket: str) -> WeightSyncError:

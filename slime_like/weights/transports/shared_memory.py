@@ -29,7 +29,7 @@ from slime_like.weights.transports.leftovers import (
     check_name,
     check_session,
     not_in_flight,
-    require_transport_of,
+    require_transport,
 )
 
 NAME = "shared_memory"
@@ -108,7 +108,7 @@ class SharedMemoryReceiver:
         self._mapped: dict[str, _Segment] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport_of(metadata, NAME)
+        require_transport(metadata.transport, NAME)
         # Segments that their sender has replaced are let go of, so that their memory is freed.
         self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
         name = metadata.location["segment"]
