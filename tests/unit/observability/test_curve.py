@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import matplotlib.backends.backend_agg
+import matplotlib.image
+import matplotlib.ticker  # here, not within the first test's second
 import numpy as np
 import pytest
 
@@ -24,8 +27,6 @@ def write_run(path: Path, steps: int, accuracy: bool) -> Path:
 
 
 def count_pixels(png: Path, colour: tuple[int, int, int]) -> int:
-    import matplotlib.image
-
     pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255)
     return int((np.abs(pixels - colour).max(axis=-1) < 3).sum())
 
@@ -41,8 +42,6 @@ def test_running_mean(window: int) -> None:
 def test_the_picture_shows_what_the_run_has(tmp_path: Path, steps: int, accuracy: bool) -> None:
     png = tmp_path / "new" / "curve.png"
     plot_reward_curve(write_run(tmp_path / "metrics.jsonl", steps, accuracy), png)
-    import matplotlib.image
-
     assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
     assert count_pixels(png, REWARD_BLUE) > 50
     assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy
