@@ -7,6 +7,9 @@ from typing import Any
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit codes of a command, or a node of a launch, that did not succeed."""
 
+LIKELY_KILLER = "most often the kernel's out-of-memory killer ended it (see dmesg)"
+"""Likely cause, where a process ended without an exception."""
+
 
 class SlimeLikeError(Exception):
     """Base of every error meant for a user; ``str(error)`` is one sentence, ``who, phase: problem; remedy``.

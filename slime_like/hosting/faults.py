@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.errors import EngineError
+from slime_like.errors import LIKELY_KILLER, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class EngineFaults:
 
     @property
     def likely_cause(self) -> str:
-        return f"most often the kernel has killed it for want of memory (dmesg tells), and {self.log}"
+        return f"{LIKELY_KILLER}, and {self.log}"
 
     def start_timeout(self, timeout_s: float, remedy: str = "") -> EngineError:
         problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"

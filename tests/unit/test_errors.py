@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError, Problem, SlimeLikeError, TrainerError
 
 
 def _through_ray(error: SlimeLikeError) -> SlimeLikeError:
-    """As a task's exception travels: Ray pickles it as the cause of its own."""
+    """Send ``error`` as Ray sends a task's exception: as the cause of a ``RayTaskError``, pickled."""
     arrived = RayError.from_bytes(RayTaskError("train", "the worker's traceback", error).to_bytes())
     cause: SlimeLikeError = arrived.cause
     return cause

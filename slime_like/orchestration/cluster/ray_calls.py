@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
@@ -112,8 +112,8 @@ def _death(cause: RayActorError) -> str:
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)
     return (
-        f"its process {process[1]} ended without an exception; most often the kernel has killed it for want of memory "
-        f"(dmesg tells), and its log is worker-*-{process[1]}.err in worker_logs"
+        f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is "
+        f"worker-*-{process[1]}.err in worker_logs"
     )
 
 
