@@ -7,16 +7,19 @@ random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects tho
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from backends.megatron.cpu_devices import device_patches
-from backends.megatron.patch import PINNED_MEGATRON, Patch, applied
+from backends.megatron.patch import Patch, applied
 from slime_like.errors import TrainerError
 
 
@@ -36,52 +39,42 @@ def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _patches(on_meta: bool) -> tuple[Patch, ...]:
-    random = _module("megatron.core.tensor_parallel.random")
-    messages = _module("megatron.core.pipeline_parallel.p2p_communication")
-    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
-    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
-    optimizer = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    hybrid = _module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     return (
         *device_patches("meta" if on_meta else "cpu"),
-        Patch(random, "CudaRNGStatesTracker", _cpu_tracker(random)),
+        Patch(random, "CudaRNGStatesTracker", CpuRngStatesTracker),
         Patch(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         Patch(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        Patch(messages, "_batched_p2p_ops", _tagged_p2p_ops),
+        Patch(p2p_communication, "_batched_p2p_ops", _tagged_p2p_ops),
         # Read by the router, but bound only where Transformer Engine imports.
         Patch(moe_utils, "te_general_gemm", None, adds=True),
-        Patch(dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
-        Patch(optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
-        Patch(hybrid, "_get_sub_optimizer_param_groups", _all_on_host),
+        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+        Patch(DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
+        Patch(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _all_on_host),
     )
 
 
-def _cpu_tracker(random: ModuleType) -> type:
+class CpuRngStatesTracker(random.CudaRNGStatesTracker):
     """Megatron's tracker of named random states, kept on the CPU generator."""
-    default_name = random._MODEL_PARALLEL_RNG_TRACKER_NAME
 
-    class CpuRngStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined]
-        def add(self, name: str, seed: int) -> None:
-            if seed in self.seeds_ or name in self.states_:
-                problem = f"random state {name!r} or seed {seed} is added twice"
-                raise TrainerError(problem, code="random-state-twice", who="cpu_runtime")
-            self._is_initialized = True
-            self.seeds_.add(seed)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                self.states_[name] = torch.get_rng_state()
+    def add(self, name: str, seed: int) -> None:
+        if seed in self.seeds_ or name in self.states_:
+            problem = f"random state {name!r} or seed {seed} is added twice"
+            raise TrainerError(problem, code="random-state-twice", who="cpu_runtime")
+        self._is_initialized = True
+        self.seeds_.add(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
 
-        @contextlib.contextmanager
-        def fork(self, name: str = default_name) -> Iterator[None]:
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
-
-    return CpuRngStatesTracker
+    @contextlib.contextmanager
+    def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
 
 
 _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
@@ -139,15 +132,3 @@ def _all_on_host(self: Any, offload_fraction: float) -> tuple[Any, ...]:
     groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in self.param_groups]
     widened = {parameter: copy for parameter, copy in copies.items() if parameter.dtype != torch.float32}
     return [g for g in groups if g["params"]], [], copies, {copy: p for p, copy in copies.items()}, widened
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise TrainerError(
-            f"cannot import {name} ({error})",
-            code="megatron-version",
-            who="cpu_runtime",
-            remedy=f"install megatron-core=={PINNED_MEGATRON}",
-        ) from error

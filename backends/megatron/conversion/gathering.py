@@ -1,13 +1,14 @@
 """Shards of many parameters on their way to the rank that puts them together: one exchange for a whole batch."""
 
 import contextlib
+import functools
 import mmap
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,10 @@ _ALIGNMENT = 64
 _TOKEN_BYTES = 64
 
 
-class Gather(Protocol):
-    """Collects from all ranks of one group."""
+Gather = Callable[[Sequence[Tensor]], list[list[Tensor]] | None]
+"""This rank's shards to every rank's, by rank, on the group's first rank; ``None`` on the others. Collective.
 
-    def __call__(self, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Every rank's shards, by rank, on the group's first rank; ``None`` on the others. Collective.
-
-        What came with one call is valid until the next one.
-        """
+What came with one call is valid until the next one."""
 
 
 def packed_bytes(shards: Sequence[Tensor]) -> int:
@@ -44,7 +41,7 @@ def open_gather(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
         shared = _Segments(group, nbytes)
         if shared.everyone_sees:
             return shared.gather
-    return _Messages(group).gather
+    return functools.partial(_by_messages, group)
 
 
 def _alone(shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
@@ -69,21 +66,16 @@ def _unpack(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     return views
 
 
-class _Messages:
+def _by_messages(group: dist.ProcessGroup, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
     """One gather of the process group's backend."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def gather(self, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        packed = torch.empty(packed_bytes(shards), dtype=torch.uint8, device=shards[0].device)
-        _pack(shards, packed)
-        if self._group.rank() > 0:
-            dist.gather(packed, None, group=self._group, group_dst=0)
-            return None
-        everyones = [torch.empty_like(packed) for _ in range(self._group.size())]
-        dist.gather(packed, everyones, group=self._group, group_dst=0)
-        return [_unpack(shards, buffer) for buffer in everyones]
+    packed = torch.empty(packed_bytes(shards), dtype=torch.uint8, device=shards[0].device)
+    _pack(shards, packed)
+    if group.rank() > 0:
+        dist.gather(packed, None, group=group, group_dst=0)
+        return None
+    everyones = [torch.empty_like(packed) for _ in range(group.size())]
+    dist.gather(packed, everyones, group=group, group_dst=0)
+    return [_unpack(shards, buffer) for buffer in everyones]
 
 
 class _Segments:
@@ -101,11 +93,11 @@ class _Segments:
         self._group = group
         self._half = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._turn = 0
-        size, first = _TOKEN_BYTES + 2 * self._half, group.rank() == 0
-        with _segment(size) as (mine, offer):
+        size = _TOKEN_BYTES + 2 * self._half
+        with _offered(size) as offer:
             offers = [offer] * group.size()
             dist.all_gather_object(offers, offer, group=group)
-            self._maps = [mine, *(_map(other, size) for other in offers[1:])] if first else [mine]
+            self._maps = [_map(each, size) for each in (offers if group.rank() == 0 else [offer])]
             answers = [False] * group.size()
             dist.all_gather_object(answers, all(segment is not None for segment in self._maps), group=group)
         self.everyone_sees = all(answers)
@@ -128,49 +120,35 @@ class _Segments:
         return torch.frombuffer(segment, dtype=torch.uint8, count=self._half, offset=offset)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """Where a process' segment can be found, and by what it is known."""
+class _Offer(NamedTuple):
+    """Where a process' segment can be found, and the bytes that it begins with."""
 
     host: str
-    pid: int
-    descriptor: int
+    path: str
     token: bytes
 
 
 @contextlib.contextmanager
-def _segment(size: int) -> Iterator[tuple[mmap.mmap | None, _Offer]]:
-    """Memory that others may map inside the block; ``None`` where the system grants none."""
+def _offered(size: int) -> Iterator[_Offer]:
+    """Memory that processes may map inside the block; too little of it where the system grants none."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     descriptor = os.memfd_create("slime-like-export", os.MFD_CLOEXEC)
     try:
-        yield _mapped(descriptor, size, token), _Offer(socket.gethostname(), os.getpid(), descriptor, token)
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+            os.pwrite(descriptor, token, 0)
+        yield _Offer(socket.gethostname(), f"/proc/{os.getpid()}/fd/{descriptor}", token)
     finally:
         os.close(descriptor)
 
 
-def _mapped(descriptor: int, size: int, token: bytes) -> mmap.mmap | None:
-    try:
-        os.ftruncate(descriptor, size)
-        segment = mmap.mmap(descriptor, size)
-    except OSError:
-        return None
-    segment[:_TOKEN_BYTES] = token
-    return segment
-
-
 def _map(offer: _Offer, size: int) -> mmap.mmap | None:
-    """Another process' segment; ``None`` if it cannot be reached from here."""
+    """A process' segment; ``None`` if it cannot be reached from here, or has not the size."""
     if offer.host != socket.gethostname():
         return None
     try:
-        found = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        segment = mmap.mmap(found, size)
+        with Path(offer.path).open("r+b", buffering=0) as file:
+            segment = mmap.mmap(file.fileno(), size)
     except (OSError, ValueError):
-        return None  # a process of the same number on another machine of the same name
-    finally:
-        os.close(found)
+        return None  # also a process of the same number on another machine of the same name
     return segment if segment[:_TOKEN_BYTES] == offer.token else None
