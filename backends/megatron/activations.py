@@ -2,19 +2,13 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 SMALLEST_BYTES = 1 << 16
 """Less is not worth a copy."""
-
-
-@dataclass(slots=True)
-class _OnHost:
-    values: Tensor
-    device: torch.device
 
 
 class ActivationOffload:
@@ -28,7 +22,10 @@ class ActivationOffload:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = list(modules)
         self._weights: set[int] = set()
-        self._stream: torch.cuda.Stream | None = None
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward pass."""
@@ -36,33 +33,27 @@ class ActivationOffload:
         self._weights = {p.untyped_storage().data_ptr() for module in self._modules for p in module.parameters()}
         return torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device)
 
-    def _to_host(self, tensor: Tensor) -> Tensor | _OnHost:
+    def _to_host(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
         storage = tensor.untyped_storage()
         if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or storage.data_ptr() in self._weights:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         if not tensor.is_cuda:
-            return _OnHost(host.copy_(tensor), tensor.device)
-        stream = self._copies()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+            return host.copy_(tensor), tensor.device
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not to be used again before the copy is done
-        return _OnHost(host, tensor.device)
+        tensor.record_stream(self._stream)  # its memory is not to be used again before the copy is done
+        return host, tensor.device
 
-    def _to_device(self, saved: Tensor | _OnHost) -> Tensor:
+    def _to_device(self, saved: Tensor | tuple[Tensor, torch.device]) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.device.type != "cuda":
-            return saved.values
-        stream = self._copies()
-        with torch.cuda.stream(stream):
-            tensor = saved.values.to(saved.device, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(stream)
+        host, device = saved
+        if device.type != "cuda":
+            return host
+        with torch.cuda.stream(self._stream):
+            tensor = host.to(device, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
         tensor.record_stream(torch.cuda.current_stream())
         return tensor
-
-    def _copies(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream

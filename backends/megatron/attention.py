@@ -1,15 +1,52 @@
-"""Packed core attention: what Megatron's attention layer calls between its projections."""
+"""Packed core attention, which Megatron's attention layer calls between its projections, and the choice of it."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
+from slime_like.algorithms.context import Layout
+from slime_like.checks.attention import attention_problems
+from slime_like.config import RunConfig, TrainerConfig
+from slime_like.models.dimensions import ModelDimensions
+
+Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"]
+
+
+def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
+    """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
+    if trainer.attention != "auto":
+        return trainer.attention
+    can_run = on_cuda and dimensions.latent is None and find_spec("transformer_engine") is not None
+    return "transformer_engine" if can_run else "ring"
+
+
+def context_layout_of(attention: Attention) -> Layout:
+    """How a pack is cut for it: zigzag for rings (Transformer Engine's is one), contiguous where keys are gathered."""
+    return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"
+
+
+def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
+    """Why this rank's machine cannot run what was asked for, each with a remedy."""
+    problems, attention = list(attention_problems(config)), config.trainer.attention
+    if attention == "transformer_engine" and not on_cuda:
+        problems.append(
+            "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
+            "which is Transformer Engine where it can run"
+        )
+    if attention == "ring_flash_attn" and on_cuda and find_spec("flash_attn") is None:
+        problems.append(
+            "trainer.attention=ring_flash_attn needs the package flash_attn on CUDA, which is not installed; "
+            "pip install flash-attn, or use trainer.attention=ring or allgather"
+        )
+    return problems
 
 
 @dataclass
@@ -20,6 +57,7 @@ class PackedLayout(PackedSeqParams):
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
         interleaved: it turns neighbouring elements, not those half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
+        routed: tokens of the routers' balancing loss, in training with one.
     """
 
     cos: Tensor | None = None
@@ -27,6 +65,7 @@ class PackedLayout(PackedSeqParams):
     interleaved: bool = False
     attention: AnyAttention | None = None
     responses: ResponseRows | None = None
+    routed: RoutedTokens | None = None
 
     @classmethod
     def given(cls, packed_seq_params: Self | None) -> Self:

@@ -22,11 +22,14 @@ from backends.common.process.agreement import listed, together
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.patch import Patch, applied
-from backends.megatron.weight_state import EXTRA_STATE, fill_weights, sharded_weights
 from slime_like.errors import CheckpointError
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
+
+_EXTRA_STATE = "_extra_state"
+"""Ends the keys of what modules of Transformer Engine keep beside weights: scales of 8-bit training, which is not done
+here. Local modules have none to write, and could not read any."""
 
 
 def plan_checkpoint(
@@ -42,11 +45,10 @@ def plan_checkpoint(
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
     """
-    megatron = optimizer.megatron
-    _fill_adam_state(megatron)
-    state = _sharded_state(model_chunks, megatron, loading=False)
+    _fill_adam_state(optimizer)
+    state = _sharded_state(model_chunks, optimizer, loading=False)
     state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
-    state |= {"adam_step": _adam_step(megatron), "random": _sharded_random_state()}
+    state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
     state["extra"] = {}  # versions before this one read it
     return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, snapshot)
 
@@ -60,26 +62,21 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
     Raises:
         CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
     """
-    megatron, device = optimizer.megatron, next(model_chunks[0].parameters()).device
-    checksums, common = together(lambda: _read_common(directory), f"reading {directory}", device)
-    _fill_adam_state(megatron)
-    _set_adam_step(megatron, common["adam_step"])
-    state = _sharded_state(model_chunks, megatron, loading=True)
+    checksums, common = _read_common(directory, model_chunks)
+    _fill_adam_state(optimizer)
+    _set_adam_step(optimizer, common["adam_step"])
+    state = _sharded_state(model_chunks, optimizer, loading=True)
     same_layout = common["layout"] == _layout()
     if same_layout:
         state["random"] = _sharded_random_state()
     loaded, unread, absent = _read(directory, state, checksums)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
-        raise CheckpointError(
-            f"is of another model or optimizer; only one of both has {listed(differing)}",
-            code="checkpoint-of-another-model",
-            who=str(directory),
-            remedy="use the model.path and trainer.optimizer settings that wrote it",
-        )
-    _fill_all(model_chunks, loaded)
-    megatron.load_state_dict(loaded["optimizer"])
-    _set_adam_step(megatron, loaded["adam_step"])
+        problem = f"is of another model or optimizer; only one of both has {listed(differing)}"
+        raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
+    _fill_weights(directory, model_chunks, loaded)
+    optimizer.megatron.load_state_dict(loaded["optimizer"])
+    _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"])
     if same_layout:
         _set_random_state(loaded["random"])
@@ -97,23 +94,26 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     Raises:
         CheckpointError: no checkpoint there, damaged, or of another model.
     """
-    device = next(model_chunks[0].parameters()).device
-    checksums, _ = together(lambda: _read_common(directory), f"reading {directory}", device)
+    checksums, _ = _read_common(directory, model_chunks)
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
-        raise CheckpointError(
-            f"is of another model; only one of both has {listed(differing)}",
-            code="checkpoint-of-another-model",
-            who=str(directory),
-            remedy="use the model.path that wrote it",
-        )
-    _fill_all(model_chunks, loaded)
+        raise _of_another_model(directory, f"is of another model; only one of both has {listed(differing)}")
+    _fill_weights(directory, model_chunks, loaded)
 
 
-def _fill_all(model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model_chunks):
-        fill_weights(chunk, loaded[f"model{index}"])
+        missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        differing = sorted({key for key in missing if not key.endswith(_EXTRA_STATE)} | set(unexpected))
+        if differing:
+            raise _of_another_model(directory, f"does not name the model's parameters: {differing[:3]}")
+
+
+def _of_another_model(directory: Path, problem: str, settings: str = "model.path") -> CheckpointError:
+    return CheckpointError(
+        problem, code="checkpoint-of-another-model", who=str(directory), remedy=f"use the {settings} that wrote it"
+    )
 
 
 class _Reader(VerifyingReader, CachedMetadataFileSystemReader):
@@ -130,27 +130,27 @@ def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple
         # Shapes and names that differ are plain errors of these kinds.
         if not isinstance(cause, CheckpointingException | KeyError | ValueError):
             raise damaged(directory, brief(cause)) from error
-        raise CheckpointError(
-            f"does not fit this model ({brief(cause)})",
-            code="checkpoint-of-another-model",
-            who=str(directory),
-            remedy="use the model.path that wrote it",
-        ) from error
+        raise _of_another_model(directory, f"does not fit this model ({brief(cause)})") from error
     # Checkpoints that were written with modules of Transformer Engine's kind may hold what is no weight.
-    return loaded, {key for key in unread if EXTRA_STATE not in key}, absent
+    return loaded, {key for key in unread if _EXTRA_STATE not in key}, absent
 
 
-def _read_common(directory: Path) -> tuple[Checksums, dict[str, Any]]:
-    checksums = Checksums.read(directory)
-    checksums.verify_plain_files(PLAIN_FILES)
-    try:
-        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
-    except CheckpointingException as error:
-        raise not_whole(directory, brief(error)) from error
-    except UNREADABLE as error:
-        raise damaged(directory, brief(error)) from error
-    require_format(directory, common)
-    return checksums, common
+def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Checksums, dict[str, Any]]:
+    """Checksums and plain values. Collective over the world."""
+
+    def read() -> tuple[Checksums, dict[str, Any]]:
+        checksums = Checksums.read(directory)
+        checksums.verify_plain_files(PLAIN_FILES)
+        try:
+            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
+        except CheckpointingException as error:
+            raise not_whole(directory, brief(error)) from error
+        except UNREADABLE as error:
+            raise damaged(directory, brief(error)) from error
+        require_format(directory, common)
+        return checksums, common
+
+    return together(read, f"reading {directory}", next(model_chunks[0].parameters()).device)
 
 
 def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
@@ -164,17 +164,19 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) ->
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
-def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Any, loading: bool) -> dict[str, Any]:
+def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loading: bool) -> dict[str, Any]:
     models = _sharded_models(model_chunks)
-    tensors = optimizer.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
+    tensors = optimizer.megatron.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
     return {**models, "optimizer": _without_settings(tensors)}
 
 
 def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    """Weights alone. Keys inside are the modules', those inside their values the names that all layer specs share."""
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
+    states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
     return {
-        f"model{index}": sharded_weights(chunk, {"dp_cp_group": group, **_METADATA})
-        for index, chunk in enumerate(model_chunks)
+        f"model{index}": {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
+        for index, state in enumerate(states)
     }
 
 
@@ -188,15 +190,9 @@ def _without_settings(value: Any) -> Any:
     return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers that hold parameters: one for dense, one for expert-parallel weights."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not part.is_stub_optimizer]
-
-
-def _fill_adam_state(optimizer: Any) -> None:
+def _fill_adam_state(optimizer: Optimizer) -> None:
     """Give AdamW the state it otherwise makes in its first step: there is something to save, or to load into."""
-    for part in _parts(optimizer):
+    for part in optimizer.parts:
         if not isinstance(part.optimizer, torch.optim.Optimizer):
             part.init_state_fn(part.optimizer, part.config)
         elif isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -218,20 +214,20 @@ def _fill_torch_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def _adam_step(optimizer: Any) -> int:
+def _adam_step(optimizer: Optimizer) -> int:
     """Updates taken so far. torch's AdamW counts them per parameter, fused ones per group."""
     steps = {
         int(holder["step"])
-        for part in _parts(optimizer)
+        for part in optimizer.parts
         for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups)
         if "step" in holder
     }
     return max(steps, default=0)
 
 
-def _set_adam_step(optimizer: Any, step: int) -> None:
+def _set_adam_step(optimizer: Optimizer, step: int) -> None:
     """Megatron restores one counter that all parameters share, but torch's AdamW advances each parameter's own."""
-    for part in _parts(optimizer):
+    for part in optimizer.parts:
         for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.tensor(float(step))

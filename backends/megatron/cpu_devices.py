@@ -16,13 +16,10 @@ def device_patches(target: str) -> list[Patch]:
     """Redirect Megatron's CUDA calls to ``target``, "cpu" or "meta"."""
     cuda = torch.cuda
     return [
-        Patch(cuda, "current_device", _meta_device if target == "meta" else torch.cpu.current_device),
+        Patch(cuda, "current_device", lambda: torch.device("meta") if target == "meta" else torch.cpu.current_device()),
         Patch(cuda, "synchronize", torch.cpu.synchronize),
-        Patch(cuda, "Stream", CpuStream),
-        Patch(cuda, "Event", CpuEvent),
-        Patch(cuda, "current_stream", CpuStream),
-        Patch(cuda, "default_stream", CpuStream),
-        Patch(cuda, "stream", _stream_context),
+        *(Patch(cuda, name, _Done) for name in ("Stream", "Event", "current_stream", "default_stream")),
+        Patch(cuda, "stream", contextlib.nullcontext),
         *_literal_patches(target),
     ]
 
@@ -39,24 +36,8 @@ class _Done:
     def query(self) -> bool:
         return True
 
-
-class CpuEvent(_Done):
-    """An event of the CPU."""
-
-
-class CpuStream(_Done):
-    """A stream of the CPU."""
-
     def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else CpuEvent()
-
-
-def _stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _meta_device() -> torch.device:
-    return torch.device("meta")
+        return event if event is not None else _Done()
 
 
 # ------------------------------------------------------------------------------------------- literal CUDA devices

@@ -1,6 +1,7 @@
 """Megatron's GPT model whose last stage ends in response logprobs instead of logits: [T, V] never exists."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ class LogprobModel(GPTModel):
             responses.temperatures,
             vocab_start=group.rank() * weight.shape[0],
             vocab_size=self.true_vocab_size,
-            all_reduce_max=_GroupReduce(group, dist.ReduceOp.MAX),
-            all_reduce_sum=_GroupReduce(group, dist.ReduceOp.SUM),
+            all_reduce_max=partial(_all_reduce, group, dist.ReduceOp.MAX),
+            all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
             rows=self.rows if selected.is_cpu else None,  # on the meta device there are shapes only
         )
@@ -75,13 +76,6 @@ class LogprobModel(GPTModel):
         return self.output_layer.weight
 
 
-class _GroupReduce:
-    """In-place reduction over one process group; nothing to do in a group of one."""
-
-    def __init__(self, group: dist.ProcessGroup, operation: Any) -> None:
-        self._group = group
-        self._operation = operation
-
-    def __call__(self, tensor: Tensor) -> None:
-        if self._group.size() > 1:
-            dist.all_reduce(tensor, op=self._operation, group=self._group)
+def _all_reduce(group: dist.ProcessGroup, operation: Any, tensor: Tensor) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=operation, group=group)

@@ -11,9 +11,8 @@ from megatron.core import parallel_state
 from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
-from backends.megatron.attention_choice import Attention, attention_of, context_layout_of
+from backends.megatron.attention import Attention, PackedLayout, attention_of, context_layout_of
 from backends.megatron.rotary import Rotary, rotary_table
-from backends.megatron.router import RoutedLayout
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -24,7 +23,7 @@ from slime_like.trajectory import PackedTrajectory
 class ModelInput(MicroBatch):
     """One pack on this rank's device; ``layout`` is what the layers read beside hidden states."""
 
-    layout: RoutedLayout
+    layout: PackedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +80,11 @@ class BatchBuilder:
         layout = context_layout_of(self.attention)
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
-    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> RoutedLayout:
+    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
         table = rotary_table(self.rotary.inv_freq, shard.position_ids, torch.float32)
         cos, sin = ((part * self.rotary.magnitude).to(self.dtype) for part in table)
         boundaries, name = shard.cu_seqlens_padded, self.attention
-        return RoutedLayout(
+        return PackedLayout(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
             cu_seqlens_kv=boundaries,

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from backends.megatron.attention_choice import attention_of
+from backends.megatron.attention import attention_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import block_spec, is_fused
@@ -39,7 +39,7 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> Transf
         **_experts(config, dimensions),
         **_parallelism(config, dtype),
         **_stages(config, dimensions.num_layers),
-        **_recompute(config),
+        **_RECOMPUTE[config.trainer.recompute],
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Weights come from the checkpoint; what it does not fill (vocabulary padding) is zeroed after construction.
@@ -119,18 +119,15 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         "moe_permute_fusion": False,
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
-        **_dense_and_shared(dimensions),
+        "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
+        # A list alone, even of equal layers, would store every layer under a name of its number.
+        **({"moe_layer_freq": _expert_pattern(dimensions)} if dimensions.dense_layers else {}),
         **_sigmoid_router(dimensions),
     }
 
 
-def _dense_and_shared(dimensions: ModelDimensions) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if dimensions.dense_layers:
-        settings["moe_layer_freq"] = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
-    if dimensions.moe_shared_ffn_hidden_size:
-        settings["moe_shared_expert_intermediate_size"] = dimensions.moe_shared_ffn_hidden_size
-    return settings
+def _expert_pattern(dimensions: ModelDimensions) -> list[int]:
+    return [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
@@ -179,18 +176,17 @@ def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
     return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
 
 
-def _recompute(config: RunConfig) -> dict[str, Any]:
-    if config.trainer.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if config.trainer.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
 
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
     transformer = transformer_config(config, dimensions)
-    chunks = _build_all(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
+    chunks = _build(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -202,48 +198,43 @@ def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Lo
     transformer = transformer_config(config, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build_all(config, dimensions, on_host, fused=False)
+        return _build(config, dimensions, on_host, fused=False)
 
 
-def _build_all(
+def _build(
     config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool
 ) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
-    stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
-    return [_build_chunk(config, dimensions, transformer, fused, stage) for stage in stages]
-
-
-def _build_chunk(
-    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool, vp_stage: int | None
-) -> LogprobModel:
-    ignore_virtual = vp_stage is None
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
-    model = LogprobModel(
-        config=transformer,
-        transformer_layer_spec=block_spec(transformer, attention, fused, vp_stage),
-        vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
-        max_sequence_length=dimensions.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
-        parallel_output=True,
-        share_embeddings_and_output_weights=dimensions.tied_embeddings,
-        # Attention rotates by the positions that come with the micro-batch; the model keeps no table.
-        position_embedding_type="none",
-        vp_stage=vp_stage,
-    )
-    model.true_vocab_size = dimensions.vocab_size
-    model.chunk_tokens = config.trainer.head_chunk_tokens
-    model.entropy_gradient = config.algorithm.entropy_coef > 0
-    model.rows = _logit_rows() if fused else None
-    model.model_type = ModelType.encoder_or_decoder
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "word_embeddings" in name or "output_layer" in name:
-                parameter.zero_()
-    return model
+    rows: LogitRows | None = None
+    if fused:
+        from slime_like.cpu.kernels.operators import FusedLogitRows
 
-
-def _logit_rows() -> LogitRows:
-    from slime_like.cpu.kernels.operators import FusedLogitRows
-
-    return FusedLogitRows()
+        rows = FusedLogitRows()
+    chunks = []
+    for stage in [None] if virtual == 1 else range(virtual):
+        place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
+        model = LogprobModel(
+            config=transformer,
+            transformer_layer_spec=block_spec(transformer, attention, fused, stage),
+            vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
+            max_sequence_length=dimensions.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            parallel_output=True,
+            share_embeddings_and_output_weights=dimensions.tied_embeddings,
+            # Attention rotates by the positions that come with the micro-batch; the model keeps no table.
+            position_embedding_type="none",
+            vp_stage=stage,
+        )
+        model.true_vocab_size = dimensions.vocab_size
+        model.chunk_tokens = config.trainer.head_chunk_tokens
+        model.entropy_gradient = config.algorithm.entropy_coef > 0
+        model.rows = rows
+        model.model_type = ModelType.encoder_or_decoder
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "word_embeddings" in name or "output_layer" in name:
+                    parameter.zero_()
+        chunks.append(model)
+    return chunks

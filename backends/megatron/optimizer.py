@@ -92,6 +92,11 @@ class Optimizer:
         )
 
     @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers that hold parameters: one for dense, one for expert-parallel weights."""
+        return [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+
+    @property
     def learning_rate(self) -> float:
         """Rate of the last step taken."""
         rate = get_canonical_lr_for_logging(self.megatron.param_groups)
@@ -106,10 +111,9 @@ class Optimizer:
     @torch.no_grad()
     def update(self, gradient_norm: float) -> None:
         """Clip by the measured norm and take one AdamW step at the schedule's next rate."""
-        for optimizer in self.megatron.chained_optimizers:
-            parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
-            if parameters:
-                decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        for part in self.parts:
+            if parameters := part.get_parameters():
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, self._clip, gradient_norm, use_decoupled_grad=decoupled)
         self.scheduler.step(1)
         self.megatron.step_with_ready_grads()

@@ -1,10 +1,15 @@
 """Process groups of one trainer rank."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from backends.common.process.alone import fake_world
 from backends.common.process.rendezvous import join_world
+from backends.megatron.cpu_runtime import megatron_runtime
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement
 
@@ -17,11 +22,11 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
     """Join the other ranks and build every process group, each with the step's time limit."""
     join_world(config, placement)
-    build_groups(config)
+    _build_groups(config)
     return coordinates()
 
 
-def build_groups(config: RunConfig, with_devices: bool = True) -> None:
+def _build_groups(config: RunConfig, with_devices: bool = True) -> None:
     """Megatron's groups of the configured layout, inside a world that exists.
 
     Args:
@@ -60,3 +65,17 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def alone_as(config: RunConfig, rank: int, on_meta: bool = False) -> Iterator[None]:
+    """Be ``rank`` of the layout without the others, in this process: collectives return at once and do nothing.
+
+    Args:
+        on_meta: what Megatron would make on a GPU gets a shape only; models can then be run.
+    """
+    with fake_world(rank, config.trainer.parallel.world_size, leave), megatron_runtime(on_meta):
+        _build_groups(config, with_devices=False)
+        if on_meta:
+            tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+        yield

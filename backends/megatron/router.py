@@ -1,6 +1,5 @@
 """Megatron's routers with the balancing loss of ``backends.common.step.balance``."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +9,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens
-from backends.megatron.attention import PackedLayout
-from backends.megatron.weight_state import EXPERT_BIAS
 
-
-@dataclass
-class RoutedLayout(PackedLayout):
-    """Inputs of layers and routers besides hidden states."""
-
-    routed: RoutedTokens | None = None
+EXPERT_BIAS = "expert_bias"
+"""The one weight that is no parameter: float32 whatever the model's type, without a gradient."""
 
 
 class _AddLoss(torch.autograd.Function):

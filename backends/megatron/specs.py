@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from backends.megatron.attention import PackedCoreAttention, RotatedCoreAttention
-from backends.megatron.attention_choice import Attention
+from backends.megatron.attention import Attention, PackedCoreAttention, RotatedCoreAttention
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer

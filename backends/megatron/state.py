@@ -12,10 +12,10 @@ from torch import Tensor
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
+from backends.megatron.conversion.placement import named_weights
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.overlap import Communication
-from backends.megatron.weight_state import named_weights
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
@@ -91,8 +91,7 @@ class MegatronState(TrainerState):
 
     def _optimizers_on_device(self) -> list[Any]:
         """Megatron's optimizers whose state is on the device. With ``trainer.optimizer.offload`` it never is."""
-        every = self.optimizer.megatron.chained_optimizers
-        return [part for part in every if not isinstance(part.optimizer, HybridDeviceOptimizer)]
+        return [part for part in self.optimizer.parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def _move_unbuffered(chunk: DistributedDataParallel, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.trainer.base import TrainerBase
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.attention_choice import machine_problems
+from backends.megatron.attention import machine_problems
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput

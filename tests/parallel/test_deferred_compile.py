@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.megatron.deferred_compile import deferred_compile
+from backends.megatron import deferred_compile
 
 
 def test_a_rank_imports_no_compiler() -> None:

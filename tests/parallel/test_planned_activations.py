@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from backends.common.attention import allgather, packed_attention, ring
 from backends.common.attention.kernels import CpuFlash
 from backends.common.step.worst_batch import worst_packs
-from backends.megatron.attention_choice import context_layout_of
+from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
 from backends.megatron.trainer import MegatronTrainer

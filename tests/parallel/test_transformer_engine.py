@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from backends.megatron import checkpoint, specs, trainer
-from backends.megatron.attention_choice import attention_of, context_layout_of, machine_problems
+from backends.megatron.attention import attention_of, context_layout_of, machine_problems
 from backends.megatron.trainer import MegatronTrainer
-from backends.megatron.weight_state import sharded_weights
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import CheckpointError
@@ -117,9 +116,8 @@ def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[st
     """Names in a checkpoint, and names of the modules' own parameters."""
     model = _on_stand_ins(placement, config)
     model.setup()
-    (chunk,) = model.chunks
-    state = sharded_weights(chunk, checkpoint._METADATA)
-    names = {name for name, _ in chunk.named_parameters()}
+    state = checkpoint._sharded_models(model.chunks)["model0"]
+    names = {name for name, _ in model.chunks[0].named_parameters()}
     model.shutdown()
     return {value.key for value in state.values()}, names
 
@@ -213,7 +211,7 @@ def test_what_is_asked_for_is_taken(asked: Any, layout: str) -> None:
 
 def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("backends.megatron.attention_choice.find_spec", lambda name: name in found or None)
+    monkeypatch.setattr("backends.megatron.attention.find_spec", lambda name: name in found or None)
     auto, model = TrainerConfig(), dimensions()
     assert attention_of(auto, model, on_cuda=True) == attention_of(auto, model, on_cuda=False) == "ring"
     found.append("transformer_engine")
@@ -224,7 +222,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
-        for module in ("backends.megatron.attention_choice", "slime_like.checks.attention"):
+        for module in ("backends.megatron.attention", "slime_like.checks.attention"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))

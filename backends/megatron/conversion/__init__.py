@@ -4,8 +4,7 @@ One table of rules per model family (``families/``) says which tensors make up w
 they lie in it. Loading, exporting and saving all follow those two, for any parallel layout.
 """
 
-from backends.megatron.conversion.export import export_buckets, export_gradients
+from backends.megatron.conversion.export import export_buckets, export_gradients, save_hf
 from backends.megatron.conversion.load import load_hf_weights
-from backends.megatron.conversion.save import save_hf
 
 __all__ = ["export_buckets", "export_gradients", "load_hf_weights", "save_hf"]

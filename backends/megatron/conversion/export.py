@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.hugging_face.conversion import in_files
+from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.gathering import Gather, open_gather, packed_bytes
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.conversion.transforms import Piece, Shape
@@ -53,6 +56,30 @@ def export_gradients(
     yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
 
+def save_hf(
+    model_chunks: Sequence[GPTModel],
+    dimensions: ModelDimensions,
+    source_dir: Path,
+    directory: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights as sharded safetensors with an index; configuration and tokenizer come from ``source_dir``.
+
+    Visible only once it is whole. Collective over the world; ``directory`` must be on a file system that all pipeline
+    stages share.
+    """
+    parameter = next(model_chunks[0].parameters())
+    write_hf_directory(
+        export_buckets(model_chunks, dimensions, shard_bytes),
+        family_of(dimensions).hf_shapes(dimensions).keys(),
+        source_dir,
+        directory,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parameter.dtype,
+        parameter.device,
+    )
+
+
 def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
     return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
 
@@ -62,35 +89,28 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
     role = _Role.of_this_rank()
     if not (role.dense or role.expert):
         return
-    batches = [_Batch(placements) for placements in in_files(exported, _gathered_bytes, bucket_bytes)]
+    batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
     device = exported[0].parameter.device
     group = parallel_state.get_tensor_model_parallel_group()
-    dense = _open(role.dense, group, [batch.dense for batch in batches], device)
+    dense = _open(role.dense, group, map(_dense, batches), device)
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    expert = _open(role.expert, group, [batch.expert for batch in batches], device)
+    expert = _open(role.expert, group, map(_expert, batches), device)
     arena = _Arena(device)
     for batch in batches:
         arena.clear()
-        shards = _gathered(batch.dense, dense) | _gathered(batch.expert, expert)
-        parts = (part for item in batch.placements for part in _tensors(item, shards, role, arena))
+        shards = _gathered(_dense(batch), dense) | _gathered(_expert(batch), expert)
+        parts = (part for item in batch for part in _tensors(item, shards, role, arena))
         yield from _buckets(parts, bucket_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Consecutive parameters whose shards are gathered together."""
+def _dense(placements: Sequence[Placement]) -> list[Placement]:
+    """Those that tensor-parallel ranks hold parts of."""
+    return [item for item in placements if item.expert is None and item.rule.transform.sharded]
 
-    placements: Sequence[Placement]
 
-    @property
-    def dense(self) -> list[Placement]:
-        """Those that tensor-parallel ranks hold parts of."""
-        return [item for item in self.placements if item.expert is None and item.rule.transform.sharded]
-
-    @property
-    def expert(self) -> list[Placement]:
-        """Those of which expert-parallel ranks hold others."""
-        return [item for item in self.placements if item.expert is not None]
+def _expert(placements: Sequence[Placement]) -> list[Placement]:
+    """Those of which expert-parallel ranks hold others."""
+    return [item for item in placements if item.expert is not None]
 
 
 def _gathered_bytes(placement: Placement) -> int:
@@ -99,7 +119,7 @@ def _gathered_bytes(placement: Placement) -> int:
 
 
 def _open(
-    takes_part: bool, group: dist.ProcessGroup, batches: Sequence[Sequence[Placement]], device: torch.device
+    takes_part: bool, group: dist.ProcessGroup, batches: Iterable[list[Placement]], device: torch.device
 ) -> Gather | None:
     """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
     largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)

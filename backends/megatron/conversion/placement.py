@@ -12,7 +12,7 @@ from backends.common.process.agreement import listed
 from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.rules import Rule
 from backends.megatron.conversion.transforms import Piece, Shape, Sources, TensorRank
-from backends.megatron.weight_state import named_weights
+from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
@@ -98,8 +98,7 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
 
 def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
     for rule in rules:
-        match = rule.pattern.fullmatch(name)
-        if match:
+        if match := rule.pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
             if rule.per_expert:
                 group = parallel_state.get_expert_tensor_parallel_group()
@@ -116,11 +115,15 @@ def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimens
             yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
 
 
+def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """All that a checkpoint holds of a chunk: parameters, and the buffers that are weights."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
+
+
 def _canonical(name: str) -> str:
     for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
-        match = re.fullmatch(pattern, name)
-        if match:
-            return match.expand(replacement)
+        name = re.sub(rf"^{pattern}$", replacement, name)
     return name
 
 

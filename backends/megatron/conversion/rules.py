@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
 from slime_like.models.dimensions import ModelDimensions
@@ -12,8 +13,7 @@ from slime_like.models.latent_attention import LatentAttention
 OUTPUT_LAYER = "output_layer.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class HfTensor:
+class HfTensor(NamedTuple):
     """A Hugging Face tensor: its name, with ``{layer}`` and ``{expert}`` to fill in, and its shape in named sizes."""
 
     name: str

@@ -60,14 +60,18 @@ class Transform(ABC):
     Attributes:
         pads: the shard may have elements without a counterpart; they are zero.
         sharded: tensor-parallel ranks hold different parts.
+        axis: along which they do.
     """
 
     pads: ClassVar[bool] = False
     sharded: ClassVar[bool] = True
+    axis: int = 0
 
-    @abstractmethod
     def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
         """Shape that the Megatron shard must have. ``actual`` is what it has; only padding may depend on it."""
+        length = sum(shape[self.axis] for shape in sources.shapes) // (sources.tp.size if self.sharded else 1)
+        shape = sources.shapes[0]
+        return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
     @abstractmethod
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
@@ -78,42 +82,28 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True, slots=True)
 class Replicated(Transform):
     """Every tensor-parallel rank has the whole tensor."""
 
-    sharded: ClassVar[bool] = False
-
-    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
-        return sources.shapes[0]
+    sharded = False
 
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
         return (Piece(0, 0, 0, sources.shapes[0][0], _whole),)
 
 
-@dataclass(frozen=True, slots=True)
 class Split(Transform):
     """Equal consecutive parts along ``axis``: 0 for column-parallel layers, 1 for row-parallel ones."""
 
-    axis: int
-
-    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
-        shape = list(sources.shapes[0])
-        shape[self.axis] //= sources.tp.size
-        return tuple(shape)
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
 
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
         length = sources.shapes[0][self.axis] // sources.tp.size
         return (Piece(0, self.axis, sources.tp.rank * length, length, _whole),)
 
 
-@dataclass(frozen=True, slots=True)
 class GateUp(Transform):
     """Gate and up projections concatenated *per shard*: ``[g0, u0], [g1, u1], ...``."""
-
-    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
-        rows, *rest = sources.shapes[0]
-        return (2 * (rows // sources.tp.size), *rest)
 
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
         length = sources.shapes[0][0] // sources.tp.size
@@ -121,16 +111,12 @@ class GateUp(Transform):
         return tuple(Piece(half, 0, start, length, _rows(half * length, length)) for half in (0, 1))
 
 
-@dataclass(frozen=True, slots=True)
 class GroupedQkv(Transform):
     """Query, key and value interleaved by query group: each group holds its query heads, one key, one value head.
 
     Ranks hold equal parts: whole groups, or, where there are more ranks than groups, so many rows of one. Weights and
     biases alike: heads are counted in rows.
     """
-
-    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
-        return (sum(shape[0] for shape in sources.shapes) // sources.tp.size, *sources.shapes[0][1:])
 
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
         dimensions, tp = sources.dimensions, sources.tp
@@ -164,11 +150,10 @@ def _rows_of_one_group(sources: Sources) -> Iterator[Piece]:
         first += rows
 
 
-@dataclass(frozen=True, slots=True)
 class Vocabulary(Transform):
     """Rows of an embedding or head; Megatron pads their number so that all ranks have equally many."""
 
-    pads: ClassVar[bool] = True
+    pads = True
 
     def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
         rows, width = sources.shapes[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from megatron.core.distributed import finalize_model_grads
 
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import worst_packs
-from backends.megatron.alone import alone_as
-from backends.megatron.attention_choice import Attention, context_layout_of
+from backends.megatron.attention import Attention, context_layout_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
+from backends.megatron.parallel import alone_as
 from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes
@@ -43,9 +44,7 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 def planned_attention(config: RunConfig) -> Attention:
     """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
     asked = config.trainer.attention
-    if asked == "auto" or asked == "transformer_engine":
-        return "ring"
-    return asked
+    return "ring" if asked == "auto" or asked == "transformer_engine" else asked
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
@@ -65,14 +64,14 @@ def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
     trainer = config.trainer.model_copy(update={"attention": planned_attention(config)})
     local = config.model_copy(update={"trainer": trainer})
     with alone_as(local, rank, on_meta=True):
-        yield _Rank(local, planned_attention(config))
+        yield _Rank(local)
 
 
 class _Rank:
     """This process as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig, attention: Attention) -> None:
-        self._config, self._attention = config, attention
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._chunks = build_meta_chunks(config, self._dimensions)
         self._wrapped = wrap_for_data_parallel(config, self._chunks)
@@ -85,9 +84,11 @@ class _Rank:
 
     def estimate(self, rank: int) -> RankEstimate:
         passes = Passes(self._config, self._dimensions, self._trace)
-        packs = worst_packs(self._config, context_layout_of(self._attention))
-        per_pack = [self._passes(passes, pack) for pack in packs]
-        peaks = [self._peak(passes) for passes in per_pack]
+        attention, chunks = planned_attention(self._config), list(zip(self._chunks, self._wrapped, strict=True))
+        packs = worst_packs(self._config, context_layout_of(attention))
+        per_pack = [[passes.run(chunk, wrapped, pack) for chunk, wrapped in chunks] for pack in packs]
+        stage, stages = parallel_state.get_pipeline_model_parallel_rank(), self._config.trainer.parallel.pipeline
+        peaks = [window_peak(stage, stages, [chunk.memory for chunk in found]) for found in per_pack]
         worst = max(range(len(packs)), key=lambda index: peaks[index].nbytes)
         largest, pack = per_pack[worst], packs[worst]
         update, update_bytes = self._update()
@@ -100,29 +101,19 @@ class _Rank:
             update=update.work(_axes(_replicas()), "world", ()),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
-            layers=f"local layers, {self._attention} attention",
+            layers=f"local layers, {attention} attention",
         )
 
     def holdings(self) -> Holdings:
         self._update()
-        return holdings_of(self._chunks, self._wrapped, self._optimizer.megatron)
-
-    def _passes(self, passes: Passes, pack: Any) -> list[ChunkPasses]:
-        return [passes.run(chunk, wrapped, pack) for chunk, wrapped in zip(self._chunks, self._wrapped, strict=True)]
-
-    def _peak(self, passes: Sequence[ChunkPasses]) -> WindowPeak:
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        return window_peak(stage, self._config.trainer.parallel.pipeline, [chunk.memory for chunk in passes])
+        return holdings_of(self._chunks, self._wrapped, self._optimizer)
 
     def _memory(
         self, passes: Sequence[ChunkPasses], peak: WindowPeak, standing: int, update_bytes: int
     ) -> TrainerMemory:
-        held = holdings_of(self._chunks, self._wrapped, self._optimizer.megatron)
+        held = holdings_of(self._chunks, self._wrapped, self._optimizer)
         return TrainerMemory(
-            parameters=held.parameters,
-            parameter_bytes=held.parameter_bytes,
-            gradient_bytes=held.gradient_bytes,
-            optimizer_bytes=held.optimizer_bytes,
+            **asdict(held),
             activation_bytes=peak.nbytes - peak.head,
             head_bytes=peak.head,
             saved_bytes=sum(chunk.memory.saved for chunk in passes),
@@ -130,7 +121,6 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for chunk in passes),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_optimizer_bytes=held.host_optimizer_bytes,
             host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
@@ -148,9 +138,9 @@ class _Rank:
                 for chunk in self._wrapped:
                     chunk.start_param_sync(force_sync=True)
                 return trace.counted, 0
-            for part in self._optimizer.megatron.chained_optimizers:
-                if not part.is_stub_optimizer:
-                    _as_on_cuda(part.optimizer)
+            for part in self._optimizer.parts:
+                for group in part.optimizer.param_groups:
+                    group["foreach"] = True  # as on CUDA: all at once, with temporaries of all of them
             self._optimizer.megatron.prepare_grads()
             self._optimizer.megatron.step_with_ready_grads()
             self._communication.settle_weights()
@@ -169,12 +159,6 @@ class _Rank:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         forwards, backwards = chunks - int(last), chunks - int(first)
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
-
-
-def _as_on_cuda(optimizer: Any) -> None:
-    """There torch's AdamW updates all parameters at once, with temporaries of all of them."""
-    for group in optimizer.param_groups:
-        group["foreach"] = True
 
 
 def _total(chunks: Iterable[Counted]) -> Counted:

@@ -9,6 +9,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
+from backends.megatron.optimizer import Optimizer
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -26,7 +28,7 @@ _HOST_COPIES = 4
 
 
 def holdings_of(
-    chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Any
+    chunks: Sequence[torch.nn.Module], wrapped: Sequence[DistributedDataParallel], optimizer: Optimizer
 ) -> Holdings:
     """Count one rank's memory after the optimizer's first step."""
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -48,9 +50,9 @@ def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) ->
     return sum(nbytes for key, nbytes in found.items() if key not in known)
 
 
-def _optimizer_bytes(optimizer: Any, weights: Sequence[Tensor]) -> tuple[int, int]:
+def _optimizer_bytes(optimizer: Optimizer, weights: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes of main weights and of the optimizer's state (after its first step) on the device and in host memory."""
-    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [part.optimizer for part in optimizer.parts]
     on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
     held = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_state(part))]
     numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, every_layer, hf
+from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, hf
 from backends.megatron.conversion.transforms import GateUp, GroupedQkv, Replicated, Split, Transform, Vocabulary
 from slime_like.models.dimensions import ModelDimensions
 
@@ -11,16 +11,12 @@ LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
 
-Layers = Callable[[ModelDimensions], range]
-
-
-def layer_rule(megatron: str, transform: Transform, *sources: HfTensor, layers: Layers = every_layer) -> Rule:
+def layer_rule(megatron: str, transform: Transform, *sources: HfTensor) -> Rule:
     """A rule inside a transformer layer; both sides' names are given without the layer's prefix."""
-    named = tuple(HfTensor(HF_LAYER + source.name, source.sizes) for source in sources)
-    return Rule(LAYER + megatron, transform, named, layers=layers)
+    return Rule(LAYER + megatron, transform, tuple(HfTensor(HF_LAYER + name, sizes) for name, sizes in sources))
 
 
-def in_layers(rules: Sequence[Rule], layers: Layers) -> tuple[Rule, ...]:
+def in_layers(rules: Sequence[Rule], layers: Callable[[ModelDimensions], range]) -> tuple[Rule, ...]:
     """The same rules, for some layers only."""
     return tuple(replace(rule, layers=layers) for rule in rules)
 

@@ -16,11 +16,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.megatron.alone import alone_as
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.placement import Placement, place_parameters
+from backends.megatron.conversion.placement import Placement, named_weights, place_parameters
 from backends.megatron.model import build_meta_chunks
-from backends.megatron.weight_state import named_weights
+from backends.megatron.parallel import alone_as
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
@@ -91,11 +90,10 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
             main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
             objects += [value for value in main.values() if isinstance(value, ShardedObject)]
-            named = dict(named_weights(chunk))
             placements = {id(placed.parameter): placed for placed in place_parameters([chunk], dimensions)}
             parameters += [
                 ParameterPlan(placements[id(parameter)], main[name])
-                for name, parameter in named.items()
+                for name, parameter in named_weights(chunk)
                 if name in main
             ]
     return RankPlan(rank, tuple(parameters), tuple(objects))
