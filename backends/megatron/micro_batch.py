@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
-from backends.megatron.attention import Attention, PackedLayout, attention_of, context_layout_of
+from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.config import RunConfig
@@ -26,35 +24,19 @@ class ModelInput(MicroBatch):
     layout: PackedLayout
 
 
-@dataclass(frozen=True, slots=True)
 class BatchBuilder:
-    """Makes micro-batches for one rank.
+    """Makes micro-batches for this rank of the configured layout, whose groups exist."""
 
-    Attributes:
-        attention: what computes attention; it decides how packs are cut over those ranks.
-        sequence_group: ranks that share a context shard's tokens between them (the tensor-parallel group under
-            sequence parallelism), ``None`` where every rank has them all. Local token counts are multiples of its size.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    rotary: Rotary
-    context_group: dist.ProcessGroup
-    attention: Attention
-    sequence_group: dist.ProcessGroup | None
-
-    @classmethod
-    def configured(cls, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> Self:
-        """Create it for this rank of the configured layout, whose groups exist."""
-        layout = config.trainer.parallel
-        return cls(
-            device=device,
-            dtype=getattr(torch, config.model.dtype),
-            rotary=Rotary.of(dimensions, device),
-            context_group=parallel_state.get_context_parallel_group(),
-            attention=attention_of(config.trainer, dimensions, torch.cuda.is_available()),
-            sequence_group=parallel_state.get_tensor_model_parallel_group() if layout.sequence else None,
-        )
+    def __init__(self, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> None:
+        self._device = device
+        self._dtype = getattr(torch, config.model.dtype)
+        self._rotary = Rotary.of(dimensions, device)
+        self._context_group = parallel_state.get_context_parallel_group()
+        # It decides how packs are cut over those ranks.
+        self._attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
+        # Ranks that share a context shard's tokens between them; local token counts are multiples of their number.
+        sequence = config.trainer.parallel.sequence
+        self._sequence_group = parallel_state.get_tensor_model_parallel_group() if sequence else None
 
     def build(
         self, packs: Sequence[PackedTrajectory], same_length: bool = False, balance: BalanceLoss | None = None
@@ -64,26 +46,26 @@ class BatchBuilder:
         Args:
             same_length: pad all to the longest.
         """
-        given, packs = packs, [on_device(pack, self.device) for pack in packs]
-        multiple_of = 1 if self.sequence_group is None else self.sequence_group.size()
+        given, packs = packs, [on_device(pack, self._device) for pack in packs]
+        multiple_of = 1 if self._sequence_group is None else self._sequence_group.size()
         shards = [self._shard(pack, multiple_of) for pack in packs]
         if same_length:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
         return [
-            ModelInput(entry, pack, shard, self.context_group, self._layout(pack, shard, balance))
+            ModelInput(entry, pack, shard, self._context_group, self._layout(pack, shard, balance))
             for entry, pack, shard in zip(given, packs, shards, strict=True)
         ]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
-        size, rank = self.context_group.size(), self.context_group.rank()
-        layout = context_layout_of(self.attention)
+        size, rank = self._context_group.size(), self._context_group.rank()
+        layout = context_layout_of(self._attention)
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
-        table = rotary_table(self.rotary.inv_freq, shard.position_ids, torch.float32)
-        cos, sin = ((part * self.rotary.magnitude).to(self.dtype) for part in table)
-        boundaries, name = shard.cu_seqlens_padded, self.attention
+        table = rotary_table(self._rotary.inv_freq, shard.position_ids, torch.float32)
+        cos, sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
+        boundaries, name = shard.cu_seqlens_padded, self._attention
         return PackedLayout(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -94,16 +76,16 @@ class BatchBuilder:
             max_seqlen_kv=shard.max_seqlen_padded,
             cos=cos,
             sin=sin,
-            interleaved=self.rotary.interleaved,
+            interleaved=self._rotary.interleaved,
             # Transformer Engine's reads the fields that Megatron itself knows.
-            attention=None if name == "transformer_engine" else choose_attention(name, shard, self.context_group),
+            attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
             responses=ResponseRows.of(pack, shard),
             routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
 
     def _rows(self, shard: ContextShard) -> slice:
         """The part of the local token axis that this rank's layers work on outside attention."""
-        if self.sequence_group is None:
+        if self._sequence_group is None:
             return slice(None)
-        count = shard.tokens.numel() // self.sequence_group.size()
-        return slice(self.sequence_group.rank() * count, (self.sequence_group.rank() + 1) * count)
+        count = shard.tokens.numel() // self._sequence_group.size()
+        return slice(self._sequence_group.rank() * count, (self._sequence_group.rank() + 1) * count)

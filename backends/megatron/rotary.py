@@ -17,7 +17,7 @@ class Rotary:
 
     Attributes:
         inv_freq: (rotary_dim / 2,) float32 angles per position.
-        magnitude: what cosines and sines are multiplied by.
+        magnitude: factor of cosines and sines.
         interleaved: neighbouring elements are turned, not those half a head apart.
     """
 
@@ -26,50 +26,39 @@ class Rotary:
     interleaved: bool
 
     @classmethod
-    def of(cls, dimensions: ModelDimensions, device: torch.device) -> Self:
+    def of(cls, dimensions: ModelDimensions, device: torch.device | None = None) -> Self:
+        """Create a model's, scaled if it asks for that (https://arxiv.org/abs/2104.09864, section 3.4.2).
+
+        Computed in float32 as engines and Hugging Face do: at position 10^5 one unit in the last place is 0.01 rad.
+
+        Raises:
+            ConfigError: a scaling that is not computed here.
+        """
+        exponent = torch.arange(0, dimensions.rotary_dim, 2, dtype=torch.float32) / dimensions.rotary_dim
+        periods = dimensions.rope_theta**exponent
+        frequencies, magnitude = 1.0 / periods, 1.0
+        if (scaling := dimensions.rope_scaling) is not None:
+            kind = scaling.get("rope_type", scaling.get("type"))
+            if kind == "linear":
+                frequencies = frequencies / scaling["factor"]
+            elif kind == "llama3":
+                frequencies = _llama3(frequencies, scaling)
+            elif kind == "yarn":
+                frequencies, magnitude = _yarn(periods, dimensions, scaling), _yarn_magnitude(scaling)
+            else:
+                problem = f"config.json: rope scaling {kind!r} is not supported; use linear, llama3, yarn or none"
+                raise ConfigError([problem])
         interleaved = dimensions.latent is not None and dimensions.latent.interleaved
-        return cls(inverse_frequencies(dimensions).to(device), rotary_magnitude(dimensions), interleaved)
+        return cls(frequencies.to(device), magnitude, interleaved)
 
 
-def inverse_frequencies(dimensions: ModelDimensions) -> Tensor:
-    """(rotary_dim / 2,) float32 angles per position (https://arxiv.org/abs/2104.09864, section 3.4.2), scaled if asked.
-
-    Computed in float32 as engines and Hugging Face do: at position 10^5 one unit in the last place is 0.01 rad.
-
-    Raises:
-        ConfigError: a scaling that is not computed here.
-    """
-    exponent = torch.arange(0, dimensions.rotary_dim, 2, dtype=torch.float32) / dimensions.rotary_dim
-    periods = dimensions.rope_theta**exponent
-    frequencies = 1.0 / periods
-    scaling = dimensions.rope_scaling
-    if scaling is None:
-        return frequencies
-    kind = _kind(dimensions)
-    if kind == "linear":
-        return frequencies / scaling["factor"]
-    if kind == "llama3":
-        return _llama3(frequencies, scaling)
-    if kind == "yarn":
-        return _yarn(periods, dimensions, scaling)
-    raise ConfigError([f"config.json: rope scaling {kind!r} is not supported; use linear, llama3, yarn or none"])
-
-
-def rotary_magnitude(dimensions: ModelDimensions) -> float:
-    """Factor of cosines and sines: above 1 under YaRN (https://arxiv.org/abs/2309.00071, section 3.4)."""
-    scaling = dimensions.rope_scaling
-    if scaling is None or _kind(dimensions) != "yarn":
-        return 1.0
+def _yarn_magnitude(scaling: dict[str, Any]) -> float:
+    """Factor of cosines and sines (https://arxiv.org/abs/2309.00071, section 3.4)."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return _mscale(scaling["factor"], scaling["mscale"]) / _mscale(scaling["factor"], scaling["mscale_all_dim"])
     return _mscale(scaling["factor"], 1.0)
-
-
-def _kind(dimensions: ModelDimensions) -> Any:
-    scaling = dimensions.rope_scaling or {}
-    return scaling.get("rope_type", scaling.get("type"))
 
 
 def _mscale(factor: float, weight: float) -> float:

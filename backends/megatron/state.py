@@ -70,11 +70,10 @@ class MegatronState(TrainerState):
     def offload(self, keep_weights: bool) -> None:
         if not torch.cuda.is_available():
             return
-        for chunk in self.wrapped:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
-            if not keep_weights:
-                _move_unbuffered(chunk, torch.device("cpu"))
+        for buffer in self._gradient_buffers():
+            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
+        if not keep_weights:
+            self._move_unbuffered(torch.device("cpu"))
         for part in self._optimizers_on_device():
             part.offload_to_cpu()
         torch.cuda.empty_cache()
@@ -82,21 +81,22 @@ class MegatronState(TrainerState):
     def onload(self) -> None:
         if not torch.cuda.is_available():
             return
-        for chunk in self.wrapped:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.reload_from_cpu(move_params=True, move_grads=True)
-            _move_unbuffered(chunk, torch.device("cuda", torch.cuda.current_device()))
+        for buffer in self._gradient_buffers():
+            buffer.reload_from_cpu(move_params=True, move_grads=True)
+        self._move_unbuffered(torch.device("cuda", torch.cuda.current_device()))
         for part in self._optimizers_on_device():
             part.restore_from_cpu()
+
+    def _gradient_buffers(self) -> list[Any]:
+        return [buffer for chunk in self.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def _move_unbuffered(self, device: torch.device) -> None:
+        """Only the distributed optimizer keeps weights in DDP's buffers; others are moved one by one."""
+        for chunk in self.wrapped:
+            if not chunk.ddp_config.use_distributed_optimizer:
+                for parameter in chunk.module.parameters():
+                    parameter.data = parameter.data.to(device)
 
     def _optimizers_on_device(self) -> list[Any]:
         """Megatron's optimizers whose state is on the device. With ``trainer.optimizer.offload`` it never is."""
         return [part for part in self.optimizer.parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
-
-
-def _move_unbuffered(chunk: DistributedDataParallel, device: torch.device) -> None:
-    """Only the distributed optimizer keeps weights in DDP's buffers; others are moved one by one."""
-    if chunk.ddp_config.use_distributed_optimizer:
-        return
-    for parameter in chunk.module.parameters():
-        parameter.data = parameter.data.to(device)

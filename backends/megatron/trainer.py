@@ -18,7 +18,7 @@ from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
-from backends.megatron.rotary import inverse_frequencies
+from backends.megatron.rotary import Rotary
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
 from slime_like.checks.families import family_problems
@@ -62,7 +62,7 @@ class MegatronTrainer(TrainerBase):
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             if foreign := [*family_problems(config, dimensions)]:
                 return problems + foreign
-            inverse_frequencies(dimensions)
+            Rotary.of(dimensions)
         except ConfigError as error:
             return [*problems, *map(str, error.problems)]
         problems += latent_problems(config.trainer, dimensions)
@@ -104,7 +104,7 @@ class MegatronTrainer(TrainerBase):
         self._schedule = Schedule(self.chunks, self._batch_builder(), self.config.trainer.parallel)
 
     def _batch_builder(self) -> BatchBuilder:
-        return BatchBuilder.configured(self.config, self.dimensions, self.device)
+        return BatchBuilder(self.config, self.dimensions, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from backends.megatron.rotary import Rotary, apply_rotary, inverse_frequencies, rotary_table
+from backends.megatron.rotary import Rotary, apply_rotary, rotary_table
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 
@@ -61,7 +61,7 @@ def test_rotation_is_hugging_faces(rope: dict[str, Any], tmp_path: Path) -> None
     q, k = torch.randn(50, 2, 32, generator=generator), torch.randn(50, 1, 32, generator=generator)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    rotary = Rotary.of(dimensions, torch.device("cpu"))
+    rotary = Rotary.of(dimensions)
     table = [part * rotary.magnitude for part in rotary_table(rotary.inv_freq, positions, torch.float32)]
     for ours, theirs in zip((q, k), expected, strict=True):
         torch.testing.assert_close(apply_rotary(ours, *table), theirs[0].transpose(0, 1), rtol=0, atol=2e-6)
@@ -87,4 +87,4 @@ def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
     dimensions, _ = _dimensions(tmp_path, {"rope_type": "default"})
     dimensions = replace(dimensions, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     with pytest.raises(ConfigError, match="'dynamic' is not supported; use linear, llama3, yarn or none"):
-        inverse_frequencies(dimensions)
+        Rotary.of(dimensions)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,20 +86,22 @@ def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> 
 
 def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors that ``exported`` place, gathered and merged."""
-    role = _Role.of_this_rank()
-    if not (role.dense or role.expert):
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
+    if not (first or first_of_experts):
         return
+    sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
     batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
     device = exported[0].parameter.device
     group = parallel_state.get_tensor_model_parallel_group()
-    dense = _open(role.dense, group, map(_dense, batches), device)
+    dense = _open(first, group, map(_dense, batches), device)
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    expert = _open(role.expert, group, map(_expert, batches), device)
+    expert = _open(first_of_experts, group, map(_expert, batches), device)
     arena = _Arena(device)
     for batch in batches:
         arena.clear()
         shards = _gathered(_dense(batch), dense) | _gathered(_expert(batch), expert)
-        parts = (part for item in batch for part in _tensors(item, shards, role, arena))
+        parts = (part for item in batch for part in _tensors(item, shards, sends, arena))
         yield from _buckets(parts, bucket_bytes)
 
 
@@ -171,32 +173,14 @@ def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int)
     yield WeightBucket(bucket)
 
 
-@dataclass(frozen=True, slots=True)
-class _Role:
-    """What this rank does in an export: send, or hand its shards of dense or of expert tensors to the sender."""
-
-    sender: bool
-    dense: bool
-    expert: bool
-
-    @classmethod
-    def of_this_rank(cls) -> Self:
-        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        return cls(
-            sender=first and parallel_state.get_tensor_model_parallel_rank() == 0,
-            dense=first,
-            expert=parallel_state.get_expert_data_parallel_rank() == 0,
-        )
-
-
 def _tensors(
-    placement: Placement, shards: dict[str, list[Tensor]], role: _Role, arena: _Arena
+    placement: Placement, shards: dict[str, list[Tensor]], sends: bool, arena: _Arena
 ) -> Iterator[tuple[str, Tensor | None, int]]:
     """Name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
     experts = _expert_numbers(placement)
     names = [name for expert in experts for name in placement.source_names(expert)]
     sizes = [math.prod(shape) * placement.parameter.element_size() for shape in placement.shapes * len(experts)]
-    if not role.sender:
+    if not sends:
         yield from zip(names, [None] * len(names), sizes, strict=True)
         return
     gathered = shards.get(placement.name, [placement.parameter.data])

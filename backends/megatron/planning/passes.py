@@ -58,7 +58,7 @@ class Passes:
         self._sequence_size = layout.tensor if layout.sequence else 1
         self._interleaved = layout.virtual_pipeline > 1
         # Boundaries and rows stay real: their values decide which shapes there are.
-        self._builder = BatchBuilder.configured(config, dimensions, torch.device("cpu"))
+        self._builder = BatchBuilder(config, dimensions, torch.device("cpu"))
         self.standing = 0
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:

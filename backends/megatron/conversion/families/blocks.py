@@ -32,53 +32,35 @@ NORMS = (
     layer_rule("pre_mlp_layernorm.weight", Replicated(), hf("post_attention_layernorm.weight", "hidden")),
 )
 
+
+def _qkv(kind: str, *width: str) -> Rule:
+    rows = {"q": "query", "k": "key_value", "v": "key_value"}
+    sources = (hf(f"self_attn.{letter}_proj.{kind}", size, *width) for letter, size in rows.items())
+    return layer_rule(f"self_attention.linear_qkv.{kind}", GroupedQkv(), *sources)
+
+
+def gated_mlp(megatron: str, hugging_face: str, width: str) -> tuple[Rule, Rule]:
+    """Gate, up and down projections of one MLP or expert; names end in a point."""
+    gate, up = (hf(f"{hugging_face}{part}_proj.weight", width, "hidden") for part in ("gate", "up"))
+    down = hf(f"{hugging_face}down_proj.weight", "hidden", width)
+    return (
+        layer_rule(f"{megatron}linear_fc1.weight", GateUp(), gate, up),
+        layer_rule(f"{megatron}linear_fc2.weight", Split(axis=1), down),
+    )
+
+
 ATTENTION = (
-    layer_rule(
-        "self_attention.linear_qkv.weight",
-        GroupedQkv(),
-        hf("self_attn.q_proj.weight", "query", "hidden"),
-        hf("self_attn.k_proj.weight", "key_value", "hidden"),
-        hf("self_attn.v_proj.weight", "key_value", "hidden"),
-    ),
+    _qkv("weight", "hidden"),
     layer_rule("self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "query")),
 )
-
-QKV_BIAS = (
-    layer_rule(
-        "self_attention.linear_qkv.bias",
-        GroupedQkv(),
-        hf("self_attn.q_proj.bias", "query"),
-        hf("self_attn.k_proj.bias", "key_value"),
-        hf("self_attn.v_proj.bias", "key_value"),
-    ),
-)
-
+QKV_BIAS = (_qkv("bias"),)
 QK_NORM = (
     layer_rule("self_attention.q_layernorm.weight", Replicated(), hf("self_attn.q_norm.weight", "head")),
     layer_rule("self_attention.k_layernorm.weight", Replicated(), hf("self_attn.k_norm.weight", "head")),
 )
 
-MLP = (
-    layer_rule(
-        "mlp.linear_fc1.weight",
-        GateUp(),
-        hf("mlp.gate_proj.weight", "ffn", "hidden"),
-        hf("mlp.up_proj.weight", "ffn", "hidden"),
-    ),
-    layer_rule("mlp.linear_fc2.weight", Split(axis=1), hf("mlp.down_proj.weight", "hidden", "ffn")),
-)
-
+MLP = gated_mlp("mlp.", "mlp.", "ffn")
 EXPERTS = (
     layer_rule("mlp.router.weight", Replicated(), hf("mlp.gate.weight", "experts", "hidden")),
-    layer_rule(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        GateUp(),
-        hf("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden"),
-        hf("mlp.experts.{expert}.up_proj.weight", "expert_ffn", "hidden"),
-    ),
-    layer_rule(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        Split(axis=1),
-        hf("mlp.experts.{expert}.down_proj.weight", "hidden", "expert_ffn"),
-    ),
+    *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}.", "expert_ffn"),
 )

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and models of its shape: latent attention, shared experts, leading dense layers, biased routers."""
 
-from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, in_layers, layer_rule
+from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, gated_mlp, in_layers, layer_rule
 from backends.megatron.conversion.rules import Family, hf
-from backends.megatron.conversion.transforms import GateUp, Replicated, Split
+from backends.megatron.conversion.transforms import Replicated, Split
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -49,17 +49,7 @@ _KEY_VALUE = (
 
 _SHARED_EXPERTS = (
     layer_rule("mlp.router.expert_bias", Replicated(), hf("mlp.gate.e_score_correction_bias", "experts")),
-    layer_rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        GateUp(),
-        hf("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden"),
-        hf("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden"),
-    ),
-    layer_rule(
-        "mlp.shared_experts.linear_fc2.weight",
-        Split(axis=1),
-        hf("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn"),
-    ),
+    *gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn"),
 )
 
 DEEPSEEK_V3 = Family(

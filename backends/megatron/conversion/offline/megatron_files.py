@@ -1,11 +1,10 @@
 """Megatron's distributed checkpoint format (torch_dist) on disk: written and read entry by entry."""
 
 import io
-import math
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, damaged
@@ -51,32 +51,30 @@ def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
     return stream.piece(entry.unique_key)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """Entries of one data file, in the order of ``pieces``."""
+def write_index(
+    directory: Path, files: Iterable[tuple[str, Sequence[ShardedTensor | ShardedObject], Sequence[Piece]]]
+) -> None:
+    """Write what makes files a checkpoint: torch's metadata, Megatron's, and checksums of it all.
 
-    name: str
-    entries: Sequence[ShardedTensor | ShardedObject]
-    pieces: Sequence[Piece]
-
-
-def write_index(directory: Path, files: Sequence[WrittenFile]) -> None:
-    """Write what makes the files a checkpoint: torch's metadata, Megatron's, and checksums of it all.
+    Args:
+        files: name of every data file, its entries, and the piece that each is.
 
     Raises:
         OSError: the disk refused.
     """
     metadata: dict[str, Any] = {}
     results: list[WriteResult] = []
-    for file in files:
-        for entry, piece in zip(file.entries, file.pieces, strict=True):
+    written: dict[str, Sequence[Piece]] = {}
+    for name, entries, pieces in files:
+        written[name] = pieces
+        for entry, piece in zip(entries, pieces, strict=True):
+            info = _StorageInfo(name, piece.offset, piece.length)
             index = _described(metadata, entry)
-            info = _StorageInfo(file.name, piece.offset, piece.length)
             results.append(WriteResult(index=index, size_in_bytes=piece.length, storage_data=info))
     FileSystemWriter(directory).finish(Metadata(metadata), [results])
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     torch.save({"format": FORMAT}, directory / "common.pt")
-    Checksums.of_directory(directory, {file.name: file.pieces for file in files}, PLAIN_FILES).write()
+    Checksums.of_directory(directory, written, PLAIN_FILES).write()
 
 
 def _described(metadata: dict[str, Any], entry: ShardedTensor | ShardedObject) -> MetadataIndex:
@@ -98,13 +96,6 @@ def _chunk_shape(entry: ShardedTensor) -> Shape:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    offsets: Shape
-    sizes: Shape
-    info: _StorageInfo
-
-
 class MegatronCheckpoint:
     """The model's tensors of a checkpoint, written under any layout by a run or by a conversion.
 
@@ -131,9 +122,14 @@ class MegatronCheckpoint:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-        expected = {entry.key: entry for plan in plans for entry in plan.entries(plan.meta(torch.float32))}
+        expected = {entry.key: entry for plan in plans for entry in plan.entries()}
         self._require(expected)
-        self._stored = self._index(metadata, expected)
+        self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+        # By tensor and by layer and expert, which have axes of their own.
+        self._chunks: dict[tuple[str, Shape], list[ChunkStorageMetadata]] = {}
+        for key, entry in expected.items():
+            for chunk in self._tensors[key].chunks:
+                self._chunks.setdefault((key, tuple(chunk.offsets[: entry.prepend_axis_num])), []).append(chunk)
 
     def _require(self, expected: Mapping[str, ShardedTensor]) -> None:
         present = {key for key in self._tensors if not key.startswith("optimizer.")}
@@ -162,19 +158,6 @@ class MegatronCheckpoint:
                 wrong.append(f"{entry.key} is {list(found)}, not {list(wanted)}")
         return wrong
 
-    def _index(
-        self, metadata: Metadata, expected: Mapping[str, ShardedTensor]
-    ) -> dict[tuple[str, Shape], list[_Stored]]:
-        """Chunks by tensor and by layer and expert, which have axes of their own."""
-        index: dict[tuple[str, Shape], list[_Stored]] = {}
-        storage = {(place.fqn, place.offset): info for place, info in (metadata.storage_data or {}).items()}
-        for key, entry in expected.items():
-            for chunk in self._tensors[key].chunks:
-                offsets = tuple(chunk.offsets)
-                stored = _Stored(offsets, tuple(chunk.sizes), storage[key, chunk.offsets])
-                index.setdefault((key, offsets[: entry.prepend_axis_num]), []).append(stored)
-        return index
-
     def dtype(self, plan: ParameterPlan) -> torch.dtype:
         """The type that the parameter is stored in."""
         dtype: torch.dtype = self._tensors[plan.key].properties.dtype
@@ -186,42 +169,39 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: its bytes are damaged or not all there.
         """
-        values = plan.empty(self.dtype(plan))
+        values = replace(plan, dtype=self.dtype(plan)).empty()
         for entry in plan.entries(values):
             self._read_into(entry)
         return values
 
     def _read_into(self, entry: ShardedTensor) -> None:
-        prepended = entry.prepend_axis_num
+        prepended, described = entry.prepend_axis_num, self._tensors[entry.key]
         target = entry.data.view(_chunk_shape(entry))
-        rows = self._tensors[entry.key].size[prepended]
-        wanted = target.numel() // max(1, target.shape[prepended]) * min(rows, target.shape[prepended])
+        rows = target.shape[prepended]
+        wanted = target.numel() // max(1, rows) * min(described.size[prepended], rows)
         copied = 0
-        for stored in self._stored.get((entry.key, tuple(entry.global_offset[:prepended])), ()):
-            overlap = _overlap(entry.global_offset, tuple(target.shape), stored.offsets, stored.sizes)
-            if overlap is None:
-                continue
-            into, out_of = target, self._load(entry.key, stored)
-            for axis, (ours, theirs, length) in enumerate(overlap):
-                into, out_of = into.narrow(axis, ours, length), out_of.narrow(axis, theirs, length)
-            into.copy_(out_of)
-            copied += math.prod(length for _, _, length in overlap)
+        ours = ChunkStorageMetadata(torch.Size(entry.global_offset), target.shape)
+        near = self._chunks.get((entry.key, tuple(entry.global_offset[:prepended])), [])
+        for item in create_read_items_for_chunk_list(entry.key, replace(described, chunks=near), [ours]):
+            part = _within(self._load(item.storage_index), item.storage_offsets, item.lengths)
+            _within(target, item.dest_offsets, item.lengths).copy_(part)
+            copied += part.numel()
         if copied != wanted:
             raise damaged(self.directory, f"{entry.key}: {copied} of {wanted} elements are stored")
 
-    def _load(self, key: str, stored: _Stored) -> Tensor:
-        info = stored.info
+    def _load(self, index: MetadataIndex) -> Tensor:
+        info = self._storage[index]
         with (self.directory / info.relative_path).open("rb", buffering=0) as file:
             content = _read_all(file.fileno(), info.offset, info.length)
         self._checksums.verify_bytes(content, info.relative_path, info.offset)
         tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        dtype = self._tensors[key].properties.dtype
-        if tuple(tensor.shape) != stored.sizes or tensor.dtype != dtype:
-            found, wanted = (
-                f"{kind} {list(sizes)}" for kind, sizes in ((tensor.dtype, tensor.shape), (dtype, stored.sizes))
-            )
-            raise damaged(self.directory, f"{key}: a piece is {found}, not {wanted}")
+        if tensor.dtype != (dtype := self._tensors[index.fqn].properties.dtype):
+            raise damaged(self.directory, f"{index.fqn}: a piece is {tensor.dtype}, not {dtype}")
         return tensor
+
+
+def _within(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
 
 
 def _read_all(descriptor: int, offset: int, length: int) -> bytes:
@@ -234,16 +214,3 @@ def _read_all(descriptor: int, offset: int, length: int) -> bytes:
         blocks.append(block)
         offset, length = offset + len(block), length - len(block)
     return blocks[0] if len(blocks) == 1 else b"".join(blocks)
-
-
-def _overlap(
-    ours: Sequence[int], our_sizes: Shape, theirs: Shape, their_sizes: Shape
-) -> list[tuple[int, int, int]] | None:
-    """Start in ours, start in theirs and length of the common part, axis by axis; ``None`` if there is none."""
-    parts = []
-    for a, a_size, b, b_size in zip(ours, our_sizes, theirs, their_sizes, strict=True):
-        start, stop = max(a, b), min(a + a_size, b + b_size)
-        if start >= stop:
-            return None
-        parts.append((start - a, start - b, stop - start))
-    return parts

@@ -31,11 +31,13 @@ class ParameterPlan:
 
     Attributes:
         placement: the Hugging Face tensors it is made of. Its parameter has a shape only.
-        sharded: Megatron's word on the entries that it becomes.
+        sharded: Megatron's description of the entries that it becomes.
+        dtype: the type that it is stored in.
     """
 
     placement: Placement
     sharded: ShardedTensor | ShardedTensorFactory
+    dtype: torch.dtype = torch.float32
 
     @property
     def key(self) -> str:
@@ -43,16 +45,19 @@ class ParameterPlan:
         key: str = self.sharded.key
         return key
 
-    def meta(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.placement.parameter.shape, dtype=dtype, device="meta")
+    @property
+    def nbytes(self) -> int:
+        return self.placement.parameter.numel() * self.dtype.itemsize
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
+    def empty(self) -> Tensor:
         """Memory for the parameter; only vocabulary padding is set, to zero."""
         pads = self.placement.rule.transform.pads
-        return (torch.zeros if pads else torch.empty)(self.placement.parameter.shape, dtype=dtype)
+        return (torch.zeros if pads else torch.empty)(self.placement.parameter.shape, dtype=self.dtype)
 
-    def entries(self, values: Tensor) -> list[ShardedTensor]:
-        """The checkpoint's entries; the data of each is a view of ``values``."""
+    def entries(self, values: Tensor | None = None) -> list[ShardedTensor]:
+        """The checkpoint's entries; the data of each is a view of ``values``, and has a shape only without them."""
+        if values is None:
+            values = torch.empty(self.placement.parameter.shape, dtype=self.dtype, device="meta")
         if isinstance(self.sharded, ShardedTensorFactory):
             built = replace(self.sharded, data=values).build()
             return [entry for entry in nested_values(built) if isinstance(entry, ShardedTensor)]
@@ -111,7 +116,7 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
         for piece in parameter.placement.pieces():
             ranges[names[piece.source]].append((piece.start, piece.length))
             cut_axis[names[piece.source]] = piece.axis
-        for entry in parameter.entries(parameter.meta(torch.float32)):
+        for entry in parameter.entries():
             stored.setdefault(entry.key, []).append((entry.global_offset, entry.data.numel()))
             sizes[entry.key] = entry.global_shape
     wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]

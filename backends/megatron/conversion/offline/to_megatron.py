@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face directory to a Megatron checkpoint, one parameter at a time."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from backends.common.checkpoint.integrity import ChecksumStream, Piece
-from backends.common.checkpoint.partial_output import FinishedFile, partial_output
+from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     DTYPES,
     Conversion,
@@ -23,7 +23,7 @@ from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.load import open_checked
-from backends.megatron.conversion.offline.megatron_files import WrittenFile, write_entry, write_index, write_object
+from backends.megatron.conversion.offline.megatron_files import write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
@@ -34,35 +34,20 @@ from slime_like.system.threads import Tracker
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
-    """A parameter and the type that it is stored in."""
-
-    plan: ParameterPlan
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.placement.parameter.numel() * self.dtype.itemsize
-
-    def entries(self) -> list[ShardedTensor]:
-        return self.plan.entries(self.plan.meta(self.dtype))
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """One data file: the parameters that stand in it, and Megatron's objects."""
 
     name: str
-    parameters: Sequence[_Cast]
+    parameters: Sequence[ParameterPlan]
     objects: Sequence[ShardedObject]
 
     @property
     def nbytes(self) -> int:
-        return sum(cast.nbytes for cast in self.parameters)
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def tensors(self) -> list[str]:
-        return [cast.plan.placement.name for cast in self.parameters]
+        return [parameter.placement.name for parameter in self.parameters]
 
     def entries(self) -> list[ShardedTensor | ShardedObject]:
         return [*(entry for parameter in self.parameters for entry in parameter.entries()), *self.objects]
@@ -73,7 +58,7 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
     source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
     plans = plan_ranks(config, dimensions)
     with open_checked(source, dimensions, compares_copies=True) as checkpoint:
-        jobs = _jobs(plans, _cast_all(plans, checkpoint, options), options.max_file_bytes)
+        jobs = _jobs(_cast(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
             "source": str(source.resolve()),
@@ -86,26 +71,24 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
             return _convert(config, _ToMegatron(source, partial, options, checkpoint), jobs, report)
 
 
-def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[list[_Cast]]:
-    """The type of every rank's parameters: the wanted one, or that of the tensors they are made of, if they keep it.
+def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[RankPlan]:
+    """Plans with each parameter's type: the wanted one, or that of the tensors it is made of, if they keep it.
 
     Raises:
         CheckpointError: tensors of different types become one tensor (Megatron keeps a kind's layers together).
     """
     wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
     together: dict[str, dict[str, list[str]]] = {}
-    casts: list[list[_Cast]] = []
-    for plan in plans:
-        casts.append([])
-        for parameter in plan.parameters:
-            names = parameter.placement.source_names()
-            stored = DTYPES[checkpoint.dtype(names[0])]
-            if wanted is not None:
-                casts[-1].append(_Cast(parameter, stored if keeps_type(names[0]) else wanted))
-                continue
-            for name in names:
-                together.setdefault(parameter.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
-            casts[-1].append(_Cast(parameter, stored))
+
+    def cast(parameter: ParameterPlan) -> ParameterPlan:
+        names = parameter.placement.source_names()
+        if wanted is not None and not keeps_type(names[0]):
+            return replace(parameter, dtype=wanted)
+        for name in names if wanted is None else ():
+            together.setdefault(parameter.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
+        return replace(parameter, dtype=DTYPES[checkpoint.dtype(names[0])])
+
+    casts = [replace(plan, parameters=tuple(map(cast, plan.parameters))) for plan in plans]
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(
@@ -117,10 +100,10 @@ def _cast_all(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conv
     return casts
 
 
-def _jobs(plans: Sequence[RankPlan], casts: Sequence[list[_Cast]], max_bytes: int) -> list[_Job]:
+def _jobs(plans: Sequence[RankPlan], max_bytes: int) -> list[_Job]:
     jobs = []
-    for plan, group in zip(plans, casts, strict=True):
-        files = in_files(group, lambda cast: cast.nbytes, max_bytes)
+    for plan in plans:
+        files = in_files(plan.parameters, lambda parameter: parameter.nbytes, max_bytes)
         if plan.objects and not files:
             files = [[]]
         for number, parameters in enumerate(files):
@@ -134,17 +117,16 @@ class _ToMegatron(Conversion[_Job]):
     checkpoint: HfCheckpoint
 
     def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
-        for cast in job.parameters:
-            for entry in cast.plan.entries(self._values(cast, faults)):
+        for parameter in job.parameters:
+            for entry in parameter.entries(self._values(parameter, faults)):
                 yield write_entry(stream, entry)
-            tracker.advance(cast.nbytes)
+            tracker.advance(parameter.nbytes)
         for entry in job.objects:
             yield write_object(stream, entry)
 
-    def _values(self, cast: _Cast, faults: FileFaults) -> Tensor:
-        values = cast.plan.empty(cast.dtype)
-        names = cast.plan.placement.source_names()
-        for piece in cast.plan.placement.pieces():
+    def _values(self, parameter: ParameterPlan, faults: FileFaults) -> Tensor:
+        values, names = parameter.empty(), parameter.placement.source_names()
+        for piece in parameter.placement.pieces():
             part = self.checkpoint.read_unchecked(names[piece.source], piece.axis, piece.start, piece.length)
             view = piece.view(values)
             view.copy_(part.view(view.shape))
@@ -153,21 +135,15 @@ class _ToMegatron(Conversion[_Job]):
 
 
 def _convert(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
-    partial = work.partial
+    partial, parameters = work.partial, [parameter for job in jobs for parameter in job.parameters]
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
     files, reused = work.write_files(jobs, report)
-    _finish(config, work, jobs, files)
-    tensors = {name for job in jobs for cast in job.parameters for name in cast.plan.placement.source_names()}
-    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
-
-
-def _finish(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], files: dict[str, FinishedFile]) -> None:
-    partial = work.partial
-    dtype = common_dtype([(cast.dtype, cast.nbytes) for job in jobs for cast in job.parameters])
+    dtype = common_dtype([(parameter.dtype, parameter.nbytes) for parameter in parameters])
     with refused_by_disk(partial.path):
-        index = [WrittenFile(Path(job.name).name, job.entries(), files[job.name].pieces) for job in jobs]
-        write_index(partial.path / WEIGHTS, index)
+        write_index(
+            partial.path / WEIGHTS, [(Path(job.name).name, job.entries(), files[job.name].pieces) for job in jobs]
+        )
         (partial.path / MODEL).mkdir(exist_ok=True)
         copy_companions(work.source, partial.path / MODEL, dtype)
         facts = {
@@ -177,3 +153,5 @@ def _finish(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], files: d
         }
         write_description(partial.path, facts)
         partial.commit()
+    tensors = {name for parameter in parameters for name in parameter.placement.source_names()}
+    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
