@@ -36,3 +36,26 @@ def dense_attention(
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """By norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def dense_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    lengths: list[int],
+    scale: float,
+    k_lengths: list[int] | None = None,
+    causal: bool = True,
+) -> list[Tensor]:
+    """In float64: output, log-sum-exp, and the gradients of q, k and v under ``grad``."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*leaves, lengths, k_lengths or lengths, causal, scale)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, grad.double()))]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    """Tensor by tensor, relative by norm."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert relative_error(ours, theirs) < bound

@@ -1,8 +1,13 @@
-"""What one rank does in the parity tests: score, take gradients of one step, then three optimizer steps."""
+"""What one rank does: a trainer that runs, what it holds, and the scores, gradients and steps of the parity tests."""
 
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from backends.megatron.trainer import MegatronTrainer
@@ -31,32 +36,85 @@ class RankResult:
     held: Held | None = None
 
 
+@contextmanager
+def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -> Iterator[MegatronTrainer]:
+    """A trainer that is set up (to train, or only to score), and shut down after the block."""
+    trainer = MegatronTrainer(config, placement)
+    (trainer.setup_for_scoring if scores else trainer.setup)()
+    yield trainer
+    trainer.shutdown()
+
+
+def take_step(
+    trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float, last: bool = False
+) -> GRPOStats | None:
+    """One update from one window, which may be announced as the last."""
+    trainer.begin_step()
+    trainer.accumulate(packs, last=last)
+    return trainer.finish_step(denominator)
+
+
+def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
+    """A copy of this rank's parameters."""
+    return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+
+
+def gradients_in(trainer: MegatronTrainer) -> list[Tensor]:
+    """A copy of what lies behind this rank's parameters."""
+    return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+
+
+def exported_from(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    """A copy of the weights under their Hugging Face names."""
+    return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same tensors in types, shapes and every bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    """The same names, and no element further apart than ``bound``."""
+    assert found.keys() == expected.keys()
+    gaps = {name: float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()}
+    worst = max(gaps, key=gaps.__getitem__)
+    assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
+
+
+def limit_file_size(nbytes: int) -> None:
+    """For the rest of this process: it stands for a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def train_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
 ) -> RankResult:
     """Everything the parity tests compare, from one rank."""
-    trainer = MegatronTrainer(config, placement)
-    coordinates = trainer.setup()
-    indices = list(range(coordinates.data, len(packs), coordinates.data_size))
-    mine = [packs[index] for index in indices]
-    window = -(-len(packs) // coordinates.data_size)
-    filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
-    scored = trainer.score(filled)
-    exported, gradients = _gradients(trainer, filled, denominator)
-    stats = [_step(trainer, filled, denominator) for _ in range(steps)]
-    trainer.settle_weights()
-    result = RankResult(
-        coordinates,
-        indices,
-        scored[: len(mine)] if scored is not None else None,
-        gradients,
-        stats,
-        local_shard(trainer, gradients=False),
-        exported,
-        held_by(trainer),
-    )
-    trainer.shutdown()
-    return result
+    with running(placement, config) as trainer:
+        coordinates = trainer.coordinates
+        indices = list(range(coordinates.data, len(packs), coordinates.data_size))
+        mine = [packs[index] for index in indices]
+        window = -(-len(packs) // coordinates.data_size)
+        filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
+        scored = trainer.score(filled)
+        exported, gradients = _gradients(trainer, filled, denominator)
+        stats = [_step(trainer, filled, denominator) for _ in range(steps)]
+        trainer.settle_weights()
+        return RankResult(
+            coordinates,
+            indices,
+            scored[: len(mine)] if scored is not None else None,
+            gradients,
+            stats,
+            local_shard(trainer, gradients=False),
+            exported,
+            held_by(trainer),
+        )
 
 
 def _gradients(
@@ -85,14 +143,11 @@ def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> Non
 
 def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[Tensor]:
     """Of one step of two equal micro-batches, as they lie on this rank, from its trainer."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    trainer.begin_step()
-    trainer.accumulate([pack, pack], last=True)
-    trainer.finalize_gradients(3.0)
-    found = [p.main_grad.clone() for chunk in trainer.chunks for p in chunk.parameters()]
-    trainer.shutdown()
-    return found
+    with running(placement, config) as trainer:
+        trainer.begin_step()
+        trainer.accumulate([pack, pack], last=True)
+        trainer.finalize_gradients(3.0)
+        return gradients_in(trainer)
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:

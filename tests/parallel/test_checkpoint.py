@@ -7,9 +7,7 @@ random numbers drawn after loading with those drawn after saving.
 
 import functools
 import json
-import resource
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +30,8 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.steps import assert_close, exported_from, limit_file_size, running, same_bits, take_step
+from tests.parallel.tiny import scored_sequences, tiny_config
 
 DENOMINATOR = 4.0
 
@@ -59,22 +58,20 @@ class RankRecord:
 
 
 def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
+    with running(placement, config) as trainer:
+        _two_seeded_steps(trainer, placement)
+        trainer.save(directory)
+        return _record(trainer)
+
+
+def _two_seeded_steps(trainer: MegatronTrainer, placement: RankPlacement) -> None:
     torch.manual_seed(100 + placement.rank)
     for _ in range(2):
-        _step(trainer)
-    trainer.save(directory)
-    return _record(trainer)
+        step_of_four(trainer)
 
 
 def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     """Nothing is written before two further steps have changed every weight and moment."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    torch.manual_seed(100 + placement.rank)
-    for _ in range(2):
-        _step(trainer)
     gate, write = threading.Event(), CheckpointWriter.write
 
     def late(writer: CheckpointWriter) -> None:
@@ -82,57 +79,42 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
         write(writer)
 
     CheckpointWriter.write = late  # type: ignore[method-assign]
-    save = trainer.start_save(directory)
-    drawn, at_checkpoint = torch.rand(4), _exported(trainer)
-    for _ in range(2):
-        _step(trainer)
-    assert not save.is_written()
-    assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
-    dist.barrier()
-    gate.set()
-    save.finish()
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
-    trainer.shutdown()
-    return record
+    with running(placement, config) as trainer:
+        _two_seeded_steps(trainer, placement)
+        save = trainer.start_save(directory)
+        record = _record(trainer)
+        assert not save.is_written()
+        assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
+        dist.barrier()
+        gate.set()
+        save.finish()
+        return record
 
 
 def _load_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     """The trainer has already trained elsewhere: nothing of that may survive."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    _step(trainer)
-    trainer.load(directory)
-    return _record(trainer)
+    with running(placement, config) as trainer:
+        step_of_four(trainer)
+        trainer.load(directory)
+        return _record(trainer)
 
 
 def _record(trainer: MegatronTrainer) -> RankRecord:
-    drawn = torch.rand(4)
-    at_checkpoint = _exported(trainer)
+    drawn, at_checkpoint = torch.rand(4), exported_from(trainer)
     for _ in range(2):
-        _step(trainer)
-    record = RankRecord(at_checkpoint, _exported(trainer), drawn)
-    trainer.shutdown()
-    return record
+        step_of_four(trainer)
+    return RankRecord(at_checkpoint, exported_from(trainer), drawn)
 
 
-def _exported(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    with trainer.runtime:
-        return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
-
-
-def _step(trainer: MegatronTrainer) -> None:
-    parallel = trainer.config.trainer.parallel
+def step_of_four(trainer: MegatronTrainer) -> None:
+    """Four sequences in two packs, which the replicas share."""
     sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
     packs = [pack_sequences(sequences[:2]), pack_sequences(sequences[2:])]
-    trainer.begin_step()
-    trainer.accumulate(_own_packs(packs, trainer, parallel.data))
-    trainer.finish_step(DENOMINATOR)
+    take_step(trainer, _own_packs(packs, trainer, trainer.config.trainer.parallel.data), DENOMINATOR)
 
 
 def _own_packs(packs: list[PackedTrajectory], trainer: MegatronTrainer, data_size: int) -> list[PackedTrajectory]:
-    from megatron.core import parallel_state
-
-    mine = packs[parallel_state.get_data_parallel_rank() :: data_size]
+    mine = packs[trainer.coordinates.data :: data_size]
     return mine or [zero_weight_pack(packs[0])]
 
 
@@ -140,9 +122,7 @@ def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any], dtype: str 
     settings = dict(layout)
     optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
     optimizer["distributed"] = settings.pop("distributed", False)
-    trainer = {"parallel": settings, "optimizer": optimizer, "step_timeout_s": 60.0}
-    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
-    return RunConfig(run_dir=run_dir, steps=20, model={"path": checkpoint, "dtype": dtype}, trainer=trainer, **more)
+    return tiny_config(checkpoint, run_dir, settings, dtype, trainer={"optimizer": optimizer}, steps=20, **more)
 
 
 def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
@@ -198,16 +178,18 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
     ],
 )
 def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: SavedBy, tmp_path: Path) -> None:
-    run = saved_by(layout, dtype)
-    saved = run.records
-    loaded = _run(_load_and_go_on, run.config, tmp_path / "second", run.checkpoint)
+    _continues(saved_by(layout, dtype), tmp_path)
+
+
+def _continues(saved: Saved, directory: Path) -> None:
+    """Bit for bit, in weights, moments and random numbers."""
+    loaded = _run(_load_and_go_on, saved.config, directory / "second", saved.checkpoint)
     for what in ("at_checkpoint", "later"):
-        _same(_merged(loaded, what), _merged(saved, what), 0.0)
-    assert not torch.equal(
-        _merged(saved, "later")["model.norm.weight"], _merged(saved, "at_checkpoint")["model.norm.weight"]
-    )
-    for before, after in zip(saved, loaded, strict=True):
-        assert torch.equal(before.drawn, after.drawn)
+        same_bits(_merged(loaded, what), _merged(saved.records, what))
+    before, after = (_merged(saved.records, what)["model.norm.weight"] for what in ("at_checkpoint", "later"))
+    assert not torch.equal(before, after)
+    for wrote, read in zip(saved.records, loaded, strict=True):
+        assert torch.equal(wrote.drawn, read.drawn)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +199,10 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: Sa
 def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dtype: str, tmp_path: Path) -> None:
     """Loaded, it gives the weights, moments and random numbers that were there when the save was started."""
     config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
-    saved = _run(_save_behind_and_go_on, config, tmp_path / "first", tmp_path / "checkpoint")
-    loaded = _run(_load_and_go_on, config, tmp_path / "second", tmp_path / "checkpoint")
-    for what in ("at_checkpoint", "later"):
-        _same(_merged(loaded, what), _merged(saved, what), 0.0)
-    for before, after in zip(saved, loaded, strict=True):
-        assert torch.equal(before.drawn, after.drawn)
+    checkpoint = tmp_path / "checkpoint"
+    _continues(
+        Saved(config, checkpoint, _run(_save_behind_and_go_on, config, tmp_path / "first", checkpoint)), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,28 +221,20 @@ def test_another_layout_continues_to_rounding(wrote: str, reads: str, saved_by: 
     saved = saved_by(wrote)
     second = _config(saved.config.model.path, tmp_path, LAYOUTS[reads])
     loaded = _run(_load_and_go_on, second, tmp_path / "second", saved.checkpoint)
-    _same(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"), 0.0)
+    same_bits(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"))
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    _same(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
-
-
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    assert found.keys() == expected.keys()
-    gaps = {name: float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()}
-    worst = max(gaps, key=gaps.__getitem__)
-    assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
+    assert_close(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
 
 
 def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]) -> list[str]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    messages = []
-    for directory in directories:
-        with pytest.raises(CheckpointError) as caught:
-            trainer.load(directory)
-        messages.append(str(caught.value))
-    trainer.shutdown()
-    return messages
+    with running(placement, config) as trainer:
+        return [_refused(lambda directory=directory: trainer.load(directory)) for directory in directories]
+
+
+def _refused(action: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
 
 
 def _cut(content: bytes) -> bytes:
@@ -279,27 +251,28 @@ def _flip(place: float) -> Callable[[bytes], bytes]:
     return flipped
 
 
-DAMAGE: list[tuple[str, Callable[[bytes], bytes | None]]] = [
-    *((file, _cut) for file in ("*.distcp", ".metadata", "common.pt", "checksums.json")),
-    *(
-        (file, _flip(place))
-        for file in ("*.distcp", ".metadata", "common.pt", "metadata.json", "checksums.json")
-        for place in (0.01, 0.5, 0.99)
-    ),
-    *((file, lambda content: b"") for file in ("*.distcp", ".metadata", "checksums.json")),
-    *((file, lambda content: content[:-1]) for file in ("*.distcp", "common.pt")),
-    *((file, lambda content: content + b"x") for file in ("*.distcp", "common.pt")),
-    ("common.pt", lambda content: b"\x93abc" * 50),
-    ("metadata.json", lambda content: b"{"),
-    ("*.distcp", lambda content: None),
-    (".metadata", lambda content: None),
-    ("common.pt", lambda content: None),
-    ("checksums.json", lambda content: None),
+EVERY_FILE = ("*.distcp", ".metadata", "common.pt", "metadata.json", "checksums.json")
+Damage = Callable[[bytes], bytes | None]
+DAMAGE: list[tuple[str, Damage]] = [
+    (file, damage)
+    for damage, files in {
+        _cut: ("*.distcp", ".metadata", "common.pt", "checksums.json"),
+        _flip(0.01): EVERY_FILE,
+        _flip(0.5): EVERY_FILE,
+        _flip(0.99): EVERY_FILE,
+        (lambda content: b""): ("*.distcp", ".metadata", "checksums.json"),
+        (lambda content: content[:-1]): ("*.distcp", "common.pt"),
+        (lambda content: content + b"x"): ("*.distcp", "common.pt"),
+        (lambda content: b"\x93abc" * 50): ("common.pt",),
+        (lambda content: b"{"): ("metadata.json",),
+        (lambda content: None): ("*.distcp", ".metadata", "common.pt", "checksums.json"),
+    }.items()
+    for file in files
 ]
 """File of a checkpoint, and what becomes of its content; None removes it."""
 
 
-def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Callable[[bytes], bytes | None]) -> str:
+def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Damage) -> str:
     """The damaged file's name."""
     shutil.copytree(whole, directory)
     file = max(directory.glob(pattern), key=lambda path: path.stat().st_size)
@@ -385,23 +358,17 @@ def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved
 
 def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path, behind: bool) -> str:
     """A limit on file size stands for the disk, on the second rank only."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    if placement.rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    if behind:
+    with running(placement, config) as trainer:
+        if placement.rank == 1:
+            limit_file_size(50_000)
+        if not behind:
+            return _refused(lambda: trainer.save(directory))
         save = trainer.start_save(directory)
         if placement.rank == 1:
-            with pytest.raises(CheckpointError, match=r"__1_0\.distcp: could not be written"):
-                _wait_for(save)
+            assert "__1_0.distcp: could not be written" in _refused(lambda: _wait_for(save))
         else:
             _wait_for(save)  # this part is sound
-    with pytest.raises(CheckpointError) as caught:
-        save.finish() if behind else trainer.save(directory)
-    resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
-    trainer.shutdown()
-    return str(caught.value)
+        return _refused(save.finish)
 
 
 def _wait_for(save: PendingSave) -> None:
@@ -424,14 +391,10 @@ def test_a_full_disk_is_reported_on_every_rank(behind: bool, tmp_path: Path) -> 
 
 
 def _save_without_room_for_plain_values(placement: RankPlacement, config: RunConfig, directory: Path) -> str:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
     directory.mkdir()
     (directory / "common.pt").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError) as caught:
-        trainer.save(directory)
-    trainer.shutdown()
-    return str(caught.value)
+    with running(placement, config) as trainer:
+        return _refused(lambda: trainer.save(directory))
 
 
 def test_a_full_disk_at_megatron_s_small_file_is_reported_alike(tmp_path: Path) -> None:
@@ -443,28 +406,23 @@ def test_a_full_disk_at_megatron_s_small_file_is_reported_alike(tmp_path: Path) 
 
 def _save_weights_and_refer(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
     """What the policy was becomes the reference, exactly, and stays so while the policy goes on."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    for _ in range(2):
-        _step(trainer)
-    exported, policy = _exported(trainer), _scored(trainer, "policy")
-    assert not torch.equal(_scored(trainer, "reference"), policy)
-    trainer.save_weights(directory)
-    trainer.load_weights(directory, "reference")
-    assert torch.equal(_scored(trainer, "reference"), policy) and torch.equal(_scored(trainer, "policy"), policy)
-    _step(trainer)
-    assert torch.equal(_scored(trainer, "reference"), policy) and not torch.equal(_scored(trainer, "policy"), policy)
-    trainer.shutdown()
-    return exported
+    with running(placement, config) as trainer:
+        _two_seeded_steps(trainer, placement)
+        exported, policy = exported_from(trainer), _scored(trainer, "policy")
+        assert not torch.equal(_scored(trainer, "reference"), policy)
+        trainer.save_weights(directory)
+        trainer.load_weights(directory, "reference")
+        assert torch.equal(_scored(trainer, "reference"), policy) and torch.equal(_scored(trainer, "policy"), policy)
+        step_of_four(trainer)
+        assert torch.equal(_scored(trainer, "reference"), policy)
+        assert not torch.equal(_scored(trainer, "policy"), policy)
+        return exported
 
 
 def _score_with(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup_for_scoring()
-    trainer.load_weights(directory, "policy")
-    exported = _exported(trainer)
-    trainer.shutdown()
-    return exported
+    with running(placement, config, scores=True) as trainer:
+        trainer.load_weights(directory, "policy")
+        return exported_from(trainer)
 
 
 def _scored(trainer: MegatronTrainer, weights: Any) -> Tensor:
@@ -482,4 +440,4 @@ def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_pat
     (read,) = run_ranks(
         _score_with, 1, tmp_path / "second", _config(model, tmp_path, {}, "bfloat16"), tmp_path / "weights"
     )
-    _same(read, {name: tensor for tensors in wrote for name, tensor in tensors.items()}, 0.0)
+    same_bits(read, {name: tensor for tensors in wrote for name, tensor in tensors.items()})

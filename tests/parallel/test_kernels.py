@@ -6,10 +6,33 @@ import pytest
 import torch
 
 from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
-from backends.common.attention.kernels import CpuFlash, CudaFlash, FlashAttention, Pairing, Saved, Segments, kernel_for
-from tests.parallel.dense import dense_attention, relative_error, segments_of
+from backends.common.attention.kernels import (
+    AttentionKernel,
+    CpuFlash,
+    CudaFlash,
+    FlashAttention,
+    Pairing,
+    Saved,
+    Segments,
+    kernel_for,
+)
+from tests.parallel.dense import assert_near, dense_results, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
+
+
+def _check(
+    kernel: AttentionKernel, width: int, q_lens: list[int], k_lens: list[int] | None = None,
+    causal: bool = True, groups: int = GROUPS, dtype: torch.dtype = torch.float32, bound: float = 2e-6,
+) -> None:  # fmt: skip
+    """Forward and backward of random tensors, whose values have ``width``."""
+    generator, k_lens = torch.Generator().manual_seed(0), k_lens or q_lens
+    q, grad = (torch.randn(sum(q_lens), HEADS, size, generator=generator).to(dtype) for size in (WIDTH, width))
+    k, v = (torch.randn(sum(k_lens), groups, size, generator=generator).to(dtype) for size in (WIDTH, width))
+    pairing = Pairing(segments_of(q_lens), segments_of(k_lens), causal, SCALE)
+    out, lse = kernel.forward(q, k, v, pairing)
+    found = [out, lse, *kernel.backward(grad, Saved(q, k, v, out, lse), pairing)]
+    assert_near(found, dense_results(q, k, v, grad, q_lens, SCALE, k_lens, causal), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
@@ -20,36 +43,12 @@ HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
 def test_cpu_kernel_is_softmax_attention(
     q_lens: list[int], k_lens: list[int], causal: bool, dtype: torch.dtype, bound: float
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(sum(q_lens), HEADS, WIDTH, generator=generator).to(dtype)
-    k, v = (torch.randn(sum(k_lens), GROUPS, WIDTH, generator=generator).to(dtype) for _ in range(2))
-    grad = torch.randn(q.shape, generator=generator).to(dtype)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, q_lens, k_lens, causal, SCALE)
-    out.backward(grad.double())
-    kernel, pairing = CpuFlash(), Pairing(segments_of(q_lens), segments_of(k_lens), causal, SCALE)
-    found, found_lse = kernel.forward(q, k, v, pairing)
-    found_grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
-    pairs = zip([found, found_lse, *found_grads], [out, lse, *(x.grad for x in leaves)], strict=True)
-    for ours, expected in pairs:
-        assert expected is not None
-        assert relative_error(ours, expected) < bound
+    _check(CpuFlash(), WIDTH, q_lens, k_lens, causal, dtype=dtype, bound=bound)
 
 
 def test_values_may_be_narrower_than_queries_and_keys() -> None:
     """As in latent attention; beside them a kernel sees zeros."""
-    generator, lengths = torch.Generator().manual_seed(0), [7, 1, 12]
-    q, k = (torch.randn(20, HEADS, WIDTH, generator=generator) for _ in range(2))
-    v, grad = (torch.randn(20, HEADS, 10, generator=generator) for _ in range(2))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
-    out.backward(grad.double())
-    kernel, pairing = kernel_for("cpu"), Pairing(segments_of(lengths), segments_of(lengths), True, SCALE)
-    found, found_lse = kernel.forward(q, k, v, pairing)
-    grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
-    for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
-        assert expected is not None and ours.shape == expected.shape
-        assert relative_error(ours, expected.detach()) < 2e-6
+    _check(kernel_for("cpu"), 10, [7, 1, 12], groups=HEADS)
 
 
 def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
@@ -88,18 +87,7 @@ def test_flash_attn_is_called_as_its_interface_asks(monkeypatch: pytest.MonkeyPa
     """The package itself needs CUDA; in its place stand functions with its arguments, computed on the CPU."""
     for name, module in flash_attn_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    generator, lengths = torch.Generator().manual_seed(0), [7, 1, 12]
-    q, grad = (torch.randn(20, HEADS, WIDTH, generator=generator) for _ in range(2))
-    k, v = (torch.randn(20, GROUPS, WIDTH, generator=generator) for _ in range(2))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, lengths, lengths, True, SCALE)
-    out.backward(grad.double())
-    kernel, pairing = FlashAttention(), Pairing(segments_of(lengths), segments_of(lengths), True, SCALE)
-    found, found_lse = kernel.forward(q, k, v, pairing)
-    grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
-    for ours, expected in zip([found, found_lse, *grads], [out, lse, *(x.grad for x in leaves)], strict=True):
-        assert expected is not None
-        assert relative_error(ours, expected.detach()) < 2e-6
+    _check(FlashAttention(), WIDTH, [7, 1, 12])
 
 
 def test_empty_segments_are_left_out() -> None:

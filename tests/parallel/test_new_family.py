@@ -15,13 +15,13 @@ from transformers import SeedOssConfig, SeedOssForCausalLM
 from backends.megatron.conversion import families
 from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QKV_BIAS
 from backends.megatron.conversion.rules import Family
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.models import dimensions
 from tests.parallel.ranks import run_ranks
-from tests.parallel.tiny import VOCAB, scored_sequences
+from tests.parallel.steps import exported_from, running, same_bits
+from tests.parallel.tiny import VOCAB, scored_sequences, tiny_config
 
 SEED_OSS = Family("seed_oss", (*OUTER, *NORMS, *ATTENTION, *QKV_BIAS, *MLP))
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -38,14 +38,10 @@ def _known() -> Iterator[None]:
 
 
 def _score(placement: RankPlacement, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    with _known():
-        trainer = MegatronTrainer(config, placement)
-        trainer.setup_for_scoring()
+    with _known(), running(placement, config, scores=True) as trainer:
         scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 12)]))])
         assert scored is not None
-        exported = {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
-        trainer.shutdown()
-    return scored[0].logprobs, exported
+        return scored[0].logprobs, exported_from(trainer)
 
 
 def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
@@ -56,12 +52,10 @@ def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
-    trainer = {"parallel": {"tensor": 2, "sequence": True}, "step_timeout_s": 60.0}
-    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
-    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path / "model", "dtype": "float32"}, trainer=trainer)
+    config = tiny_config(tmp_path / "model", tmp_path, {"tensor": 2, "sequence": True})
     (logprobs, exported), (_, others) = run_ranks(_score, 2, tmp_path / "ranks", config)
-    assert not others and exported.keys() == model.state_dict().keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in model.state_dict().items())
+    assert not others
+    same_bits(exported, model.state_dict())
     torch.testing.assert_close(logprobs.double(), _of_transformers(model.double().eval()), rtol=0, atol=1e-5)
 
 

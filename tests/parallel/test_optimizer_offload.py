@@ -17,7 +17,9 @@ from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_ranks
-from tests.parallel.test_checkpoint import _exported, _step
+from tests.parallel.steps import assert_close, exported_from, running
+from tests.parallel.test_checkpoint import step_of_four
+from tests.parallel.tiny import tiny_config
 
 STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,44 +35,37 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
         make_tiny_model(model, "qwen3_moe" if layout == "ep2" else "qwen3", num_hidden_layers=2)
     optimizer = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     optimizer |= {"offload": offload, "distributed": distributed, "overlap": layout != "single"}
-    trainer = {"parallel": LAYOUTS[layout], "optimizer": optimizer, "step_timeout_s": 60.0}
-    trainer |= {"cpu_threads": 1, "cpu_kernels": "off"}
-    return RunConfig(run_dir=root, steps=20, model={"path": model, "dtype": dtype}, trainer=trainer)
+    return tiny_config(model, root, LAYOUTS[layout], dtype, trainer={"optimizer": optimizer}, steps=20)
 
 
 def _train(
     placement: RankPlacement, config: RunConfig, load: Path | None, save: Path | None, fresh: bool
 ) -> list[dict[str, Tensor]]:
     """Weights and optimizer state after every step. Unless ``fresh``, a step is taken and lost before ``load``."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    _require_kind(trainer)
-    if load is not None:
-        if not fresh:
-            _step(trainer)
-        trainer.load(load)
-    weights = []
-    for _ in range(STEPS):
-        _step(trainer)
-        weights.append(_main_weights(trainer))
-    if save is not None:
-        trainer.save(save)
-    trainer.shutdown()
-    return weights
+    with running(placement, config) as trainer:
+        _require_kind(trainer)
+        if load is not None:
+            if not fresh:
+                step_of_four(trainer)
+            trainer.load(load)
+        weights = []
+        for _ in range(STEPS):
+            step_of_four(trainer)
+            weights.append(_main_weights(trainer))
+        if save is not None:
+            trainer.save(save)
+        return weights
 
 
 def _require_kind(trainer: MegatronTrainer) -> None:
-    parts = trainer.optimizer.megatron.chained_optimizers
-    hybrid = [isinstance(part.optimizer, HybridDeviceOptimizer) for part in parts if not part.is_stub_optimizer]
+    hybrid = [isinstance(part.optimizer, HybridDeviceOptimizer) for part in trainer.optimizer.parts]
     assert hybrid == [trainer.config.trainer.optimizer.offload] * len(hybrid)
 
 
 def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
     """This rank's shards in float32, as the optimizer keeps them, and the model's own weights."""
-    found = {f"model.{name}": tensor.float() for name, tensor in _exported(trainer).items()}
-    for index, part in enumerate(trainer.optimizer.megatron.chained_optimizers):
-        if part.is_stub_optimizer:
-            continue
+    found = {f"model.{name}": tensor.float() for name, tensor in exported_from(trainer).items()}
+    for index, part in enumerate(trainer.optimizer.parts):
         for model_param, (group, order) in part.model_param_group_index_map.items():
             tensors = part._get_main_param_and_optimizer_states(model_param)
             for name in ("param", "exp_avg", "exp_avg_sq"):
@@ -88,10 +83,7 @@ def _run(
 def _assert_close(found: Any, expected: Any, bound: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         for our_step, their_step in zip(ours, theirs, strict=True):
-            assert our_step.keys() == their_step.keys()
-            gaps = {name: float((our_step[name] - tensor).abs().max()) for name, tensor in their_step.items()}
-            worst = max(gaps, key=gaps.__getitem__)
-            assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
+            assert_close(our_step, their_step, bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

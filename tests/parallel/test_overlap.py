@@ -10,21 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import parity_config
 from tests.parallel.ranks import run_ranks
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.steps import exported_from, running, same_bits, weights_of
+from tests.parallel.tiny import scored_sequences
 
 BUCKET = 20_000  # parameters: several messages even of a tiny model
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @dataclass
@@ -44,42 +40,31 @@ class Observed:
     weights: list[Tensor]
 
 
-def _train(placement: RankPlacement, config: object, packs: list[PackedTrajectory]) -> Observed:
+def _train(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> Observed:
     """Four steps: two as the loop does them, an abandoned one, and one whose last window is not announced."""
-    trainer = MegatronTrainer(config, placement)  # type: ignore[arg-type]
-    mine = packs[trainer.setup().data :: 2]
-    under_way = []
-    for announced, finished in ((True, True), (True, True), (True, False), (False, True)):
-        trainer.begin_step()
-        trainer.accumulate(mine[:1])
-        trainer.accumulate(mine[1:], last=announced)
-        under_way.append(sum(group.grad_reduce_handle is not None for group in _groups(trainer)))
-        if finished:
-            trainer.finish_step(5.0)
-    before = _weights(trainer)
-    exported = {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
-    weights = _weights(trainer)
-    trainer.shutdown()
+    with running(placement, config) as trainer:
+        mine, under_way = packs[trainer.coordinates.data :: 2], []
+        for announced, finished in ((True, True), (True, True), (True, False), (False, True)):
+            trainer.begin_step()
+            trainer.accumulate(mine[:1])
+            trainer.accumulate(mine[1:], last=announced)
+            groups = [group for chunk in trainer.wrapped for group in chunk.bucket_groups]
+            under_way.append(sum(group.grad_reduce_handle is not None for group in groups))
+            if finished:
+                trainer.finish_step(5.0)
+        before, exported, weights = weights_of(trainer), exported_from(trainer), weights_of(trainer)
     late = sum(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
     return Observed(under_way, late, exported, weights)
 
 
-def _groups(trainer: MegatronTrainer) -> list[object]:
-    return [group for chunk in trainer.wrapped for group in chunk.bucket_groups]
-
-
-def _weights(trainer: MegatronTrainer) -> list[Tensor]:
-    return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
-
-
 @pytest.mark.parametrize("distributed", [False, True])
-def test_overlap_changes_no_bit(distributed: bool, checkpoint: Path, tmp_path: Path) -> None:
+def test_overlap_changes_no_bit(distributed: bool, qwen3: Path, tmp_path: Path) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 1)], seed=seed)) for seed in range(4)]
     found = {}
     for overlap in (False, True):
         layout = {"data": 2, "distributed": distributed, "overlap": overlap, "overlap_bucket_params": BUCKET}
         # Buckets decide which rank adds up which part of the gradient norm, and so its last bit: nothing is clipped.
-        config = parity_config(checkpoint, tmp_path, layout | {"clip_grad": 1e9})
+        config = parity_config(qwen3, tmp_path, layout | {"clip_grad": 1e9})
         found[overlap] = run_ranks(_train, 2, tmp_path / f"{overlap}", config, packs)
     for plain, overlapped in zip(found[False], found[True], strict=True):
         assert plain.sums_under_way == [0, 0, 0, 0] and plain.late_weights == 0
@@ -87,24 +72,21 @@ def test_overlap_changes_no_bit(distributed: bool, checkpoint: Path, tmp_path: P
         first, second, abandoned, untold = overlapped.sums_under_way
         assert first == untold == 0 and second == abandoned > 1
         assert (overlapped.late_weights > 0) == distributed
-        assert plain.exported.keys() == overlapped.exported.keys()
-        assert all(torch.equal(overlapped.exported[name], value) for name, value in plain.exported.items())
+        same_bits(overlapped.exported, plain.exported)
         assert all(torch.equal(a, b) for a, b in zip(plain.weights, overlapped.weights, strict=True))
 
 
-def _window_after_the_last(placement: RankPlacement, config: object, pack: PackedTrajectory) -> str:
-    trainer = MegatronTrainer(config, placement)  # type: ignore[arg-type]
-    trainer.setup()
-    trainer.begin_step()
-    trainer.accumulate([pack], last=True)
-    with pytest.raises(TrainerError) as caught:
-        trainer.accumulate([pack])
-    trainer.shutdown()
+def _window_after_the_last(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> str:
+    with running(placement, config) as trainer:
+        trainer.begin_step()
+        trainer.accumulate([pack], last=True)
+        with pytest.raises(TrainerError) as caught:
+            trainer.accumulate([pack])
     return str(caught.value)
 
 
-def test_a_window_after_the_last_one_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    config = parity_config(checkpoint, tmp_path, {})
+def test_a_window_after_the_last_one_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    config = parity_config(qwen3, tmp_path, {})
     pack = pack_sequences(scored_sequences([(5, 9)]))
     (message,) = run_ranks(_window_after_the_last, 1, tmp_path / "ranks", config, pack)
     assert message.startswith("rank 0, accumulate: a window follows the one that was the step's last")

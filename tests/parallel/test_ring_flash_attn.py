@@ -19,7 +19,7 @@ from torch import Tensor
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention, llama3_module
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.dense import boundaries, dense_attention, relative_error
+from tests.parallel.dense import assert_near, boundaries, dense_results
 from tests.parallel.ranks import run_ranks
 
 GROUPS, WIDTH, SCALE = 2, 16, 0.3
@@ -84,15 +84,11 @@ def test_it_is_softmax_attention(
 ) -> None:
     pack = PACKS[lengths]
     problem = Problem.random(sum(pack), heads, dtype)
-    leaves = [x.double().clone().requires_grad_() for x in problem.tensors()]
-    out, _ = dense_attention(*leaves, pack, pack, True, SCALE)
-    out.backward(problem.grad.double())
+    out, _, *grads = dense_results(*problem.tensors(), problem.grad, pack, SCALE)
     # Two groups side by side: the package's default is the whole world.
     results = run_ranks(_attend, 2 * ranks, tmp_path, problem, pack, stride)
     for group in (results[0::2], results[1::2]):
-        for parts, expected in zip(zip(*group, strict=True), [out, *(x.grad for x in leaves)], strict=True):
-            assert expected is not None
-            assert relative_error(torch.cat(parts), expected.detach()) < bound
+        assert_near([torch.cat(parts) for parts in zip(*group, strict=True)], [out, *grads], bound)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

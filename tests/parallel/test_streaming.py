@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
@@ -20,7 +19,8 @@ from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 from tests.parallel.parity import parity_config
 from tests.parallel.ranks import run_ranks
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.steps import running, weights_of
+from tests.parallel.tiny import scored_sequences
 
 BUDGET = 48
 GROUPS = 24  # of two sequences each: three windows, where micro-batches go singly; two, where a pipeline takes eight
@@ -46,20 +46,13 @@ def _rollouts() -> list[ScoredTrajectory]:
 
 
 def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
-    trainer = MegatronTrainer(config, placement)
-    place = trainer.setup()
-    rank = RankTraining(config, trainer, place)
-    batcher = ExperienceBatcher(config, place.data_size, pad_token_id=0)
-    before = _weights(trainer)
-    windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, place.data)
-    trainer.settle_weights()
-    result = Trained(windows, stats, before, _weights(trainer))
-    trainer.shutdown()
-    return result
-
-
-def _weights(trainer: MegatronTrainer) -> list[Tensor]:
-    return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    with running(placement, config) as trainer:
+        place, before = trainer.coordinates, weights_of(trainer)
+        rank = RankTraining(config, trainer, place)
+        batcher = ExperienceBatcher(config, place.data_size, pad_token_id=0)
+        windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, place.data)
+        trainer.settle_weights()
+        return Trained(windows, stats, before, weights_of(trainer))
 
 
 def _at_once(
@@ -90,19 +83,14 @@ def _streamed(
     return early + 1, streamed.stats
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
 @pytest.mark.parametrize(
     ("layout", "fewest"), [({}, 3), ({"data": 2, "distributed": True, "overlap": True}, 3), ({"pipeline": 2}, 2)]
 )
 def test_streamed_updates_are_those_of_the_whole_batch(
-    layout: dict[str, Any], fewest: int, checkpoint: Path, tmp_path: Path
+    layout: dict[str, Any], fewest: int, qwen3: Path, tmp_path: Path
 ) -> None:
     algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}
-    config = parity_config(checkpoint, tmp_path, layout, **algorithm)
+    config = parity_config(qwen3, tmp_path, layout, **algorithm)
     config = config.model_copy(
         update={"trainer": config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})}
     )

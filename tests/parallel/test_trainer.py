@@ -1,6 +1,7 @@
 """What a trainer promises beside parity: scoring agrees with training, clean failures, the reference, the schedule."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +17,42 @@ from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.steps import gradients_in, running, take_step, weights_of
+from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
 
 LENGTHS = [(5, 9), (3, 1), (11, 6), (2, 17)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-def _config(checkpoint: Path, run_dir: Path, **sections: Any) -> RunConfig:
-    trainer = {"step_timeout_s": 30.0, "cpu_threads": 1, "cpu_kernels": "off", "optimizer": {"lr": 1e-3}}
-    trainer |= sections.pop("trainer", {})
-    return RunConfig(run_dir=run_dir, model={"path": checkpoint, "dtype": "float32"}, trainer=trainer, **sections)
-
-
-def _weights(trainer: MegatronTrainer) -> list[Tensor]:
-    return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    trainer = {"step_timeout_s": 30.0, "optimizer": {"lr": 1e-3}, **sections.pop("trainer", {})}
+    return tiny_config(checkpoint, run_dir, layout, trainer=trainer, **sections)
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def _refused(action: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(TrainerError) as caught:
+        action(*arguments)
+    return str(caught.value)
+
+
 # ------------------------------------------------------------------------------------------------------- same code path
 def _gap_of_first_step(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> float | None:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    scored = trainer.score([pack])
-    if scored is not None:
-        pack.old_logprobs = scored[0].logprobs
-    trainer.begin_step()
-    trainer.accumulate([pack])
-    stats = trainer.finish_step(float(pack.loss_mask.sum()))
-    trainer.shutdown()
-    return None if stats is None else float(stats.old_gap_max)
+    with running(placement, config) as trainer:
+        scored = trainer.score([pack])
+        if scored is not None:
+            pack.old_logprobs = scored[0].logprobs
+        stats = take_step(trainer, [pack], float(pack.loss_mask.sum()))
+        return None if stats is None else float(stats.old_gap_max)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}])
 def test_current_logprobs_at_the_first_micro_step_are_the_old_ones(
-    layout: dict[str, Any], checkpoint: Path, tmp_path: Path
+    layout: dict[str, Any], qwen3: Path, tmp_path: Path
 ) -> None:
-    config = _config(checkpoint, tmp_path, trainer={"parallel": layout})
+    config = _config(qwen3, tmp_path, layout)
     pack = pack_sequences(scored_sequences(LENGTHS))
     gaps = run_ranks(_gap_of_first_step, config.trainer.parallel.world_size, tmp_path / "ranks", config, pack)
     reported = [gap for gap in gaps if gap is not None]
@@ -68,32 +62,25 @@ def test_current_logprobs_at_the_first_micro_step_are_the_old_ones(
 def _trained_once(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[list[Tensor], Tensor | None]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    pack.old_logprobs = None
-    if config.algorithm.scores_policy:
-        scored = trainer.score([pack])
-        pack.old_logprobs = None if scored is None else scored[0].logprobs
-    trainer.begin_step()
-    trainer.accumulate([pack], last=True)
-    trainer.finish_step(float(pack.loss_mask.sum()))
-    weights = _weights(trainer)
-    trainer.shutdown()
-    return weights, pack.old_logprobs
+    with running(placement, config) as trainer:
+        pack.old_logprobs = None
+        if config.algorithm.scores_policy:
+            scored = trainer.score([pack])
+            pack.old_logprobs = None if scored is None else scored[0].logprobs
+        take_step(trainer, [pack], float(pack.loss_mask.sum()), last=True)
+        return weights_of(trainer), pack.old_logprobs
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"context": 2}])
 def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
-    layout: dict[str, Any], checkpoint: Path, tmp_path: Path
+    layout: dict[str, Any], qwen3: Path, tmp_path: Path
 ) -> None:
     """With and without a scoring pass: the same old logprobs and, importance correction included, the same update."""
     pack = pack_sequences(scored_sequences(LENGTHS))
     algorithm = {"importance_correction": "truncate"}
     found = []
     for source in ("score", "auto"):
-        config = _config(
-            checkpoint, tmp_path, trainer={"parallel": layout}, algorithm=algorithm | {"old_logprobs": source}
-        )
+        config = _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source})
         ranks = tmp_path / source
         found.append(run_ranks(_trained_once, config.trainer.parallel.world_size, ranks, config, pack))
     for (own_weights, state), (weights, old) in zip(*found, strict=True):
@@ -109,21 +96,19 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
 def _gradients_with_and_without_filling(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[list[Tensor], list[Tensor]]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
     found = []
-    for window in ([pack], [pack, zero_weight_pack(pack)]):
-        trainer.begin_step()
-        trainer.accumulate(window)
-        trainer.finalize_gradients(7.0)
-        found.append([p.main_grad.clone() for chunk in trainer.chunks for p in chunk.parameters()])
-    trainer.shutdown()
+    with running(placement, config) as trainer:
+        for window in ([pack], [pack, zero_weight_pack(pack)]):
+            trainer.begin_step()
+            trainer.accumulate(window)
+            trainer.finalize_gradients(7.0)
+            found.append(gradients_in(trainer))
     return found[0], found[1]
 
 
-def test_zero_weight_micro_batches_add_exactly_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_zero_weight_micro_batches_add_exactly_nothing(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    config = _config(checkpoint, tmp_path, algorithm={"kl_coef": 0.1, "entropy_coef": 0.1})
+    config = _config(qwen3, tmp_path, algorithm={"kl_coef": 0.1, "entropy_coef": 0.1})
     ((alone, filled),) = run_ranks(_gradients_with_and_without_filling, 1, tmp_path / "ranks", config, pack)
     assert any(gradient.any() for gradient in alone)
     assert _same(alone, filled)
@@ -134,37 +119,29 @@ def _bad_step(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], good: PackedTrajectory
 ) -> tuple[str, bool, bool]:
     """The error, whether the weights stayed as they were, and whether a good step then changes them."""
-    trainer = MegatronTrainer(config, placement)
-    coordinates = trainer.setup()
-    before = _weights(trainer)
-    trainer.begin_step()
-    trainer.accumulate([packs[coordinates.data]])
-    with pytest.raises(TrainerError) as caught:
-        trainer.finish_step(10.0)
-    unchanged = _same(before, _weights(trainer))
-    trainer.begin_step()
-    trainer.accumulate([good])
-    trainer.finish_step(10.0)
-    recovered = not _same(before, _weights(trainer))
-    trainer.shutdown()
-    return str(caught.value), unchanged, recovered
+    with running(placement, config) as trainer:
+        before = weights_of(trainer)
+        message = _refused(take_step, trainer, [packs[trainer.coordinates.data]], 10.0)
+        unchanged = _same(before, weights_of(trainer))
+        take_step(trainer, [good], 10.0)
+        return message, unchanged, not _same(before, weights_of(trainer))
 
 
-def test_a_loss_that_is_not_finite_stops_every_rank_and_updates_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_every_rank_and_updates_nothing(qwen3: Path, tmp_path: Path) -> None:
     good, bad = (pack_sequences(scored_sequences(LENGTHS)) for _ in range(2))
     assert bad.advantages is not None
     bad.advantages[0] = float("nan")
     bad.loss_mask[0], bad.token_weights[0] = True, 1.0
-    config = _config(checkpoint, tmp_path, trainer={"parallel": {"data": 2}})
+    config = _config(qwen3, tmp_path, {"data": 2})
     for message, unchanged, recovered in run_ranks(_bad_step, 2, tmp_path / "ranks", config, [good, bad], good):
         assert message.startswith("rank 1, forward of micro-batch 0: the loss is not finite")
         assert unchanged and recovered
 
 
-def test_a_gradient_norm_that_is_not_finite_updates_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_gradient_norm_that_is_not_finite_updates_nothing(qwen3: Path, tmp_path: Path) -> None:
     good, bad = (pack_sequences(scored_sequences(LENGTHS)) for _ in range(2))
     bad.token_weights *= 1e34  # the loss stays finite, the squares of its gradient do not
-    config = _config(checkpoint, tmp_path)
+    config = _config(qwen3, tmp_path)
     ((message, unchanged, recovered),) = run_ranks(_bad_step, 1, tmp_path / "ranks", config, [bad], good)
     assert message.startswith("rank 0, gradient reduction: the gradient norm is inf")
     assert unchanged and recovered
@@ -176,32 +153,22 @@ def _lonely_step(placement: RankPlacement, config: RunConfig, pack: PackedTrajec
     if placement.rank == 1:
         time.sleep(2 * config.trainer.step_timeout_s)
         return "slept"
-    with pytest.raises(TrainerError) as caught:
-        trainer.score([pack])
-    return str(caught.value)
+    return _refused(trainer.score, [pack])
 
 
-def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_says_where(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_says_where(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    config = _config(checkpoint, tmp_path, trainer={"parallel": {"tensor": 2}, "step_timeout_s": 5.0})  # for setup, too
+    config = _config(qwen3, tmp_path, {"tensor": 2}, trainer={"step_timeout_s": 5.0})  # for setup, too
     message, _ = run_ranks(_lonely_step, 2, tmp_path / "ranks", config, pack)
     assert message.startswith("rank 0, score: ")
 
 
 def _steps_of_unclear_scale(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    messages = []
-    with pytest.raises(TrainerError) as caught:
-        trainer.begin_step()
-    messages.append(str(caught.value))
-    trainer.begin_step(7.0, real_tokens([pack]))
-    trainer.accumulate([pack], last=True)
-    with pytest.raises(TrainerError) as caught:
-        trainer.finish_step(8.0)
-    messages.append(str(caught.value))
-    trainer.shutdown()
-    return messages
+    with running(placement, config) as trainer:
+        missing = _refused(trainer.begin_step)
+        trainer.begin_step(7.0, real_tokens([pack]))
+        trainer.accumulate([pack], last=True)
+        return [missing, _refused(trainer.finish_step, 8.0)]
 
 
 def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Path) -> None:
@@ -214,28 +181,36 @@ def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Pat
 
 
 def _setup_error(placement: RankPlacement, config: RunConfig) -> str:
-    with pytest.raises(TrainerError) as caught:
-        MegatronTrainer(config, placement).setup()
-    return str(caught.value)
+    return _refused(MegatronTrainer(config, placement).setup)
 
 
-def test_a_world_of_another_size_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    config = _config(checkpoint, tmp_path, trainer={"parallel": {"tensor": 2}})
+def test_a_world_of_another_size_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    config = _config(qwen3, tmp_path, {"tensor": 2})
     (message,) = run_ranks(_setup_error, 1, tmp_path / "ranks", config)
     assert "the world has 1 ranks" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_ranks_are_suspected_only_where_there_are_any(tmp_path: Path, world_size: int) -> None:
+    """What a rank says when a phase fails. No process group is needed for that."""
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
+    trainer = MegatronTrainer(config, RankPlacement(0, world_size, 0, "127.0.0.1", 29500))
+    with pytest.raises(TrainerError) as caught, trainer._phase("accumulate"):
+        raise RuntimeError("my own bug")
+    message = "rank 0, accumulate: RuntimeError: my own bug"
+    hint = "; if a collective failed, another rank died or hung: the message of that rank says why"
+    assert str(caught.value) == (message if world_size == 1 else message + hint)
 
 
 # ------------------------------------------------------------------------------------------------------------ reference
 def _score_both(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[dict[str, Tensor] | None, bool]:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    before = _weights(trainer)
-    reference = trainer.score([pack], "reference")
-    policy = trainer.score([pack], "policy")
-    restored = _same(before, _weights(trainer))
-    trainer.shutdown()
+    with running(placement, config) as trainer:
+        before = weights_of(trainer)
+        reference = trainer.score([pack], "reference")
+        policy = trainer.score([pack], "policy")
+        restored = _same(before, weights_of(trainer))
     if reference is None or policy is None:
         return None, restored
     return {"reference": reference[0].logprobs, "policy": policy[0].logprobs}, restored
@@ -243,33 +218,29 @@ def _score_both(
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "tensor": 2}])
 def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
-    layout: dict[str, Any], checkpoint: Path, tmp_path: Path
+    layout: dict[str, Any], qwen3: Path, tmp_path: Path
 ) -> None:
     other = save_checkpoint("qwen3", tmp_path / "reference", seed=1)
-    sections = {"reference": {"path": other}, "algorithm": {"kl_coef": 0.1}, "trainer": {"parallel": layout}}
-    config = _config(checkpoint, tmp_path, **sections)
+    config = _config(qwen3, tmp_path, layout, reference={"path": other}, algorithm={"kl_coef": 0.1})
     sequences = scored_sequences(LENGTHS)
     world = config.trainer.parallel.world_size
     results = run_ranks(_score_both, world, tmp_path / "ranks", config, pack_sequences(sequences))
     assert all(restored for _, restored in results)
     scored = [logprobs for logprobs, _ in results if logprobs is not None]
-    for name, path in (("reference", other), ("policy", checkpoint)):
+    for name, path in (("reference", other), ("policy", qwen3)):
         expected = torch.cat([Reference(path, config.algorithm).score(s)[0].detach() for s in sequences])
         for logprobs in scored:
             torch.testing.assert_close(logprobs[name].double(), expected, rtol=0, atol=1e-5)
 
 
 def _score_reference(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> str:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
-    with pytest.raises(TrainerError) as caught:
-        trainer.score([pack], "reference")
-    return str(caught.value)
+    with running(placement, config) as trainer:
+        return _refused(trainer.score, [pack], "reference")
 
 
-def test_scoring_with_a_reference_that_is_not_loaded_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_scoring_with_a_reference_that_is_not_loaded_is_refused(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    (message,) = run_ranks(_score_reference, 1, tmp_path / "ranks", _config(checkpoint, tmp_path), pack)
+    (message,) = run_ranks(_score_reference, 1, tmp_path / "ranks", _config(qwen3, tmp_path), pack)
     assert "algorithm.kl_coef is 0" in message
 
 
@@ -278,29 +249,25 @@ def _loss_of_one_step(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[float, list[float], list[set[float]]]:
     """Of the first step; all steps' learning rates, and the weight decays of all parameter groups."""
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
     losses, rates, decays = [], [], []
-    for _ in range(config.steps):
-        trainer.begin_step()
-        trainer.accumulate([pack])
-        stats = trainer.finish_step(float(pack.loss_mask.sum()))
-        assert stats is not None
-        losses.append(float(stats.loss))
-        rates.append(float(stats.learning_rate))
-        decays.append({round(group["weight_decay"], 6) for group in trainer.optimizer.megatron.param_groups})
-    trainer.shutdown()
+    with running(placement, config) as trainer:
+        for _ in range(config.steps):
+            stats = take_step(trainer, [pack], float(pack.loss_mask.sum()))
+            assert stats is not None
+            losses.append(float(stats.loss))
+            rates.append(float(stats.learning_rate))
+            decays.append({round(group["weight_decay"], 6) for group in trainer.optimizer.megatron.param_groups})
     return losses[0], rates, decays
 
 
-def test_supervised_loss_is_the_mean_negative_log_likelihood(checkpoint: Path, tmp_path: Path) -> None:
+def test_supervised_loss_is_the_mean_negative_log_likelihood(qwen3: Path, tmp_path: Path) -> None:
     sequences = scored_sequences(LENGTHS)
-    config = _config(checkpoint, tmp_path, steps=1, algorithm={"loss": "sft"})
+    config = _config(qwen3, tmp_path, steps=1, algorithm={"loss": "sft"})
     pack = pack_sequences(sequences)
     pack.token_weights = pack.loss_mask.float()
     pack.old_logprobs = pack.logprobs = pack.ref_logprobs = pack.advantages = None
     ((loss, *_),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
-    reference = Reference(checkpoint, config.algorithm)
+    reference = Reference(qwen3, config.algorithm)
     total = sum(-float(reference.score(s)[0][s.loss_mask].sum()) for s in sequences)
     assert loss == pytest.approx(total / float(pack.loss_mask.sum()), abs=1e-5)
 
@@ -315,11 +282,11 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood(checkpoint: Path, t
     ],
 )
 def test_learning_rates_follow_the_schedule(
-    settings: dict[str, Any], expected: list[float], checkpoint: Path, tmp_path: Path
+    settings: dict[str, Any], expected: list[float], qwen3: Path, tmp_path: Path
 ) -> None:
     """Rates of six steps, in units of the peak rate, and weight decays."""
     optimizer = {"lr": 1e-3, "weight_decay": 0.1, **settings}
-    config = _config(checkpoint, tmp_path, steps=6, trainer={"optimizer": optimizer})
+    config = _config(qwen3, tmp_path, steps=6, trainer={"optimizer": optimizer})
     pack = pack_sequences(scored_sequences(LENGTHS))
     ((_, rates, decays),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
     assert [rate / 1e-3 for rate in rates] == pytest.approx(expected, abs=1e-4)

@@ -5,19 +5,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
+from slime_like.config import RunConfig
 from slime_like.trajectory import ScoredTrajectory
 
 VOCAB = 151  # a prime: no layout divides it
@@ -68,6 +57,26 @@ _DEEPSEEK: dict[str, Any] = {
         "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 64,
     },
+}
+# Families that have formulas here; each config class, and what differs from ``SIZES``.
+_KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": _LLAMA3_SCALING}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 32}),
+    # Queries that are not compressed, as in Moonlight-16B-A3B.
+    "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
 # Families that only transformers has formulas for, with what makes each another model than a Llama.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,23 +146,10 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
 
 
 def _model(family: str) -> torch.nn.Module:
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))
-    if family == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_SCALING))
-    if family == "qwen3_moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, head_dim=32, tie_word_embeddings=False))
-    if family == "deepseek_v3":
-        return DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK, q_lora_rank=32))
-    if family == "deepseek_v3_direct":  # queries that are not compressed, as in Moonlight-16B-A3B
-        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_DEEPSEEK, "n_group": 1, "topk_group": 1}, q_lora_rank=None))
-    class_name, features = OTHERS[family]
+    class_name, features = (_KNOWN | OTHERS)[family]
     sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES
     # transformers would leave a padding token's embedding without gradient.
-    ids = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, class_name)(**{**sizes, **features, **ids})
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
@@ -201,3 +197,12 @@ def _scored(index: int, prompt: int, response: int, generator: torch.Generator, 
         token_weight=1.0 / max(1, int(loss_mask.sum())),
         temperature=(1.0, 0.7, 1.3)[index % 3],
     )
+
+
+def tiny_config(
+    model: Path, run_dir: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", **sections: Any
+) -> RunConfig:
+    """A run on one thread a rank, by torch's operators, with a time limit for tests; ``sections`` add and change."""
+    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1, "cpu_kernels": "off"}
+    trainer |= sections.pop("trainer", {})
+    return RunConfig(run_dir=run_dir, model={"path": model, "dtype": dtype}, trainer=trainer, **sections)

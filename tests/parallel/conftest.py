@@ -1,0 +1,12 @@
+"""A checkpoint that many tests read and none changes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.tiny import save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
