@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backends.megatron import parallel
+from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
@@ -43,6 +45,15 @@ def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -
     (trainer.setup_for_scoring if scores else trainer.setup)()
     yield trainer
     trainer.shutdown()
+
+
+@contextmanager
+def joined(placement: RankPlacement, config: RunConfig) -> Iterator[None]:
+    """The configured layout's process groups, without a trainer."""
+    with megatron_runtime():
+        parallel.initialize(config, placement)
+        yield
+        parallel.leave()
 
 
 def take_step(

@@ -20,8 +20,18 @@ from torch import Tensor
 from tests.parallel.dense import dense_attention
 
 
-class Norm(torch.nn.Module):
-    """Root mean square norm, with an extra state as Transformer Engine's modules have."""
+class _ExtraState:
+    """A state beside weights, as Transformer Engine's modules have. Ours never write it, and so never read it."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None, "Megatron's linear layers fill in None; our checkpoints hold no extra states"
+
+
+class Norm(_ExtraState, torch.nn.Module):
+    """Root mean square norm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -31,14 +41,8 @@ class Norm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _normed(x, self.weight, self.eps)
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
 
-    def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("our checkpoints hold no extra states")
-
-
-class LayerNormColumnParallelLinear(ColumnParallelLinear):
+class LayerNormColumnParallelLinear(_ExtraState, ColumnParallelLinear):
     """The norm's weight is a parameter of the matrix that it feeds."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
@@ -49,14 +53,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return super().forward(_normed(x, self.layer_norm_weight, self.eps))
 
-    def get_extra_state(self) -> Tensor:  # type: ignore[override]
-        return torch.empty(0, dtype=torch.uint8)
 
-    def set_extra_state(self, state: Any) -> None:
-        assert state is None, "Megatron's linear layers fill in None; our checkpoints hold no extra states"
-
-
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(_ExtraState, torch.nn.Module):
     """Causal attention inside every sequence, by the boundaries of the micro-batch, on one context rank."""
 
     def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **unused: Any) -> None:
@@ -83,12 +81,6 @@ class DotProductAttention(torch.nn.Module):
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
         out, _ = dense_attention(query, key, value, lengths, lengths, True, self.scale)
         return out.flatten(1)
-
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("our checkpoints hold no extra states")
 
     def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
         """As Megatron's wrapper: nothing is kept of attention."""

@@ -14,7 +14,7 @@ from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import gradients_of
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.tiny import scored_sequences
 
 
 def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) -> tuple[list[Tensor], int]:
@@ -42,12 +42,11 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
     [{}, {"recompute": "full"}, {"pipeline": 2}, {"cpu_kernels": "auto"}],
     ids=["plain", "recompute", "pp2", "kernels"],
 )
-def test_offloaded_activations_give_the_same_gradients(layout: Settings, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
+def test_offloaded_activations_give_the_same_gradients(layout: Settings, qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences([(5, 9), (3, 1)]))
     found = {}
     for offload in (False, True):
-        config = parity_config(checkpoint, tmp_path, layout | {"activation_offload": offload})
+        config = parity_config(qwen3, tmp_path, layout | {"activation_offload": offload})
         found[offload] = run_ranks(
             _gradients, config.trainer.parallel.world_size, tmp_path / f"{offload}", config, pack
         )

@@ -7,8 +7,6 @@ logprob parity tests show.
 
 import json
 import re
-import resource
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backends.megatron import conversion, parallel
-from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
@@ -29,12 +26,12 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import joined, limit_file_size, same_bits
+from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 BUCKET_BYTES = 100_000  # embeddings (135 kB) are larger, most other tensors smaller
 SHARD_BYTES = 400_000
-# Four KV heads admit tensor=4; four layers admit interleaving.
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -66,11 +63,8 @@ class Exported:
 
 
 def _round_trip(placement: RankPlacement, configs: list[RunConfig], outputs: list[Path]) -> list[Exported]:
-    with megatron_runtime():
-        parallel.initialize(configs[0], placement)
-        results = [_one_family(config, output) for config, output in zip(configs, outputs, strict=True)]
-        parallel.leave()
-    return results
+    with joined(placement, configs[0]):
+        return [_one_family(config, output) for config, output in zip(configs, outputs, strict=True)]
 
 
 def _one_family(config: RunConfig, output: Path) -> Exported:
@@ -91,14 +85,9 @@ def _one_family(config: RunConfig, output: Path) -> Exported:
 
 
 def _configs(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> list[RunConfig]:
-    configs = []
     for family in families:
-        make_tiny_model(root / family, family, **{**SIZES, **sizes})
-        dtype = sizes.get("dtype", "float32")
-        model = {"path": root / family, "dtype": dtype}
-        trainer = {"parallel": layout, "step_timeout_s": 60.0, "cpu_kernels": "off"}
-        configs.append(RunConfig(run_dir=root, model=model, trainer=trainer))
-    return configs
+        make_tiny_model(root / family, family, **{**DIVISIBLE, **sizes})
+    return [tiny_config(root / family, root, layout, sizes.get("dtype", "float32")) for family in families]
 
 
 def _check_layout(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> None:
@@ -119,7 +108,7 @@ def _check_stream(ranks: list[Exported], original: dict[str, Tensor], num_stages
         assert rank.copies == 0
         assert not streamed.keys() & rank.tensors.keys()
         streamed |= rank.tensors
-    _same_bits(streamed, original)
+    same_bits(streamed, original)
     largest = max(tensor.nbytes for tensor in original.values())
     assert max(size for rank in ranks for size in rank.buckets) <= max(BUCKET_BYTES, largest)
     assert sum(bool(rank.tensors) for rank in ranks) == num_stages  # one sender each
@@ -132,25 +121,16 @@ def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
     written: dict[str, Tensor] = {}
     for file in files:
         written |= load_file(file)
-    _same_bits(written, original)
+    same_bits(written, original)
 
 
-def _same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | EXPERT_LAYOUTS)
 def test_round_trip_is_bit_exact(layout: str, tmp_path: Path) -> None:
-    families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-2]  # experts below
-    _check_layout(tmp_path, families, LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_round_trip_of_experts_is_bit_exact(layout: str, tmp_path: Path) -> None:
-    _check_layout(tmp_path, ("qwen3_moe", "deepseek_v3"), EXPERT_LAYOUTS[layout])
+    if layout in EXPERT_LAYOUTS:
+        families = FAMILIES[-2:]
+    else:
+        families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-2]
+    _check_layout(tmp_path, families, (LAYOUTS | EXPERT_LAYOUTS)[layout])
 
 
 def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
@@ -184,7 +164,7 @@ def test_a_checkpoint_is_cast_to_the_model_s_type(tmp_path: Path) -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     ((exported,),) = run_ranks(_round_trip, 1, tmp_path / "ranks", [config], [tmp_path / "out"])
     original = load_file(config.model.path / "model.safetensors")
-    _same_bits(exported.tensors, {name: tensor.to(torch.bfloat16) for name, tensor in original.items()})
+    same_bits(exported.tensors, {name: tensor.to(torch.bfloat16) for name, tensor in original.items()})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -211,8 +191,7 @@ class _FusedNames:
 
 def _load_under_fused_names(placement: RankPlacement, configs: list[RunConfig]) -> list[bool]:
     same = []
-    with megatron_runtime():
-        parallel.initialize(configs[0], placement)
+    with joined(placement, configs[0]):
         for config in configs:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             plain, fused = build_chunks(config, dimensions), build_chunks(config, dimensions)
@@ -220,7 +199,6 @@ def _load_under_fused_names(placement: RankPlacement, configs: list[RunConfig]) 
             conversion.load_hf_weights([_FusedNames(chunk) for chunk in fused], config.model.path, dimensions)
             pairs = zip(plain[0].parameters(), fused[0].parameters(), strict=True)
             same.append(all(torch.equal(one, other) for one, other in pairs))
-        parallel.leave()
     return same
 
 
@@ -233,12 +211,8 @@ def test_transformer_engine_s_fused_names_are_understood(tmp_path: Path) -> None
 # --------------------------------------------------------------------------------------------------------------- faults
 def _failing(placement: RankPlacement, config: RunConfig, action: Callable[..., None], *arguments: Any) -> str:
     """The message of the CheckpointError that ``action`` ends in on this rank."""
-    with megatron_runtime():
-        parallel.initialize(config, placement)
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        with pytest.raises(CheckpointError) as caught:
-            action(config, dimensions, *arguments)
-        parallel.leave()
+    with joined(placement, config), pytest.raises(CheckpointError) as caught:
+        action(config, ModelDimensions.from_checkpoint(config.model.path), *arguments)
     return str(caught.value)
 
 
@@ -251,10 +225,8 @@ def _load(config: RunConfig, dimensions: ModelDimensions, changes: dict[str, Any
 def test_one_rank_failing_ends_all(tmp_path: Path) -> None:
     """NaN in the last layer is read by the last stage only; the first one learns of it instead of waiting."""
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {"pipeline": 2})
-    file = config.model.path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited_weights(config.model.path) as tensors:
+        tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = float("nan")
     messages = run_ranks(_failing, 2, tmp_path / "ranks", config, _load, {})
     assert "failed on trainer rank 1" in messages[0]
     assert "model.layers.3.mlp.down_proj.weight holds NaN" in messages[1]
@@ -284,13 +256,8 @@ def _save_on_a_full_disk(config: RunConfig, dimensions: ModelDimensions, output:
     chunks = build_chunks(config, dimensions)
     conversion.load_hf_weights(chunks, config.model.path, dimensions)
     if parallel.coordinates().pipeline == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-    try:
-        conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+        limit_file_size(200_000)
+    conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_alone(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from backends.megatron import fused_layers
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import gradients_of
+from tests.parallel.steps import gradients_of, running
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 LENGTHS = [(5, 9), (3, 1), (17, 20), (2, 31)]
@@ -65,14 +64,12 @@ def _parts_by_kernels(placement: RankPlacement, config: RunConfig, numba: bool) 
     Args:
         numba: it is installed.
     """
-    trainer = MegatronTrainer(config, placement)
     with pytest.MonkeyPatch.context() as patch:
         if not numba:
             patch.setitem(sys.modules, "numba", None)
-        trainer.setup_for_scoring()
-    found = {type(module) for chunk in trainer.chunks for module in chunk.modules()}
-    found |= {type(chunk.rows) for chunk in trainer.chunks}
-    trainer.shutdown()
+        with running(placement, config, scores=True) as trainer:
+            found = {type(module) for chunk in trainer.chunks for module in chunk.modules()}
+            found |= {type(chunk.rows) for chunk in trainer.chunks}
     return {kind.__name__ for kind in found if kind.__name__.startswith("Fused")}
 
 
@@ -83,10 +80,9 @@ EVERY = {"FusedNorm", "FusedLayer", "FusedMLP", "FusedSelfAttention", "FusedLogi
     ("kernels", "numba", "expected"), [("auto", True, EVERY), ("off", True, set()), ("auto", False, set())]
 )
 def test_the_setting_and_the_install_decide_what_computes(
-    kernels: str, numba: bool, expected: set[str], tmp_path: Path
+    kernels: str, numba: bool, expected: set[str], qwen3: Path, tmp_path: Path
 ) -> None:
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
-    config = parity_config(checkpoint, tmp_path, {"cpu_kernels": kernels})
+    config = parity_config(qwen3, tmp_path, {"cpu_kernels": kernels})
     (found,) = run_ranks(_parts_by_kernels, 1, tmp_path / "ranks", config, numba)
     assert found == expected
 
@@ -107,10 +103,9 @@ def _mlp_rows(placement: RankPlacement, config: RunConfig, pack: PackedTrajector
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_no_rank_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) -> None:
+def test_no_rank_computes_what_follows_a_prompt(sequence: bool, qwen3: Path, tmp_path: Path) -> None:
     """In the last layer; of sequence-parallel tokens a rank has others than it scores."""
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
-    config = parity_config(checkpoint, tmp_path, {"tensor": 2, "sequence": sequence, "cpu_kernels": "auto"})
+    config = parity_config(qwen3, tmp_path, {"tensor": 2, "sequence": sequence, "cpu_kernels": "auto"})
     pack = pack_sequences(scored_sequences(LENGTHS))
     responses, every = sum(response for _, response in LENGTHS), sum(map(sum, LENGTHS))
     found = run_ranks(_mlp_rows, 2, tmp_path / "ranks", config, pack)
@@ -123,9 +118,10 @@ def test_no_rank_computes_what_follows_a_prompt(sequence: bool, tmp_path: Path) 
     [({"context": 2}, "float32"), ({"recompute": "selective"}, "float32"), ({}, "bfloat16")],
     ids=["cp2", "selective", "bfloat16"],
 )
-def test_attention_is_not_fused_where_the_kernel_knows_no_way(layout: Settings, dtype: str, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
-    config = parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": "auto"}, dtype)
+def test_attention_is_not_fused_where_the_kernel_knows_no_way(
+    layout: Settings, dtype: str, qwen3: Path, tmp_path: Path
+) -> None:
+    config = parity_config(qwen3, tmp_path, layout | {"cpu_kernels": "auto"}, dtype)
     ranks = run_ranks(
         _step, config.trainer.parallel.world_size, tmp_path / "ranks", config,
         pack_sequences(scored_sequences(LENGTHS)), 48,

@@ -1,7 +1,6 @@
 """Shards of a batch reach the group's first rank as they are, by shared memory and by messages alike."""
 
 import resource
-import signal
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from backends.megatron.conversion.gathering import open_gather, packed_bytes
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import limit_file_size
 
 TURNS = 5
 
@@ -29,8 +29,7 @@ def batch(rank: int, turn: int) -> list[Tensor]:
 
 def _gather_all(placement: RankPlacement, without_memory: int | None) -> list[list[list[Tensor]] | None]:
     if placement.rank == without_memory:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        limit_file_size(0)
     address = f"tcp://{placement.master_address}:{placement.master_port}"
     dist.init_process_group("gloo", init_method=address, rank=placement.rank, world_size=placement.world_size)
     group = dist.new_group(list(range(placement.world_size)))
@@ -40,14 +39,10 @@ def _gather_all(placement: RankPlacement, without_memory: int | None) -> list[li
     for turn in range(TURNS):
         found = gather(batch(placement.rank, turn))
         time.sleep(0.05 if placement.rank == 0 else 0)  # the others go on with the next turn meanwhile
-        results.append(_copied(found))
+        results.append(found and [[shard.clone() for shard in shards] for shards in found])
     dist.destroy_process_group()
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     return results
-
-
-def _copied(found: list[list[Tensor]] | None) -> list[list[Tensor]] | None:
-    return None if found is None else [[shard.clone() for shard in shards] for shards in found]
 
 
 @pytest.mark.parametrize("without_memory", [None, 1], ids=["shared memory", "messages"])

@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backends.megatron import conversion, parallel
+from backends.megatron import conversion
 from backends.megatron.checkpoint import load_weights
 from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.conversion.offline.plan import plan_ranks, require_exactly_once
-from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
@@ -33,14 +32,14 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import joined, same_bits
+from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "deepseek_v3")
 CONVERTER = MegatronConverter()
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
-# Four KV heads admit tensor=4; four layers admit interleaving.
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4}
 
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -66,8 +65,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def _config(model: Path, layout: dict[str, Any] | None = None) -> RunConfig:
-    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
-    return RunConfig(run_dir=model, model={"path": model}, trainer=trainer)
+    return tiny_config(model, model, layout, "bfloat16")
 
 
 def _to_megatron(model: Path, output: Path, layout: dict[str, Any] | None = None, **changes: Any) -> ConversionSummary:
@@ -89,22 +87,20 @@ def _written(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def _same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+def _model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
+    make_tiny_model(directory / "hf", family, **DIVISIBLE, **changes)
+    return directory / "hf"
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_every_bit_comes_back_from_every_layout(family: str, dtype: str, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", family, dtype=dtype, **SIZES)
+    _model(tmp_path, family, dtype=dtype)
     original = load_file(tmp_path / "hf" / "model.safetensors")
     for name, layout in (EXPERT_LAYOUTS if family in EXPERTS else DENSE_LAYOUTS).items():
         _to_megatron(tmp_path / "hf", tmp_path / name, layout, max_file_bytes=10_000_000)
-        _same_bits(_read_back(tmp_path / name), original)
+        same_bits(_read_back(tmp_path / name), original)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +108,16 @@ def test_every_bit_comes_back_from_every_layout(family: str, dtype: str, tmp_pat
 )
 def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout: str, tmp_path: Path) -> None:
     """Files of different types in one model, as many as the size asks for, and the same logits."""
-    make_tiny_model(tmp_path / "hf", family, dtype="bfloat16", **SIZES)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
-    tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
-    save_file(tensors, file, metadata={"format": "pt"})
+    _model(tmp_path, family, dtype="bfloat16")
+    with edited_weights(tmp_path / "hf") as tensors:
+        tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
     _to_megatron(tmp_path / "hf", tmp_path / "meg", {**DENSE_LAYOUTS, **EXPERT_LAYOUTS}[layout])
     summary = _to_hf(tmp_path / "meg", tmp_path / "back")
     assert summary.files == len(list((tmp_path / "back").glob("*.safetensors"))) > 3
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == summary.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    _same_bits(_written(tmp_path / "back"), tensors)
+    same_bits(_written(tmp_path / "back"), tensors)
     assert (tmp_path / "back" / "generation_config.json").is_file()
     tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("12+34=", return_tensors="pt").input_ids
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("hf", "back")]
@@ -131,20 +125,20 @@ def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout:
 
 
 def test_a_wanted_type_is_rounded_to_once(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3")
+    _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
     _to_megatron(tmp_path / "hf", tmp_path / "half", dtype="bfloat16")
-    _same_bits(_read_back(tmp_path / "half"), {name: value.bfloat16() for name, value in original.items()})
+    same_bits(_read_back(tmp_path / "half"), {name: value.bfloat16() for name, value in original.items()})
     assert json.loads((tmp_path / "half" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
-    _same_bits(_written(tmp_path / "back"), {name: value.half() for name, value in original.items()})
+    same_bits(_written(tmp_path / "back"), {name: value.half() for name, value in original.items()})
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
 
 
 def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
     """Rounded, it would choose other experts."""
-    make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES)
+    _model(tmp_path, "deepseek_v3")
     _to_megatron(tmp_path / "hf", tmp_path / "meg", dtype="bfloat16")
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
     for written in (_read_back(tmp_path / "meg"), _written(tmp_path / "back")):
@@ -154,39 +148,32 @@ def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     """A published checkpoint stores them behind its layers; what is written has none, and says so."""
-    make_tiny_model(tmp_path / "hf", "deepseek_v3", **SIZES, num_nextn_predict_layers=1)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
-    drafts = {"model.layers.4.eh_proj.weight": torch.zeros(2, 4), "model.layers.4.mlp.gate.weight": torch.zeros(8, 2)}
-    save_file(tensors | drafts, file, metadata={"format": "pt"})
+    _model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    with edited_weights(tmp_path / "hf") as stored:
+        tensors = dict(stored)
+        stored["model.layers.4.eh_proj.weight"] = torch.zeros(2, 4)
+        stored["model.layers.4.mlp.gate.weight"] = torch.zeros(8, 2)
     dimensions = ModelDimensions.from_checkpoint(tmp_path / "hf")
     assert weight_file_problems(tmp_path / "hf", dimensions) == []
     assert expected_tensors(tmp_path / "hf").keys() == tensors.keys()
     _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2, "sequence": True})
-    _same_bits(_read_back(tmp_path / "meg"), tensors)
+    same_bits(_read_back(tmp_path / "meg"), tensors)
     assert json.loads((tmp_path / "meg" / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converted: list[Path]) -> list[list[str]]:
     """Names of the parameters that Megatron's loader fills otherwise than ours from the Hugging Face files."""
     different = []
-    with megatron_runtime():
-        parallel.initialize(configs[0], placement)
+    with joined(placement, configs[0]):
         for config, checkpoint in zip(configs, converted, strict=True):
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             direct, loaded = build_chunks(config, dimensions), build_chunks(config, dimensions)
             conversion.load_hf_weights(direct, config.model.path, dimensions)
             load_weights(checkpoint / "trainer", loaded)
-            pairs = zip(direct, loaded, strict=True)
-            different.append(
-                [
-                    name
-                    for one, other in pairs
-                    for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True)
-                    if not torch.equal(expected, found)
-                ]
-            )
-        parallel.leave()
+            found = [parameter for chunk in loaded for parameter in chunk.parameters()]
+            wanted = [named for chunk in direct for named in chunk.named_parameters()]
+            pairs = zip(wanted, found, strict=True)
+            different.append([name for (name, one), other in pairs if not torch.equal(one, other)])
     return different
 
 
@@ -198,7 +185,7 @@ def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: 
     """On ranks laid out otherwise, in the model's own type."""
     families = ("qwen2", *EXPERTS)
     for family in families:
-        make_tiny_model(tmp_path / family, family, **SIZES)
+        make_tiny_model(tmp_path / family, family, **DIVISIBLE)
         sequence = {"sequence": True} if family in EXPERTS and "tensor" in written_as else {}
         _to_megatron(tmp_path / family, tmp_path / f"{family}-meg", {**written_as, **sequence})
     configs = [_config(tmp_path / family, read_as) for family in families]
@@ -207,34 +194,31 @@ def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: 
 
 
 # --------------------------------------------------------------------------------------------------------- completeness
+LARGE = {"tensor": 8, "pipeline": 4}
+LARGE_EXPERTS = LARGE | {"sequence": True, "expert": 8}
+LEFT_OUT = 58 * (256 - 16) * (3 * 7168 * 2048 + 7168 + 1)  # experts, their rows in the routers, and the biases
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "stored"),
     [
-        ("Qwen3-32B", {"tensor": 8, "pipeline": 4}),
-        ("Qwen2.5-32B", {"tensor": 8, "pipeline": 4}),
-        ("Llama-3-70B", {"tensor": 8, "pipeline": 4}),
-        # Two ranks for each of its four KV heads.
-        ("Qwen3-30B-A3B", {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}),
+        ("Qwen3-32B", LARGE, 32.8e9),
+        ("Qwen2.5-32B", LARGE, 32.8e9),
+        ("Llama-3-70B", LARGE, 70.6e9),
+        ("Qwen3-30B-A3B", LARGE_EXPERTS, 30.5e9),  # two ranks for each of its four KV heads
+        # 61 layers on four stages, three of them dense. With 16 of its 256 experts, which are all alike and take long.
+        ("DeepSeek-V3", LARGE_EXPERTS, 671.03e9 - LEFT_OUT),
     ],
 )
 def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
-    name: str, layout: dict[str, Any], tmp_path: Path
+    name: str, layout: dict[str, Any], stored: float, tmp_path: Path
 ) -> None:
     """Shapes alone, of the very modules that train: no weight is needed."""
-    plans = plan_ranks(_config(tmp_path, layout), PUBLISHED[name])
+    model = replace(PUBLISHED[name], **({"num_experts": 16} if name == "DeepSeek-V3" else {}))
+    plans = plan_ranks(_config(tmp_path, layout), model)
     assert len(plans) == 32
-    stored = sum(parameter.placement.parameter.numel() for plan in plans for parameter in plan.parameters)
-    published = {"Qwen3-32B": 32.8e9, "Qwen2.5-32B": 32.8e9, "Llama-3-70B": 70.6e9, "Qwen3-30B-A3B": 30.5e9}
-    assert stored == pytest.approx(published[name], rel=0.002)  # vocabulary padding is stored, too
-
-
-def test_every_element_of_deepseek_v3_has_one_place_in_a_large_layout(tmp_path: Path) -> None:
-    """61 layers on four stages, three of them dense. With 16 of its 256 experts, which are all alike and take long."""
-    model = replace(PUBLISHED["DeepSeek-V3"], num_experts=16)
-    plans = plan_ranks(_config(tmp_path, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}), model)
-    stored = sum(parameter.placement.parameter.numel() for plan in plans for parameter in plan.parameters)
-    left_out = 58 * (256 - 16) * (3 * 7168 * 2048 + 7168 + 1)  # experts, their rows in the routers, and the biases
-    assert stored + left_out == pytest.approx(671.03e9, rel=1e-4)
+    found = sum(parameter.placement.parameter.numel() for plan in plans for parameter in plan.parameters)
+    assert found == pytest.approx(stored, rel=0.002)  # vocabulary padding is stored, too
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice"])
@@ -269,7 +253,7 @@ def _interrupted(convert: Callable[[Callable[[int, int], None]], ConversionSumma
 
 def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
     """Finished files are used again if they are as they were written; one that is not is written anew."""
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
     config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
     _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
@@ -280,14 +264,14 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     summary = CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent)
     assert summary.reused == len(finished) - 1
-    _same_bits(_read_back(tmp_path / "meg"), original)
+    same_bits(_read_back(tmp_path / "meg"), original)
 
     model = _config(tmp_path / "meg" / "model")
     trainer, back = tmp_path / "meg" / "trainer", tmp_path / "back"
     _interrupted(lambda report: CONVERTER.to_hugging_face(model, trainer, back, one_by_one, report))
     assert not back.exists()
     assert CONVERTER.to_hugging_face(model, trainer, back, one_by_one, _silent).reused >= 1
-    _same_bits(_written(back), original)
+    same_bits(_written(back), original)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -297,12 +281,12 @@ def _journalled(partial: Path) -> list[str]:
 
 
 def test_what_is_left_of_another_conversion_is_not_used(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
     _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
-    make_tiny_model(tmp_path / "hf", "qwen3", seed=1, **SIZES)
+    _model(tmp_path, seed=1)
     assert CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent).reused == 0
-    _same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
+    same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
@@ -320,7 +304,7 @@ def small_disk() -> Any:
 
 
 def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     small_disk(150_000)
     refused = r" could not be written .*File too large"
@@ -332,13 +316,11 @@ def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path, small_
 
 
 def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
+    _model(tmp_path)
     spoilt = ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight")
-    for name, value in zip(spoilt, ("nan", "-inf"), strict=True):
-        tensors[name][3, 5] = float(value)
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited_weights(tmp_path / "hf") as tensors:
+        for name, value in zip(spoilt, ("nan", "-inf"), strict=True):
+            tensors[name][3, 5] = float(value)
     message = "tensors with NaN or infinity in them: " + ", ".join(spoilt) + "; use a checkpoint from before"
     with pytest.raises(CheckpointError, match=message):
         _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
@@ -347,21 +329,19 @@ def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: 
     with pytest.raises(CheckpointError, match=message):
         _to_hf(tmp_path / "meg", tmp_path / "back")
     _to_hf(tmp_path / "meg", tmp_path / "back", allow_nan=True)
-    _same_bits(_written(tmp_path / "back"), tensors)
+    same_bits(_written(tmp_path / "back"), tensors)
 
 
 def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) -> None:
     """They would become infinite; what is infinite already does not count."""
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
+    _model(tmp_path)
     large, infinite = "model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"
-    tensors[infinite][3, 5] = float("inf")
-    tensors[large][3, 5] = 65519.0  # rounded to float16's largest number, 65504
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited_weights(tmp_path / "hf") as tensors:
+        tensors[infinite][3, 5] = float("inf")
+        tensors[large][3, 5] = 65519.0  # rounded to float16's largest number, 65504
     _to_megatron(tmp_path / "hf", tmp_path / "fits", {"tensor": 2}, dtype="float16", allow_nan=True)
-    tensors[large][3, 5] = -65520.0
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited_weights(tmp_path / "hf") as tensors:
+        tensors[large][3, 5] = -65520.0
     message = f"tensors with numbers that --dtype float16 cannot hold: {large}; use bfloat16 or float32"
     with pytest.raises(CheckpointError, match=message):
         _to_megatron(tmp_path / "hf", tmp_path / "narrow", {"tensor": 2}, dtype="float16", allow_nan=True)
@@ -372,17 +352,16 @@ def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) ->
 
 
 def test_a_tied_head_of_its_own_is_not_dropped(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen2", **SIZES)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, file, metadata={"format": "pt"})
+    _model(tmp_path, "qwen2")
+    with edited_weights(tmp_path / "hf") as tensors:
+        tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head\.weight and .* differ"):
         _to_megatron(tmp_path / "hf", tmp_path / "meg")
 
 
 def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
     """Weights that were brought back to 16 bits lie beside a configuration that speaks of 8."""
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
@@ -390,7 +369,7 @@ def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_cut_off_is_not_passed_on(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     file = tmp_path / "hf" / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"hf/tokenizer\.json: not valid JSON"):
@@ -399,13 +378,11 @@ def test_a_tokenizer_that_is_cut_off_is_not_passed_on(tmp_path: Path) -> None:
 
 
 def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
-    file = tmp_path / "hf" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["extra.weight"] = torch.zeros(2)
-    tensors["model.norm.weight"] = torch.ones(7)
-    save_file(tensors, file, metadata={"format": "pt"})
+    _model(tmp_path)
+    with edited_weights(tmp_path / "hf") as tensors:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["extra.weight"] = torch.zeros(2)
+        tensors["model.norm.weight"] = torch.ones(7)
     with pytest.raises(CheckpointError) as caught:
         _to_megatron(tmp_path / "hf", tmp_path / "meg")
     for text in (
@@ -423,20 +400,18 @@ def test_types_that_one_stored_tensor_cannot_have_are_refused(tmp_path: Path) ->
         ("layers", "model.layers.1.mlp.down_proj.weight"),
         ("qkv", "model.layers.0.self_attn.k_proj.weight"),
     ):
-        make_tiny_model(tmp_path / name, "qwen3", **SIZES)
-        file = tmp_path / name / "model.safetensors"
-        tensors = load_file(file)
-        tensors[spoilt] = tensors[spoilt].bfloat16()
-        save_file(tensors, file, metadata={"format": "pt"})
+        make_tiny_model(tmp_path / name, "qwen3", **DIVISIBLE)
+        with edited_weights(tmp_path / name) as tensors:
+            tensors[spoilt] = tensors[spoilt].bfloat16()
         with pytest.raises(CheckpointError, match=f"of different types .*{spoilt}.*; give --dtype"):
             _to_megatron(tmp_path / name, tmp_path / "meg")
     _to_megatron(tmp_path / "layers", tmp_path / "meg", dtype="float32")
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
-    make_tiny_model(tmp_path / "wide", "qwen3", **SIZES, intermediate_size=192)
-    make_tiny_model(tmp_path / "biased", "qwen2", **SIZES)
+    _model(tmp_path)
+    make_tiny_model(tmp_path / "wide", "qwen3", **DIVISIBLE, intermediate_size=192)
+    make_tiny_model(tmp_path / "biased", "qwen2", **DIVISIBLE)
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     for name, messages in (
         ("wide", ["wrong shape: decoder.layers.mlp.linear_fc1.weight is"]),
@@ -467,7 +442,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
 
 @pytest.mark.parametrize("fault", DAMAGE)
 def test_damaged_files_are_found(fault: str, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3", **SIZES)
+    _model(tmp_path)
     _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
     file = tmp_path / "meg" / "trainer" / "__1_1.distcp"
     damage, sentence = DAMAGE[fault]
@@ -482,11 +457,11 @@ def test_damaged_files_are_found(fault: str, tmp_path: Path) -> None:
 
 
 def test_two_conversions_do_not_write_the_same_output(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "hf", "qwen3")
+    _model(tmp_path)
 
     def report(done: int, total: int) -> None:
         with pytest.raises(CheckpointError, match="another process is writing it"):
             _to_megatron(tmp_path / "hf", tmp_path / "meg")
 
     CONVERTER.to_checkpoint(_config(tmp_path / "hf"), tmp_path / "meg", OPTIONS, report)
-    _same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
+    same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))

@@ -17,11 +17,11 @@ from backends.common.step.worst_batch import worst_packs
 from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import held_ports, run_ranks
-from tests.parallel.tiny import save_checkpoint
+from tests.parallel.steps import running
+from tests.parallel.tiny import tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -40,18 +40,12 @@ def planned_config(model: Path, run_dir: Path, **trainer: Any) -> RunConfig:
 
     By torch's operators, for which is planned: the kernels for a CPU keep less.
     """
-    return RunConfig(
-        run_dir=run_dir,
-        model={"path": model, "dtype": "float32"},
+    return tiny_config(
+        model,
+        run_dir,
         data={"max_prompt_tokens": 20},
         rollout={"max_new_tokens": 199},
-        trainer={
-            "target_tokens_per_batch": 600,
-            "cpu_threads": 1,
-            "cpu_kernels": "off",
-            "step_timeout_s": 60.0,
-            **trainer,
-        },
+        trainer={"target_tokens_per_batch": 600, **trainer},
     )
 
 
@@ -74,29 +68,21 @@ def measure_rank(placement: RankPlacement, configs: list[RunConfig], ports: list
 
 
 def _peak(config: RunConfig, placement: RankPlacement) -> int:
-    trainer = MegatronTrainer(config, placement)
-    trainer.setup()
     pack = worst_packs(config, context_layout_of(planned_attention(config)))[-1]
     window = [pack] * (WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
-    trainer.begin_step()
-    trainer.accumulate(window)
-    peak = allocated(lambda: trainer.accumulate(window))
-    trainer.shutdown()
-    return peak
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+    with running(placement, config) as trainer:
+        trainer.begin_step()
+        trainer.accumulate(window)
+        return allocated(lambda: trainer.accumulate(window))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_activations_are_those_of_a_real_window(
-    world_size: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (packed_attention, allgather, ring):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
-    configs = {name: planned_config(model, tmp_path, **layout) for name, layout in LAYOUTS.items()}
+    configs = {name: planned_config(qwen3, tmp_path, **layout) for name, layout in LAYOUTS.items()}
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     with held_ports(len(selected)) as ports:
         peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(selected.values()), ports)
@@ -107,9 +93,9 @@ def test_activations_are_those_of_a_real_window(
             assert planned == pytest.approx(real, rel=NEAR), f"{name}, rank {rank}: {planned} planned, {real} real"
 
 
-def test_recomputation_keeps_less(model: Path, tmp_path: Path) -> None:
+def test_recomputation_keeps_less(qwen3: Path, tmp_path: Path) -> None:
     kept = [
-        estimate(planned_config(model, tmp_path, recompute=recompute), 0).memory.saved_bytes
+        estimate(planned_config(qwen3, tmp_path, recompute=recompute), 0).memory.saved_bytes
         for recompute in ("none", "full")
     ]
     assert kept[1] < kept[0] / 4

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from torch import Tensor
 
 from backends.megatron import checkpoint, specs, trainer
@@ -19,9 +18,17 @@ from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
-from tests.parallel.parity import Case, Settings, check_scores, check_tensors, make_case, parity_config, run_case
+from tests.parallel.parity import (
+    Settings,
+    check_scores,
+    check_tensors,
+    make_case,
+    parity_config,
+    run_case,
+    stacked_experts,
+)
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import RankResult, train_rank
+from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
 from tests.unit.backends.models import PUBLISHED, dimensions
@@ -30,23 +37,21 @@ Spec = Literal["transformer_engine", "ring"]
 UPDATE_BOUND = 1e-4
 
 
-def _on_stand_ins(placement: RankPlacement, config: RunConfig) -> MegatronTrainer:
-    """A trainer whose machine is said to have what it lacks."""
+def _install() -> None:
+    """Make this rank's machine one that has what it lacks."""
     te_stand_ins.install()
     trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
-    return MegatronTrainer(config, placement)
 
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
     """Scores, and what three optimizer steps made of the weights, under Hugging Face names."""
-    te_stand_ins.install()
-    trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
+    _install()
     exported: dict[str, Tensor] = {}
 
     class Exporting(MegatronTrainer):
         def shutdown(self) -> None:
-            exported.update((name, x.clone()) for bucket in self.export_weights() for name, x in bucket.tensors)
+            exported.update(exported_from(self))
             super().shutdown()
 
     steps_module = train_rank.__globals__
@@ -69,25 +74,9 @@ def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_pat
     case = make_case(family, tmp_path / "model")
     results: list[RankResult] = run_case(case, layout | {"attention": "transformer_engine"}, tmp_path, _trained)
     check_scores(case, results)
-    weights = _stacked(results[0].weights, case)
+    weights = stacked_experts(results[0].weights)
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
     check_tensors(changes, {name: case.updated[name] - case.initial[name] for name in case.initial}, UPDATE_BOUND)
-
-
-def _stacked(weights: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """As Hugging Face's module has them: all experts of a layer in one tensor."""
-    stacked = {name: value for name, value in weights.items() if ".experts." not in name}
-    for name, value in case.initial.items():
-        if ".experts." in name:
-            prefix, kind = name.rsplit(".", 1)
-            parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-            stacked[name] = torch.stack(
-                [
-                    torch.cat([weights[f"{prefix}.{index}.{part}.weight"] for part in parts])
-                    for index in range(len(value))
-                ]
-            )
-    return stacked
 
 
 # ------------------------------------------------------------------------------------------------------ canonical names
@@ -114,11 +103,10 @@ CANONICAL = {
 
 def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[str]]:
     """Names in a checkpoint, and names of the modules' own parameters."""
-    model = _on_stand_ins(placement, config)
-    model.setup()
-    state = checkpoint._sharded_models(model.chunks)["model0"]
-    names = {name for name, _ in model.chunks[0].named_parameters()}
-    model.shutdown()
+    _install()
+    with running(placement, config) as model:
+        state = checkpoint._sharded_models(model.chunks)["model0"]
+        names = {name for name, _ in model.chunks[0].named_parameters()}
     return {value.key for value in state.values()}, names
 
 
@@ -137,38 +125,30 @@ def _write(placement: RankPlacement, config: RunConfig, directory: Path, mapped:
     """Two steps, a checkpoint, a third step; the weights after it."""
     if not mapped:
         specs.fused_norm_names = lambda config, num_experts: {}
-    model = _on_stand_ins(placement, config)
-    model.setup()
-    _steps(model, 2)
-    model.save(directory)
-    return _finished(model)
+    _install()
+    with running(placement, config) as model:
+        _steps(model, 2)
+        model.save(directory)
+        _steps(model, 1)
+        return exported_from(model)
 
 
 def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor] | str:
     """A fresh trainer goes on from the checkpoint: the weights after one step, or why it could not be read."""
-    model = _on_stand_ins(placement, config)
-    model.setup()
-    try:
-        model.load(directory)
-    except CheckpointError as error:
-        model.shutdown()
-        return str(error)
-    return _finished(model)
+    _install()
+    with running(placement, config) as model:
+        try:
+            model.load(directory)
+        except CheckpointError as error:
+            return str(error)
+        _steps(model, 1)
+        return exported_from(model)
 
 
 def _steps(model: MegatronTrainer, count: int) -> None:
-    packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=placement)) for placement in (0, 1)]
+    packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=seed)) for seed in (0, 1)]
     for _ in range(count):
-        model.begin_step()
-        model.accumulate(packs, last=True)
-        model.finish_step(6.0)
-
-
-def _finished(model: MegatronTrainer) -> dict[str, Tensor]:
-    _steps(model, 1)
-    weights = {name: x.clone() for bucket in model.export_weights() for name, x in bucket.tensors}
-    model.shutdown()
-    return weights
+        take_step(model, packs, 6.0, last=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -180,9 +160,7 @@ def test_either_spec_continues_the_others_checkpoint(family: str, writer: Spec, 
     second = parity_config(model, tmp_path / "second", layout | {"attention": reader})
     expected, _ = run_ranks(_write, 2, tmp_path / "write", first, tmp_path / "checkpoint", True)
     found, _ = run_ranks(_read, 2, tmp_path / "read", second, tmp_path / "checkpoint")
-    assert isinstance(found, dict) and found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+    assert_close(found, expected, 1e-6)
 
 
 def test_without_the_map_of_names_it_cannot(tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
 """Tiny Hugging Face checkpoints of every family, and scored sequences for them, all from seeds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from slime_like.config import RunConfig
 from slime_like.trajectory import ScoredTrajectory
 
 VOCAB = 151  # a prime: no layout divides it
+
+DIVISIBLE = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+"""For the tiny model: four KV heads admit tensor=4; four layers admit interleaving."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -206,3 +212,12 @@ def tiny_config(
     trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1, "cpu_kernels": "off"}
     trainer |= sections.pop("trainer", {})
     return RunConfig(run_dir=run_dir, model={"path": model, "dtype": dtype}, trainer=trainer, **sections)
+
+
+@contextmanager
+def edited_weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a model in one file, written back after the block with what was changed in it."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    yield tensors
+    save_file(tensors, file, metadata={"format": "pt"})
