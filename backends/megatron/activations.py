@@ -30,12 +30,14 @@ class ActivationOffload:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward pass."""
         # Weights and views of them share storages, which move when a trainer is offloaded: look each time.
-        self._weights = {p.untyped_storage().data_ptr() for module in self._modules for p in module.parameters()}
+        self._weights = {p.untyped_storage()._cdata for module in self._modules for p in module.parameters()}
         return torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device)
 
+    def _stays(self, tensor: Tensor) -> bool:
+        return tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage()._cdata in self._weights
+
     def _to_host(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
-        storage = tensor.untyped_storage()
-        if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or storage.data_ptr() in self._weights:
+        if self._stays(tensor):
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         if not tensor.is_cuda:

@@ -41,7 +41,7 @@ class CheckpointWriter(RankWriting):
 
     def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
         super().__init__(directory, device)
-        self._strategy = _InProcessSave()
+        self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
         # Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn;
         # ``save`` takes no strategy for plain values as an argument.
         in_process = Patch(filesystem_async, "_get_write_results_queue", queue.Queue)
@@ -80,18 +80,12 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
     """
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self._writer: FileSystemWriterAsync | None = None
+    writer: FileSystemWriterAsync
+    """Of the save that was planned."""
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
-        self._writer = writer
+        self.writer = writer
         return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
-
-    @property
-    def writer(self) -> FileSystemWriterAsync:
-        assert self._writer is not None, "the save has not been planned"
-        return self._writer
 
     def take_snapshot(self) -> None:
         """Copy every tensor that is to be written; objects are serialised already."""

@@ -66,15 +66,19 @@ def to_hugging_face(shards: Shards, dimensions: ModelDimensions) -> dict[str, Te
                 if key in full:  # a tied embedding stands on the first and on the last stage
                     torch.testing.assert_close(value, full[key], rtol=0, atol=1e-7, msg=f"{key} differs between stages")
                 full[key] = value
-    return _stacked_experts(full, dimensions)
+    return stacked_experts(full)
 
 
 def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
     match = _LAYER.fullmatch(name)
     if match is None:
         return _outer(name, parts, dimensions)
-    if _EXPERT.search(name):
-        return _expert(name, parts, dimensions)
+    if expert := _EXPERT.search(name):
+        # With expert parallelism every expert is whole; without, it is split over tensor ranks like a dense layer.
+        width = dimensions.moe_ffn_hidden_size
+        whole = parts[0].shape[1] == width if "linear_fc2" in name else len(parts[0]) == 2 * width
+        renamed = _converted(name.replace(f"experts.{expert[0]}", ""), parts[:1] if whole else parts, dimensions)
+        return {key.replace(".mlp.", f".mlp.experts.{expert[1]}."): value for key, value in renamed.items()}
     prefix, rest = f"model.layers.{match[1]}.", match[2]
     replicated = _REPLICATED if dimensions.latent is None else _REPLICATED | _LATENT_REPLICATED
     if rest in replicated:
@@ -122,23 +126,15 @@ def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimension
     }
 
 
-def _expert(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
-    """With expert parallelism every expert is whole; without, it is split over tensor ranks like a dense layer."""
-    width = dimensions.moe_ffn_hidden_size
-    if name.endswith("linear_fc1.weight"):
-        if len(parts[0]) == 2 * width:
-            return {name: parts[0]}
-        halves = [part.chunk(2) for part in parts]
-        return {name: torch.cat([half[side] for side in (0, 1) for half in halves])}
-    return {name: parts[0] if parts[0].shape[1] == width else torch.cat(parts, dim=1)}
-
-
-def _stacked_experts(full: dict[str, Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
-    """Hugging Face's module holds all experts of a layer in one tensor: gate rows above up rows, and down."""
-    stacked = {name: value for name, value in full.items() if not _EXPERT.search(name)}
-    for layer in range(dimensions.dense_layers, dimensions.num_layers if dimensions.num_experts else 0):
-        for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-            prefix = f"decoder.layers.{layer}.mlp.experts.local_experts"
-            experts = [full[f"{prefix}.{expert}.{ours}.weight"] for expert in range(dimensions.num_experts)]
-            stacked[f"model.layers.{layer}.mlp.experts.{theirs}"] = torch.stack(experts)
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors as Hugging Face's module holds them: experts in one, gate rows above up rows."""
+    experts = [name for name in tensors if ".experts." in name]
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
+        count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)
+        of = {kind: [tensors[f"{prefix}.experts.{n}.{kind}_proj.weight"] for n in range(count)]
+              for kind in ("gate", "up", "down")}  # fmt: skip
+        gate_up = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}.experts.down_proj"] = torch.stack(of["down"])
     return stacked

@@ -17,7 +17,7 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
-from tests.parallel.assembly import to_hugging_face
+from tests.parallel.assembly import stacked_experts, to_hugging_face
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
 from tests.parallel.steps import RankResult, by_stage, scored_packs, train_rank
@@ -176,20 +176,6 @@ def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
         (key,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
         found[key] = found.pop(name)
     check_tensors(found, case.expected.gradients, GRADIENT_BOUND)
-
-
-def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors as Hugging Face's module holds them: experts in one, gate rows above up rows."""
-    experts = [name for name in tensors if ".experts." in name]
-    stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
-    for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
-        count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)
-        of = {kind: [tensors[f"{prefix}.experts.{n}.{kind}_proj.weight"] for n in range(count)]
-              for kind in ("gate", "up", "down")}  # fmt: skip
-        gate_up = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
-        stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack(gate_up)
-        stacked[f"{prefix}.experts.down_proj"] = torch.stack(of["down"])
-    return stacked
 
 
 def check_updates(case: Case, results: list[RankResult]) -> None:

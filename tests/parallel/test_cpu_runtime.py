@@ -1,12 +1,15 @@
-"""Megatron's adaptation to the CPU: it leaves no trace, and says so when a symbol it replaces is gone."""
+"""Megatron on a CPU: its adaptation leaves no trace and names a symbol that is gone; nothing is compiled at import."""
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
+from backends.megatron import deferred_compile
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.patch import Patch
 from slime_like.errors import TrainerError
@@ -26,18 +29,15 @@ def test_literal_cuda_devices_become_the_cpu_inside_only() -> None:
         torch.zeros(2, device="cuda")
 
 
-def test_it_can_be_entered_again_inside_itself() -> None:
-    with megatron_runtime():
-        with megatron_runtime():
-            pass
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
-
-
-def test_an_error_inside_still_puts_everything_back() -> None:
-    stream = torch.cuda.Stream
+def test_nothing_is_left_behind() -> None:
+    """Also where it is entered twice, and left by an error."""
+    before = dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))
     with pytest.raises(ZeroDivisionError), megatron_runtime():
+        with megatron_runtime():
+            assert torch.zeros is not before[0]["zeros"]
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
         raise ZeroDivisionError
-    assert torch.cuda.Stream is stream
+    assert (dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))) == before
 
 
 def test_torch_script_compiles_inside_as_it_does_outside() -> None:
@@ -63,13 +63,6 @@ def test_a_device_context_that_is_first_used_inside_works() -> None:
     subprocess.run([sys.executable, "-c", first_use], check=True, timeout=120)
 
 
-def test_nothing_is_left_behind() -> None:
-    before = dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))
-    with megatron_runtime():
-        assert torch.zeros is not before[0]["zeros"]
-    assert (dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))) == before
-
-
 def test_named_random_states_advance_apart_from_the_default_one() -> None:
     with megatron_runtime():
         tracker = random.CudaRNGStatesTracker()
@@ -90,3 +83,36 @@ def test_named_random_states_advance_apart_from_the_default_one() -> None:
 def test_a_missing_symbol_is_named_with_the_version() -> None:
     with pytest.raises(TrainerError, match=r"no_such_function does not exist in megatron-core \d+\.\d+.*install"):
         Patch(random, "no_such_function", None).check()
+
+
+# ------------------------------------------------------------------------------------------------- deferred compilation
+def test_a_rank_imports_no_compiler() -> None:
+    code = "import sys, backends.megatron.trainer; print('torch._inductor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_the_first_call_compiles_with_the_options_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+
+    def record(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled.append((function.__name__, options))
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    with deferred_compile():
+
+        @torch.compile
+        def plain(x: int) -> int:
+            return x + 1
+
+        @torch.compile(dynamic=True)
+        def fused(x: int, scale: int = 2) -> int:
+            """Words."""
+            return x * scale
+
+    assert torch.compile is record
+    assert compiled == []
+    assert [fused(2, scale=5), fused(3), plain(1)] == [10, 6, 2]
+    assert compiled == [("fused", {"dynamic": True}), ("plain", {})]
+    assert fused.__doc__ == "Words."

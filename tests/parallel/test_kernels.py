@@ -1,4 +1,4 @@
-"""Attention kernels against softmax written out in float64."""
+"""Attention kernels, and the ring's steps by them, against softmax written out in float64."""
 
 import sys
 
@@ -17,6 +17,7 @@ from backends.common.attention.kernels import (
     kernel_for,
 )
 from tests.parallel.dense import assert_near, dense_results, segments_of
+from tests.parallel.ring_steps import ring_by_steps
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
 
@@ -92,3 +93,14 @@ def test_flash_attn_is_called_as_its_interface_asks(monkeypatch: pytest.MonkeyPa
 
 def test_empty_segments_are_left_out() -> None:
     assert Segments.of(torch.tensor([0, 0, 3, 3, 5, 5], dtype=torch.int32)).host == (0, 3, 5)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_steps_add_up_to_softmax_attention(size: int, dtype: torch.dtype, bound: float) -> None:
+    lengths, generator = [16, 8, 40], torch.Generator().manual_seed(size)
+    q, grad = (torch.randn(64, 4, 16, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(64, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    found = ring_by_steps(CpuFlash(), q, k, v, grad, lengths, size, 0.25)
+    out, _, *grads = dense_results(q, k, v, grad, lengths, 0.25)
+    assert_near(found, [out, *grads], bound)

@@ -20,9 +20,11 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.models import dimensions
 from tests.parallel.ranks import run_ranks
+from tests.parallel.reference import Reference
 from tests.parallel.steps import exported_from, running, same_bits
 from tests.parallel.tiny import VOCAB, scored_sequences, tiny_config
 
+LENGTHS = [(5, 9), (3, 12)]
 SEED_OSS = Family("seed_oss", (*OUTER, *NORMS, *ATTENTION, *QKV_BIAS, *MLP))
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
@@ -39,7 +41,7 @@ def _known() -> Iterator[None]:
 
 def _score(placement: RankPlacement, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
     with _known(), running(placement, config, scores=True) as trainer:
-        scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 12)]))])
+        scored = trainer.score([pack_sequences(scored_sequences(LENGTHS))])
         assert scored is not None
         return scored[0].logprobs, exported_from(trainer)
 
@@ -56,14 +58,6 @@ def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
     (logprobs, exported), (_, others) = run_ranks(_score, 2, tmp_path / "ranks", config)
     assert not others
     same_bits(exported, model.state_dict())
-    torch.testing.assert_close(logprobs.double(), _of_transformers(model.double().eval()), rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def _of_transformers(model: SeedOssForCausalLM) -> Tensor:
-    found = []
-    for sequence in scored_sequences([(5, 9), (3, 12)]):
-        tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        logits = model(tokens[None]).logits[0, sequence.prompt_len - 1 : -1] / sequence.temperature
-        found.append(logits.log_softmax(-1).gather(-1, sequence.response_tokens[:, None])[:, 0])
-    return torch.cat(found)
+    reference = Reference(tmp_path / "model", config.algorithm)
+    expected = torch.cat([reference.score(sequence)[0].detach() for sequence in scored_sequences(LENGTHS)])
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)

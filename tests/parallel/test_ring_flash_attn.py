@@ -4,10 +4,7 @@ The package is the real one; flash-attn, which it calls, exists for CUDA only, a
 covered: flash-attn itself.
 """
 
-from __future__ import annotations
-
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,29 +24,15 @@ GROUPS, WIDTH, SCALE = 2, 16, 0.3
 PACKS = {"one": [24], "borders": [5, 9, 2, 8], "between": [12, 6, 6], "short": [1, 1, 1, 20, 1]}
 
 
-@dataclass(frozen=True)
-class Problem:
+def _problem(tokens: int, heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Queries, keys, values, and the gradient of the output, of a whole pack."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
-
-    @classmethod
-    def random(cls, tokens: int, heads: int, dtype: torch.dtype) -> Problem:
-        generator = torch.Generator().manual_seed(tokens)
-
-        def noise(count: int) -> Tensor:
-            return torch.randn(tokens, count, WIDTH, generator=generator).to(dtype)
-
-        return cls(noise(heads), noise(GROUPS), noise(GROUPS), noise(heads))
-
-    def tensors(self) -> list[Tensor]:
-        return [self.q, self.k, self.v]
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(tokens, count, WIDTH, generator=generator).to(dtype) for count in (heads, GROUPS, GROUPS, heads)
+    ]
 
 
-def _attend(placement: RankPlacement, problem: Problem, lengths: list[int], stride: int) -> list[Tensor]:
+def _attend(placement: RankPlacement, problem: list[Tensor], lengths: list[int], stride: int) -> list[Tensor]:
     """This rank's part of the output and of all gradients; every second rank is in a separate group."""
     dist.init_process_group(
         "gloo",
@@ -60,10 +43,11 @@ def _attend(placement: RankPlacement, problem: Problem, lengths: list[int], stri
     groups = [dist.new_group(list(range(first, placement.world_size, 2))) for first in (0, 1)]
     group = groups[placement.rank % 2]
     rank, size = group.rank(), group.size()
-    leaves = [x.chunk(size)[rank].clone().requires_grad_() for x in problem.tensors()]
+    *inputs, grad = (x.chunk(size)[rank].clone() for x in problem)
+    leaves = [x.requires_grad_() for x in inputs]
     segments = Llama3Segments.of(boundaries(lengths), rank, size)
     out = RingFlashAttention(segments, group, stride).attend(*leaves, SCALE)
-    out.backward(problem.grad.chunk(size)[rank])
+    out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
@@ -83,8 +67,8 @@ def test_it_is_softmax_attention(
     lengths: str, heads: int, stride: int, ranks: int, dtype: torch.dtype, bound: float, tmp_path: Path
 ) -> None:
     pack = PACKS[lengths]
-    problem = Problem.random(sum(pack), heads, dtype)
-    out, _, *grads = dense_results(*problem.tensors(), problem.grad, pack, SCALE)
+    problem = _problem(sum(pack), heads, dtype)
+    out, _, *grads = dense_results(*problem, pack, SCALE)
     # Two groups side by side: the package's default is the whole world.
     results = run_ranks(_attend, 2 * ranks, tmp_path, problem, pack, stride)
     for group in (results[0::2], results[1::2]):
@@ -136,9 +120,8 @@ def test_what_flash_attn_would_get_wrong_is_refused(
 
 
 def test_a_stride_must_divide_the_heads(tmp_path: Path) -> None:
-    problem = Problem.random(24, 4, torch.float32)
     with pytest.raises(pytest.fail.Exception, match="nheads_k % heads_k_stride == 0"):
-        run_ranks(_attend, 2, tmp_path, problem, PACKS["one"], 3)
+        run_ranks(_attend, 2, tmp_path, _problem(24, 4), PACKS["one"], 3)
 
 
 def test_other_code_does_not_see_the_stand_in() -> None:

@@ -18,6 +18,7 @@ from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
+from tests.parallel.assembly import stacked_experts
 from tests.parallel.parity import (
     Settings,
     check_scores,
@@ -25,7 +26,6 @@ from tests.parallel.parity import (
     make_case,
     parity_config,
     run_case,
-    stacked_experts,
 )
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank

@@ -41,10 +41,8 @@ def schedule(stage: int, stages: int, chunks: int) -> Iterator[tuple[Literal["fo
     """
     micro_batches = WINDOWS_OF_STAGES * stages
     total = micro_batches * chunks
-    if chunks == 1:
-        warmup = min(stages - stage - 1, total)
-    else:
-        warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
+    after = stages - stage - 1
+    warmup = min(after if chunks == 1 else after * 2 + (chunks - 1) * stages, total)
     for step in range(total + warmup):
         if step < total:
             yield "forward", _chunk(step, stages, chunks)
@@ -67,7 +65,8 @@ def window_peak(stage: int, stages: int, passes: Sequence[PassMemory]) -> Window
             moment = WindowPeak(live + chunk_pass.forward, chunk_pass.head_forward, under_way)
             live += chunk_pass.saved
         else:
-            moment = WindowPeak(live - chunk_pass.saved + chunk_pass.backward, chunk_pass.head_backward, under_way)
-            live, under_way = live - chunk_pass.saved, under_way - 1
+            live -= chunk_pass.saved
+            moment = WindowPeak(live + chunk_pass.backward, chunk_pass.head_backward, under_way)
+            under_way -= 1
         peak = max(peak, moment, key=lambda found: found.nbytes)
     return peak

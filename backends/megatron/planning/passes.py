@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backends.common.step.trace import HEAD, META, Counted, Trace
 from backends.megatron import router
-from backends.megatron.activations import SMALLEST_BYTES
+from backends.megatron.activations import ActivationOffload
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
@@ -89,7 +89,7 @@ class Passes:
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
-        base, host = trace.restart(), _HostShapes(wrapped)
+        base, host = trace.restart(), _OffloadedShapes([wrapped])
         batch = self._batch(pack)
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
@@ -126,29 +126,22 @@ class Passes:
             chunk.set_input_tensor(None)
 
 
-class _HostShapes:
-    """``ActivationOffload`` on shapes: bytes leave the device's count for the host's."""
+class _OffloadedShapes(ActivationOffload):
+    """On shapes: bytes leave the device's count for the host's."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        self.nbytes = 0
-
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._to_host, _to_device)
+    nbytes = 0
 
     def _to_host(self, tensor: Tensor) -> Any:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < SMALLEST_BYTES or tensor.untyped_storage()._cdata in self._weights or not tensor.is_meta:
+        if not tensor.is_meta or self._stays(tensor):
             return tensor
-        self.nbytes += nbytes
+        self.nbytes += tensor.nbytes
         return tensor.shape, tensor.stride(), tensor.dtype
 
-
-def _to_device(saved: Any) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    shape, stride, dtype = saved
-    return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+    def _to_device(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        shape, stride, dtype = saved
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
 
 
 def _even_routes() -> list[Patch]:

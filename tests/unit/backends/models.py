@@ -1,9 +1,10 @@
 """Dimensions of small and of published models, without their weights."""
 
+from pathlib import Path
 from typing import Any
 
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.latent_attention import LatentAttention
+from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
 _SMALL: dict[str, Any] = {
     "family": "qwen3",
@@ -59,36 +60,30 @@ PUBLISHED = {
         **_sizes(48, 2048, 32, 4, 128, 6144, 151936),
     ),
 }
-_DEEPSEEK: dict[str, Any] = {
-    "family": "deepseek_v3",
-    "qk_norm": False,
-    "num_experts": 256,
-    "moe_top_k": 8,
-    "moe_sigmoid": True,
-    "moe_groups": 8,
-    "moe_top_groups": 4,
-    "moe_scaling": 2.5,
-    "dense_layers": 3,
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_ffn_hidden_size": 2048,
-    "draft_layers": 1,
+MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "vocab_size": 163840,
 }
-PUBLISHED["DeepSeek-V3"] = dimensions(
-    latent=LatentAttention(1536, 512, 128, 64, 128), **_DEEPSEEK, **_sizes(61, 7168, 128, 128, 192, 18432, 129280)
-)
-PUBLISHED["Moonlight-16B-A3B"] = dimensions(
-    latent=LatentAttention(None, 512, 128, 64, 128),
-    **_DEEPSEEK
-    | {
-        "num_experts": 64,
-        "moe_top_k": 6,
-        "moe_groups": 1,
-        "moe_top_groups": 1,
-        "dense_layers": 1,
-        "moe_ffn_hidden_size": 1408,
-        "moe_shared_ffn_hidden_size": 2816,
-        "draft_layers": 0,
-    },
-    **_sizes(27, 2048, 16, 16, 192, 11264, 163840),
-)
+"""Moonlight-16B-A3B's, as published: queries that are not compressed, two shared experts."""
+
+for _name, _config in (("DeepSeek-V3", DEEPSEEK_V3), ("Moonlight-16B-A3B", MOONLIGHT)):
+    PUBLISHED[_name] = ModelDimensions._from_raw(_config | {"model_type": "deepseek_v3"}, Path(_name))
 """From each model's published config.json."""

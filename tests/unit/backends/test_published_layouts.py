@@ -17,33 +17,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from backends.megatron.conversion.families import family_of
 from slime_like.models.dimensions import ModelDimensions
+from tests.unit.backends.models import MOONLIGHT
 from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
 Shape = tuple[int, ...]
-
-MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | {
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "max_position_embeddings": 8192,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": None,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.446,
-    "topk_group": 1,
-    "vocab_size": 163840,
-}
-"""Moonlight-16B-A3B's, as published: queries that are not compressed, two shared experts."""
 
 # Ranges of layers and of experts, as the listing groups them. Layer 61 is the one for multi-token prediction.
 _LISTING: dict[str, Shape] = {
