@@ -96,10 +96,16 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
     assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
 
 
-def limit_file_size(nbytes: int) -> None:
-    """For the rest of this process: it stands for a disk that is full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+@contextmanager
+def small_disk(nbytes: int | None) -> Iterator[None]:
+    """A limit on the size of this process' files stands for a disk that is full; ``None`` for one that is not."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if nbytes is None else nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def train_rank(

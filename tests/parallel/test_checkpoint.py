@@ -30,7 +30,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import assert_close, exported_from, limit_file_size, running, same_bits, take_step
+from tests.parallel.steps import assert_close, exported_from, running, same_bits, small_disk, take_step
 from tests.parallel.tiny import scored_sequences, tiny_config
 
 DENOMINATOR = 4.0
@@ -358,9 +358,7 @@ def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved
 
 def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path, behind: bool) -> str:
     """A limit on file size stands for the disk, on the second rank only."""
-    with running(placement, config) as trainer:
-        if placement.rank == 1:
-            limit_file_size(50_000)
+    with running(placement, config) as trainer, small_disk(50_000 if placement.rank == 1 else None):
         if not behind:
             return _refused(lambda: trainer.save(directory))
         save = trainer.start_save(directory)

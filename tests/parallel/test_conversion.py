@@ -26,7 +26,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import joined, limit_file_size, same_bits
+from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -255,9 +255,8 @@ def _save_on_a_full_disk(config: RunConfig, dimensions: ModelDimensions, output:
     """A limit on file size stands for the disk, on the last stage only."""
     chunks = build_chunks(config, dimensions)
     conversion.load_hf_weights(chunks, config.model.path, dimensions)
-    if parallel.coordinates().pipeline == 1:
-        limit_file_size(200_000)
-    conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
+    with small_disk(200_000 if parallel.coordinates().pipeline == 1 else None):
+        conversion.save_hf(chunks, dimensions, config.model.path, output, shard_bytes=SHARD_BYTES)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_alone(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Shards of a batch reach the group's first rank as they are, by shared memory and by messages alike."""
 
-import resource
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from backends.megatron.conversion.gathering import open_gather, packed_bytes
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import limit_file_size
+from tests.parallel.steps import small_disk
 
 TURNS = 5
 
@@ -28,20 +27,18 @@ def batch(rank: int, turn: int) -> list[Tensor]:
 
 
 def _gather_all(placement: RankPlacement, without_memory: int | None) -> list[list[list[Tensor]] | None]:
-    if placement.rank == without_memory:
-        limit_file_size(0)
     address = f"tcp://{placement.master_address}:{placement.master_port}"
     dist.init_process_group("gloo", init_method=address, rank=placement.rank, world_size=placement.world_size)
     group = dist.new_group(list(range(placement.world_size)))
     results = []
     largest = max(packed_bytes(batch(placement.rank, turn)) for turn in range(TURNS))
-    gather = open_gather(group, largest, torch.device("cpu"))
+    with small_disk(0 if placement.rank == without_memory else None):
+        gather = open_gather(group, largest, torch.device("cpu"))
     for turn in range(TURNS):
         found = gather(batch(placement.rank, turn))
         time.sleep(0.05 if placement.rank == 0 else 0)  # the others go on with the next turn meanwhile
         results.append(found and [[shard.clone() for shard in shards] for shards in found])
     dist.destroy_process_group()
-    resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     return results
 
 

@@ -8,8 +8,8 @@ import torch
 from backends.megatron.norm import RMSNorm
 
 
-def _norm(dtype: torch.dtype, sequence_parallel: bool = False) -> RMSNorm:
-    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel, use_cpu_initialization=True)
+def _norm(dtype: torch.dtype) -> RMSNorm:
+    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, use_cpu_initialization=True)
     norm = RMSNorm(config, hidden_size=24, eps=1e-5)
     with torch.no_grad():
         norm.weight.add_(0.3 * torch.randn(24, generator=torch.Generator().manual_seed(1)))
@@ -31,8 +31,3 @@ def test_output_and_gradients(dtype: torch.dtype, bound: float) -> None:
     for ours, theirs in ((out, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
         assert ours is not None and theirs is not None
         assert float((ours.double() - theirs).norm() / theirs.norm()) < bound
-
-
-def test_weight_carries_megatrons_sequence_parallel_mark() -> None:
-    assert _norm(torch.float32, sequence_parallel=True).weight.sequence_parallel is True
-    assert _norm(torch.float32).weight.sequence_parallel is False

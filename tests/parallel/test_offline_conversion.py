@@ -5,8 +5,6 @@ checkpoint on real ranks, and with transformers' reading of what is written.
 """
 
 import json
-import resource
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import joined, same_bits
+from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 from tests.unit.backends.models import PUBLISHED
 
@@ -40,6 +38,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "deepseek_v3")
 CONVERTER = MegatronConverter()
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
+ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -255,22 +254,22 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
     """Finished files are used again if they are as they were written; one that is not is written anew."""
     _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
-    config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
-    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
+    config = _config(tmp_path / "hf", {"tensor": 2})
+    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, report))
     assert not (tmp_path / "meg").exists()
     finished = _journalled(tmp_path / ".meg.partial")
     assert len(finished) >= 2
     damaged = tmp_path / ".meg.partial" / finished[0]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    summary = CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent)
+    summary = CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, _silent)
     assert summary.reused == len(finished) - 1
     same_bits(_read_back(tmp_path / "meg"), original)
 
     model = _config(tmp_path / "meg" / "model")
     trainer, back = tmp_path / "meg" / "trainer", tmp_path / "back"
-    _interrupted(lambda report: CONVERTER.to_hugging_face(model, trainer, back, one_by_one, report))
+    _interrupted(lambda report: CONVERTER.to_hugging_face(model, trainer, back, ONE_BY_ONE, report))
     assert not back.exists()
-    assert CONVERTER.to_hugging_face(model, trainer, back, one_by_one, _silent).reused >= 1
+    assert CONVERTER.to_hugging_face(model, trainer, back, ONE_BY_ONE, _silent).reused >= 1
     same_bits(_written(back), original)
     assert not list(tmp_path.glob(".*"))
 
@@ -282,36 +281,23 @@ def _journalled(partial: Path) -> list[str]:
 
 def test_what_is_left_of_another_conversion_is_not_used(tmp_path: Path) -> None:
     _model(tmp_path)
-    config, one_by_one = _config(tmp_path / "hf", {"tensor": 2}), replace(OPTIONS, workers=1, max_file_bytes=100_000)
-    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, report))
+    config = _config(tmp_path / "hf", {"tensor": 2})
+    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, report))
     _model(tmp_path, seed=1)
-    assert CONVERTER.to_checkpoint(config, tmp_path / "meg", one_by_one, _silent).reused == 0
+    assert CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, _silent).reused == 0
     same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
-@pytest.fixture
-def small_disk() -> Any:
-    """A limit on the size of files stands for a disk that is full."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def limit(nbytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path) -> None:
     _model(tmp_path)
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
-    small_disk(150_000)
     refused = r" could not be written .*File too large"
-    with pytest.raises(CheckpointError, match=r"with embedding\.word_embeddings\.weight, .*" + refused):
-        _to_megatron(tmp_path / "hf", tmp_path / "other", workers=1)
-    with pytest.raises(CheckpointError, match=r"with model\..*weight.*" + refused):
-        _to_hf(tmp_path / "meg", tmp_path / "back", workers=1)
+    with small_disk(150_000):
+        with pytest.raises(CheckpointError, match=r"with embedding\.word_embeddings\.weight, .*" + refused):
+            _to_megatron(tmp_path / "hf", tmp_path / "other", workers=1)
+        with pytest.raises(CheckpointError, match=r"with model\..*weight.*" + refused):
+            _to_hf(tmp_path / "meg", tmp_path / "back", workers=1)
     assert not (tmp_path / "other").exists() and not (tmp_path / "back").exists()
 
 
