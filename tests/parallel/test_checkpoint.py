@@ -21,7 +21,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from backends.megatron.checkpoint_writer import CheckpointWriter
-from backends.megatron.conversion.offline.converter import MegatronConverter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
@@ -316,18 +315,6 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
-
-
-def test_what_was_cut_off_behind_the_weights_is_not_converted(saved_by: SavedBy, tmp_path: Path) -> None:
-    """A conversion reads no optimizer state, and refuses a file that has lost some of it all the same."""
-    saved = saved_by("single")
-    converter = MegatronConverter()
-    assert converter.open_checkpoint(saved.config, saved.checkpoint).tensors
-    name = _damaged_copy(saved.checkpoint, tmp_path / "cut", "*.distcp", lambda content: content[:-1])
-    with pytest.raises(
-        CheckpointError, match=rf"is damaged \({name} is cut off: .*, and lacks \S+\); resume from a checkpoint before"
-    ):
-        converter.open_checkpoint(saved.config, tmp_path / "cut")
 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
