@@ -12,6 +12,7 @@ from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
+from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
@@ -34,22 +35,21 @@ class BatchBuilder:
         self._context_group = parallel_state.get_context_parallel_group()
         # It decides how packs are cut over those ranks.
         self._attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
+        layout = config.trainer.parallel
         # Ranks that share a context shard's tokens between them; local token counts are multiples of their number.
-        sequence = config.trainer.parallel.sequence
-        self._sequence_group = parallel_state.get_tensor_model_parallel_group() if sequence else None
+        self._sequence_group = parallel_state.get_tensor_model_parallel_group() if layout.sequence else None
+        # Interleaved schedules take multiples of the pipeline's size, all of one length.
+        self._multiple = layout.pipeline if layout.virtual_pipeline > 1 else None
 
-    def build(
-        self, packs: Sequence[PackedTrajectory], same_length: bool = False, balance: BalanceLoss | None = None
-    ) -> list[ModelInput]:
-        """Cut this rank's part out of every pack.
-
-        Args:
-            same_length: pad all to the longest.
-        """
-        given, packs = packs, [on_device(pack, self._device) for pack in packs]
-        multiple_of = 1 if self._sequence_group is None else self._sequence_group.size()
-        shards = [self._shard(pack, multiple_of) for pack in packs]
-        if same_length:
+    def build(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[ModelInput]:
+        """Cut this rank's part out of every pack. Where it must, it fills up with packs of no weight, and pads."""
+        missing = -len(packs) % (self._multiple or 1)
+        given = [*packs, *(zero_weight_pack(packs[0]) for _ in range(missing))]
+        packs = [on_device(pack, self._device) for pack in given]
+        shards = [
+            self._shard(pack, 1 if self._sequence_group is None else self._sequence_group.size()) for pack in packs
+        ]
+        if self._multiple is not None:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in packs]
         return [

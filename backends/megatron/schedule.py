@@ -14,8 +14,6 @@ from torch import Tensor
 from backends.common.step.balance import BalanceLoss
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
-from slime_like.algorithms.packing.pack import zero_weight_pack
-from slime_like.config import ParallelConfig
 from slime_like.trajectory import PackedTrajectory
 
 LossFunction = Callable[[ModelInput, Tensor, Tensor], Tensor]
@@ -31,7 +29,6 @@ class Schedule:
 
     chunks: Sequence[MegatronModule]
     builder: BatchBuilder
-    parallel: ParallelConfig
     offload: ActivationOffload | None = None
 
     def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction, balance: BalanceLoss | None = None) -> None:
@@ -42,7 +39,7 @@ class Schedule:
             # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
             return loss(batch, logprobs, entropy), torch.tensor(0, dtype=torch.int, device=output.device), None
 
-        self._run(self._batches(packs, balance), reduce, forward_only=False)
+        self._run(self.builder.build(packs, balance), reduce, forward_only=False)
 
     @torch.no_grad()
     def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
@@ -51,15 +48,8 @@ class Schedule:
         def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
             return batch.whole(output)
 
-        results = self._run(self._batches(packs), collect, forward_only=True) if packs else []
+        results = self._run(self.builder.build(packs), collect, forward_only=True) if packs else []
         return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
-
-    def _batches(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[ModelInput]:
-        """Interleaved schedules take multiples of the pipeline's size: fill up with packs of no weight."""
-        filled, interleaved = list(packs), self.parallel.virtual_pipeline > 1
-        if interleaved:
-            filled += [zero_weight_pack(packs[0])] * (-len(packs) % self.parallel.pipeline)
-        return self.builder.build(filled, same_length=interleaved, balance=balance)
 
     def _run(self, batches: list[ModelInput], after: Callable[..., Any], forward_only: bool) -> list[Any]:
         def forward(batches: Any, model: MegatronModule) -> tuple[Tensor, Callable[..., Any]]:

@@ -95,13 +95,13 @@ class MegatronTrainer(TrainerBase):
         self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config, self.chunks)
         optimizer = self.state.optimizer = Optimizer(self.config, self.wrapped)
         activations = ActivationOffload(self.chunks) if self.config.trainer.activation_offload else None
-        self._schedule = Schedule(self.wrapped, self._batch_builder(), self.config.trainer.parallel, activations)
+        self._schedule = Schedule(self.wrapped, self._batch_builder(), activations)
         self._communication = Communication(self.wrapped)
         self._communication.attach()
         return optimizer
 
     def _prepare_scoring(self) -> None:
-        self._schedule = Schedule(self.chunks, self._batch_builder(), self.config.trainer.parallel)
+        self._schedule = Schedule(self.chunks, self._batch_builder())
 
     def _batch_builder(self) -> BatchBuilder:
         return BatchBuilder(self.config, self.dimensions, self.device)

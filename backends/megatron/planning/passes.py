@@ -56,7 +56,6 @@ class Passes:
         # An interleaved pipeline may still be sending what it has handed on (see model.py): it keeps its outputs.
         self._frees_output = layout.pipeline > 1 and layout.virtual_pipeline == 1
         self._sequence_size = layout.tensor if layout.sequence else 1
-        self._interleaved = layout.virtual_pipeline > 1
         # Boundaries and rows stay real: their values decide which shapes there are.
         self._builder = BatchBuilder(config, dimensions, torch.device("cpu"))
         self.standing = 0
@@ -83,14 +82,14 @@ class Passes:
     @torch.no_grad()
     def _score(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[int, Counted]:
         base = self._trace.restart()
-        batch = self._batch(pack)
+        batch = self._builder.build([pack])[0]
         self._forward(chunk, wrapped, batch)
         return self._trace.peak - base, self._trace.counted
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
         base, host = trace.restart(), _OffloadedShapes([wrapped])
-        batch = self._batch(pack)
+        batch = self._builder.build([pack])[0]
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
         shape = output.shape
@@ -101,9 +100,6 @@ class Passes:
         self._backward(chunk, output, shape)
         memory = PassMemory(saved, forward, trace.peak - base, head_forward, trace.peak_labelled.get(HEAD, 0))
         return memory, trace.counted, host.nbytes
-
-    def _batch(self, pack: PackedTrajectory) -> ModelInput:
-        return self._builder.build([pack], same_length=self._interleaved)[0]
 
     def _forward(self, chunk: LogprobModel, wrapped: Any, batch: ModelInput) -> Tensor:
         tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
