@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_like.config import RunConfig
@@ -21,10 +22,18 @@ from slime_like.interfaces import (
 from slime_like.interfaces.installed import load_engine
 from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.engine_client import Answer
 
 _TOGETHER_S = 0.001
 """Requests that end with the same token do so one after the other, within less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of one request: its responses, or the error."""
+
+    request_id: str
+    generations: list[Generation] = field(default_factory=list)
+    error: SlimeLikeError | None = None
 
 
 class Mailbox:

@@ -25,7 +25,7 @@ from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.run.directory import latest_checkpoint
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -112,7 +112,7 @@ def _open_rl(base: _Base) -> Run:
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
+    source = source_class(config)(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
     evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)

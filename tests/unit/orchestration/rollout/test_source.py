@@ -21,12 +21,12 @@ from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.manager import NoEngineLeft
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
-from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.rollout.source import RolloutSource, source_class
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -130,8 +130,9 @@ def source(
         revived.append(client.version)
         client.dead = False
 
-    made = RolloutSource(
-        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
+    config = settings(run_dir, **rollout)
+    made = source_class(config)(
+        config, Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
