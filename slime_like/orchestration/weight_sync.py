@@ -19,7 +19,7 @@ from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.weights.delta.receiver import is_base_lost
 from slime_like.weights.probe_gap import ProbeGap
-from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+from slime_like.weights.transports.reach import transport_of, use_delta
 from slime_like.weights.transports.registry import join_rendezvous
 
 
@@ -93,7 +93,7 @@ class WeightSync:
         supervisor.weights = self
         self._run_name = run_name
         self._probe = probe_sequences(config)
-        self._transport = transport_of(config, placement)
+        self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
         self._connected: int | None = None  # the generation of engines that have joined the transport
@@ -236,23 +236,6 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",
             )
-
-
-def transport_of(config: RunConfig, placement: Placement) -> str:
-    """Choose the weight transport of these devices.
-
-    Raises:
-        WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.
-    """
-    shared, rollout = config.cluster.placement == "colocated", config.rollout
-    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
-    situation = Situation(
-        on_cuda=placement.device == "GPU",
-        num_hosts=placement.num_nodes,
-        shared_devices=shared,
-        devices_are_visible=shared and one_engine,
-    )
-    return choose_transport(config.sync.transport, situation)
 
 
 def probe_sequences(config: RunConfig) -> list[list[int]]:

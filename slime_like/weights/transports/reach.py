@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.weights.transports.registry import AUTO, require_transport
 
@@ -21,6 +22,13 @@ class Situation:
     num_hosts: int
     shared_devices: bool
     devices_are_visible: bool
+
+
+def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+    """The run's weight transport on these devices. Raises ``WeightSyncError`` as ``choose_transport``."""
+    shared, rollout = config.cluster.placement == "colocated", config.rollout
+    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
+    return choose_transport(config.sync.transport, Situation(on_cuda, num_hosts, shared, shared and one_engine))
 
 
 def choose_transport(name: str, situation: Situation) -> str:
@@ -51,11 +59,7 @@ def use_delta(setting: str, transport: str, dtype: str) -> bool:
 
 
 def _best(situation: Situation) -> str:
-    if situation.on_cuda and not situation.shared_devices:
-        return "nccl"
-    if situation.on_cuda and situation.num_hosts == 1 and situation.devices_are_visible:
-        return "cuda_ipc"
-    return "shared_memory" if situation.num_hosts == 1 else "gloo"
+    return next(name for name in ("nccl", "cuda_ipc", "shared_memory", "gloo") if not _problem(name, situation))
 
 
 def _problem(name: str, situation: Situation) -> str | None:
