@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,24 +45,20 @@ CPU_RANKS = 8
 """Most ranks of a layout on a machine without GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutsRequest:
-    """Request to compare layouts with a baseline.
-
-    Attributes:
-        required: a layout that does not fit is an error, not a skipped row.
-        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
-    """
-
-    baseline: Layout
-    layouts: Sequence[Layout]
-    required: bool
-    batch: Sequence[ScoredTrajectory]
-    temporary_run_dir: bool
-
-
-def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
+def verify_layouts(
+    config: RunConfig,
+    baseline: Layout,
+    layouts: Sequence[Layout],
+    batch: Sequence[ScoredTrajectory],
+    *,
+    required: bool,
+    temporary: bool,
+) -> list[Row]:
     """Per-token logprobs, gradients, ``config.steps`` optimizer steps with their figures, weights afterwards.
+
+    Args:
+        required: a layout that does not fit is an error, not a skipped row.
+        temporary: ``config.run_dir`` is to be made, and removed after success.
 
     Returns:
         One row per layout, the baseline first.
@@ -71,28 +66,29 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
     Raises:
         SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
     """
-    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
+    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (baseline, *layouts)
     reasons = {
-        layout.name: model_misfit(layout, dimensions, len(request.batch)) or setting_misfit(layout.applied_to(config))
+        layout.name: model_misfit(layout, dimensions, len(batch)) or setting_misfit(layout.applied_to(config))
         for layout in everyone
     }
-    _refuse(request, reasons)
+    must_fit = everyone if required else everyone[:1]
+    _refuse(must_fit, reasons)
     with ExitStack() as stack:
-        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
-        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(request.layouts), unit="layout"))
+        run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
+        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(layouts), unit="layout"))
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
         cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
         resources = cluster.resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
-        _refuse(request, reasons)
-        progress.note(f"{request.baseline.name}: the one that the others are compared with")
+        _refuse(must_fit, reasons)
+        progress.note(f"{baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
-        baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.parity)]
+        measured = Baseline(baseline.applied_to(config), batch, Path(weights))
+        rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
         progress.update(1, {})
-        for done, layout in enumerate(request.layouts, start=2):
+        for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
-            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
+            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), measured))
             progress.update(done, {})
         return rows
 
@@ -122,10 +118,8 @@ def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
     return None
 
 
-def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
-    """The baseline, and layouts that were asked for, must fit."""
-    required = (request.baseline, *(request.layouts if request.required else ()))
-    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in required if reasons[layout.name]]
+def _refuse(must_fit: Sequence[Layout], reasons: Mapping[str, str | None]) -> None:
+    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in must_fit if reasons[layout.name]]
     if problems:
         raise ConfigError(problems)
 
