@@ -90,7 +90,7 @@ class WeightSync:
         self._trainers = trainers
         self._supervisor = supervisor
         self._engines = supervisor.engines
-        supervisor.weights = self
+        supervisor.resend = lambda: self.run(self._version)
         self._run_name = run_name
         self._probe = probe_sequences(config)
         self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
@@ -129,9 +129,6 @@ class WeightSync:
                 continue  # an engine that has half of the weights gets all of them, from the first bucket
             self._supervisor.admit()
             return report
-
-    def resend(self) -> None:
-        self.run(self._version)
 
     def _send(self, version: int) -> SyncReport:
         started = time.perf_counter()

@@ -95,12 +95,9 @@ class EngineActor:
                 remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
         if self._config.rollout.environment.name is not None:
-            await self._start_conversations()
-
-    async def _start_conversations(self) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
-        await self._conversations.start()
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
+            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+            await self._conversations.start()
 
     async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
         """Start ``requests``; ``answers`` returns their results."""
@@ -132,8 +129,8 @@ class EngineActor:
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """A request with a task becomes conversations where the run has an environment."""
-        talks = self._conversations is not None and request.task is not None
-        answer = self._conversations.run(request) if self._conversations and talks else self._sample(request)
+        talks = self._conversations if request.task is not None else None
+        answer = self._sample(request) if talks is None else talks.run(request)
         timeout = self._config.rollout.request_timeout_s
         try:
             return await asyncio.wait_for(answer, timeout)

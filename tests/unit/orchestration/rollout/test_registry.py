@@ -2,10 +2,7 @@
 
 import random
 
-import pytest
-
 from slime_like.orchestration.rollout.registry import WorkerRegistry
-from tests.support.rejections import Rejects
 
 
 def registry(workers: int, capacity: int = 1000) -> WorkerRegistry:
@@ -48,9 +45,3 @@ def test_long_tailed_requests_stay_balanced() -> None:
         pool.acquire(int(generator.lognormvariate(6, 1)))
     loads = [pool.outstanding_tokens(worker) for worker in pool.workers]
     assert max(loads) - min(loads) < 0.1 * sum(loads) / len(loads)
-
-
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_capacity_below_one_is_refused(capacity: int, rejects: Rejects) -> None:
-    with rejects(ValueError):
-        WorkerRegistry(capacity)
