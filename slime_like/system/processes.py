@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -10,8 +11,8 @@ from slime_like.system.resource_tracker import is_tracker
 
 
 def process_ids() -> frozenset[int]:
-    """Ids of all descendants of this process."""
-    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    """Ids of all descendants of this process, without resource trackers."""
+    return frozenset(descendants(os.getpid()))
 
 
 def new_children(before: Collection[int]) -> list[int]:
@@ -53,26 +54,13 @@ def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
 
 def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
     """Wait ``grace_s`` for processes that are ending, ask the rest to, then kill."""
-    processes = [process for pid in process_ids if (process := _process(pid)) is not None]
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        _signal(process, hard=False)
-    _, alive = psutil.wait_procs(alive, timeout=2.0)
-    for process in alive:
-        _signal(process, hard=True)
+    alive: list[psutil.Process] = []
+    for pid in process_ids:
+        with suppress(psutil.NoSuchProcess):  # it has ended, perhaps this moment: those of one engine end together
+            alive.append(psutil.Process(pid))
+    for timeout_s, end in ((grace_s, psutil.Process.terminate), (2.0, psutil.Process.kill)):
+        _, alive = psutil.wait_procs(alive, timeout=timeout_s)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                end(process)
     psutil.wait_procs(alive, timeout=5.0)
-
-
-def _process(process_id: int) -> psutil.Process | None:
-    """``None`` where it has ended, perhaps this moment: those of one engine end together."""
-    try:
-        return psutil.Process(process_id)
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _signal(process: psutil.Process, hard: bool) -> None:
-    try:
-        process.kill() if hard else process.terminate()
-    except psutil.NoSuchProcess:
-        return

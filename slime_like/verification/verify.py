@@ -29,8 +29,7 @@ from slime_like.verification.comparison import (
     Measurement,
     Parity,
     TensorGap,
-    add_gradients,
-    add_weights,
+    add_gaps,
     compare_gradient,
     compare_measurements,
     compare_tensor,
@@ -186,8 +185,8 @@ class Baseline:
             for tensors in trainers.export.exported_tensors():
                 weights.extend(map(self._weight_gap, tensors, tensors.values()))
         parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
-        add_gradients(parity, [*gradients, *_missing(self._gradients, gradients)])
-        add_weights(parity, [*weights, *_missing(self._final, weights)])
+        add_gaps(parity, "gradients", [*gradients, *_missing(self._gradients, gradients)])
+        add_gaps(parity, "weights", [*weights, *_missing(self._final, weights)])
         return parity
 
     def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
-from slime_like.weights import hashed_copy
-from slime_like.weights.hashed_copy import copy_hashed
+from slime_like.weights import checksums
+from slime_like.weights.checksums import copy_hashed
 from slime_like.weights.received import Arrivals
 from tests.support.rejections import Rejects
 from tests.unit.weights.formula import CHUNK, reference
@@ -59,7 +59,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> 
             into[[7, 9]] = into[[9, 7]]
 
     source[BLOCK + 7] = source[BLOCK + 9] + 1
-    monkeypatch.setattr(hashed_copy.np, "copyto", wrong)
+    monkeypatch.setattr(checksums.np, "copyto", wrong)
     found, _ = copy_hashed(source, target, of_target)
     assert (found != reference(source.numpy().tobytes())) == of_target
 
