@@ -1,13 +1,15 @@
 """Rewards to advantages, against sums written out; the trainers are a plain object that holds real packs."""
 
 import statistics
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weight_pack
+from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
@@ -40,21 +42,6 @@ def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
     assert sorted(plain.tolist()) == sorted(shuffled.tolist()) and not torch.equal(plain, shuffled)
 
 
-# What a user may write as an advantage estimator.
-RAISES = AdvantageEstimator(lambda rewards, groups, eps: 1 / 0, "group")
-NO_TENSOR = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
-ONE_TOO_FEW = AdvantageEstimator(lambda rewards, groups, eps: rewards[1:], "group")
-ENDLESS = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
-NO_ESTIMATOR = "text"
-FAULTY = [
-    ("RAISES", "failed with ZeroDivisionError: division by zero ("),
-    ("NO_TENSOR", f"failed with ValueError: advantage estimator {__name__ + ':NO_TENSOR'!r} gave list for 4 rewards"),
-    ("ONE_TOO_FEW", f"failed with ValueError: advantage estimator {__name__ + ':ONE_TOO_FEW'!r} gave shape (3,) for 4"),
-    ("ENDLESS", f"failed with ValueError: advantage estimator {__name__ + ':ENDLESS'!r} gave sample 0 the adv"),
-    ("NO_ESTIMATOR", "failed with ValueError: advantage estimator"),
-]
-
-
 ESTIMATORS = """
 from slime_like.algorithms import AdvantageEstimator
 
@@ -64,56 +51,54 @@ def divided(rewards, groups, eps):
 def short(rewards, groups, eps):
     return rewards[1:]
 
-def function(rewards, groups, eps):
-    return rewards
-
 raises = AdvantageEstimator(divided, "group")
 one_too_few = AdvantageEstimator(short, "group")
+no_tensor = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
+endless = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
+groupwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
+batchwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
 """
+"""What a user may write."""
+# name, failure, place of the failing line or of the definition
+FAULTY = [
+    ("own_estimators:raises", "RuntimeError: shape '[3, 5]' is invalid", "own_estimators.py:5"),
+    ("own_estimators:one_too_few", "ValueError: advantage estimator '{}' gave shape (3,) for 4", "own_estimators.py:7"),
+    (
+        "own_estimators:no_tensor",
+        "ValueError: advantage estimator '{}' gave list for 4 rewards",
+        "own_estimators.py:12",
+    ),
+    ("own_estimators:endless", "ValueError: advantage estimator '{}' gave sample 0 the adv", "own_estimators.py:13"),
+    ("own_estimators:short", "ValueError: advantage estimator", "own_estimators.py:7"),
+    ("own_estimators:missing", "ValueError: ", "own_estimators.py"),
+    ("own_broken:anything", "", "own_broken.py:2"),
+]
 
 
-# The same, where the batch is streamed.
-GROUPWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
-BATCHWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
+@pytest.fixture
+def users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_estimators.py").write_text(ESTIMATORS)
+    (tmp_path / "own_broken.py").write_text("import os\nos.environ['there is no such thing']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("own_estimators", None)
 
 
-def test_a_users_estimator_says_whether_it_streams(rejects: Rejects) -> None:
-    require_group_scope(config(advantage=f"{__name__}:GROUPWISE"))
-    with rejects(ConfigError):
-        require_group_scope(config(advantage=f"{__name__}:BATCHWISE"))
-    with rejects(ConfigError):
-        require_group_scope(config(advantage=f"{__name__}:NO_ESTIMATOR"))
-
-
-@pytest.mark.parametrize(("name", "what"), FAULTY)
-def test_a_users_estimator_that_fails_is_named(name: str, what: str) -> None:
+@pytest.mark.parametrize(("name", "failure", "place"), FAULTY, ids=[name for name, *_ in FAULTY])
+def test_a_users_estimator_that_fails_is_named(users_code: Path, name: str, failure: str, place: str) -> None:
     with pytest.raises(RewardError) as caught:
-        step_advantages(config(advantage=f"{__name__}:{name}"), torch.arange(4.0), [0, 0, 1, 1], step=7)
-    assert str(caught.value).startswith(f"step 7: algorithm.advantage={__name__}:{name} {what}")
-    assert f"({__file__}" in str(caught.value) and str(caught.value).endswith("); correct it")
+        step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
+    assert str(caught.value).startswith(f"step 7: algorithm.advantage={name} ")
+    assert failure.format(name) in str(caught.value)
+    assert str(caught.value).endswith(f" ({users_code / place}); correct it")
     assert f"{type(caught.value.__cause__).__name__}: " in (caught.value.users_traceback or "")
 
 
-def test_a_failing_estimator_names_the_failing_line_or_its_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "own_estimators.py"
-    file.write_text(ESTIMATORS)
-    (tmp_path / "own_broken.py").write_text("import os\nos.environ['there is no such thing']\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, place in {
-        "own_estimators:raises": f"{file}:5",
-        "own_estimators:one_too_few": f"{file}:7",
-        "own_estimators:function": f"{file}:10",
-        "own_estimators:missing": str(file),
-        "own_broken:anything": f"{tmp_path / 'own_broken.py'}:2",
-    }.items():
-        with pytest.raises(RewardError) as caught:
-            step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
-        assert str(caught.value).endswith(f" ({place}); correct it")
-    with pytest.raises(ConfigError) as refused:
-        require_group_scope(config(advantage="own_estimators:function"))
-    assert str(refused.value).endswith(f" ({file}:10); correct it")
+def test_a_users_estimator_says_whether_it_streams(users_code: Path, rejects: Rejects) -> None:
+    require_group_scope(config(advantage="own_estimators:groupwise"))
+    for refused in ("batchwise", "short"):
+        with rejects(ConfigError):
+            require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 
 class OneRank:
