@@ -16,18 +16,10 @@ from tests.support.rejections import Rejects
 
 
 def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
+    prompt = torch.tensor([1, 2])
     trajectories = [
-        UnscoredTrajectory(
-            prompt_tokens=torch.tensor([1, 2]),
-            response_tokens=torch.full((length - 2,), 10 * number + i),
-            prompt_len=2,
-            response_len=length - 2,
-            logprobs=None,
-            answer="",
-            sequence_id=f"{number}-{i}",
-            policy_version=0,
-            group_id=number,
-            loss_mask=torch.ones(length - 2, dtype=torch.bool),
+        UnscoredTrajectory.unsampled(
+            f"{number}-{i}", prompt, torch.full((length - 2,), 10 * number + i), group_id=number
         )
         for i in range(samples)
     ]
