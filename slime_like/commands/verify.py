@@ -56,8 +56,7 @@ def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> i
     baseline = parse_layout(options.baseline)
     layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
     config = _config(model, flags, synthetic=options.batch is None)
-    from slime_like.verification.table import print_table
-    from slime_like.verification.verify import verify_layouts  # imports torch and Ray: only once all is right
+    from slime_like.verification.verify import print_table, verify_layouts  # torch and Ray: only once all is right
 
     temporary = not has_flag(flags, "run_dir")
     batch = _batch(options.batch, model)

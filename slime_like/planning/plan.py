@@ -23,7 +23,7 @@ from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
 from slime_like.planning.result import KindPlan, Plan, PlanOptions
 from slime_like.planning.step_time import Workload, predict, traffic_per_step
-from slime_like.weights.transports.reach import transport_of
+from slime_like.weights.transports.registry import transport_of
 
 Note = Callable[[str], None]
 

@@ -19,7 +19,7 @@ from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
 from slime_like.planning.plan import estimated_kinds, plannable_backend
 from slime_like.planning.result import PlanOptions
 from slime_like.planning.step_time import StepTime, Workload, predict
-from slime_like.weights.transports.reach import transport_of
+from slime_like.weights.transports.registry import transport_of
 
 Note = Callable[[str], None]
 

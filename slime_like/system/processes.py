@@ -1,13 +1,16 @@
-"""Child processes by id: who is new, and how they are ended."""
+"""Child processes by id: who is new, and how they are ended; Python's resource tracker among them."""
 
 import os
-from collections.abc import Collection, Iterable
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker, util
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from slime_like.system.resource_tracker import is_tracker
+_TRACKER = "multiprocessing.resource_tracker"
 
 
 def process_ids() -> frozenset[int]:
@@ -64,3 +67,34 @@ def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
             with suppress(psutil.NoSuchProcess):
                 end(process)
     psutil.wait_procs(alive, timeout=5.0)
+
+
+def start_tracker() -> None:
+    """Start this process's resource tracker, out of reach, unless there is one.
+
+    It removes shared memory and semaphores once all who share them are gone. A worker of Ray's that ends kills its
+    children, and when it has ended, all of its process group is killed; a tracker among them would die with those it is
+    to clean up after.
+    """
+    usual = util.spawnv_passfds
+    util.spawnv_passfds = _spawn  # type: ignore[assignment]
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = usual
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Return whether the process is a tracker: those end by themselves, after all others have."""
+    try:
+        return any(_TRACKER in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
+    """Start it in a separate session and detached, otherwise as multiprocessing does. Without a process id,
+    multiprocessing does not wait for it."""
+    subprocess.run(
+        ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]], pass_fds=passfds, start_new_session=True, check=True
+    )

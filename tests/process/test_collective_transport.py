@@ -169,19 +169,12 @@ def test_several_senders_of_one_session(engines: Start) -> None:
     for metadata, weights in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
         engine.tell(metadata)
         assert engine.answer() == checksums(weights)
+    for pid in (os.getpid(), engine.process.pid):  # on the given addresses only
+        listening = [c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"]
+        assert listening and all(address.startswith("127.") for address in listening)
     for sender, metadata in zip(senders, sent, strict=True):
         sender.release(metadata)
         sender.close()
-
-
-def test_it_listens_on_the_given_address_only(engines: Start) -> None:
-    sender = new_sender(address="127.0.0.2")
-    engine = engines(sender.rendezvous())
-    deliver(sender, [engine], bucket(0))
-    for pid in (os.getpid(), engine.process.pid):
-        listening = [c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"]
-        assert listening and all(address.startswith("127.") for address in listening)
-    sender.close()
 
 
 def test_a_receiver_that_dies_is_reported_and_replaced(engines: Start) -> None:

@@ -36,28 +36,21 @@ class Answer:
     error: SlimeLikeError | None = None
 
 
-class Mailbox:
+class Mailbox(asyncio.Queue[Answer]):
     """Answers for one asker. Belongs to one event loop.
 
     Attributes:
         expected: answers that have not been taken, those included that are not ready.
     """
 
-    def __init__(self) -> None:
-        self.expected = 0
-        self._answers: list[Answer] = []
-        self._filled = asyncio.Event()
-
-    def put(self, answer: Answer) -> None:
-        self._answers.append(answer)
-        self._filled.set()
+    expected = 0
 
     async def take(self) -> list[Answer]:
         """Wait for an answer; return all that are ready."""
-        await self._filled.wait()
+        answers = [await self.get()]
         await asyncio.sleep(_TOGETHER_S)
-        answers, self._answers = self._answers, []
-        self._filled.clear()
+        while not self.empty():
+            answers.append(self.get_nowait())
         self.expected -= len(answers)
         return answers
 
@@ -118,14 +111,14 @@ class EngineActor:
 
     async def _answer(self, mailbox: Mailbox, request: GenerationRequest) -> None:
         try:
-            mailbox.put(Answer(request.request_id, await self.generate(request)))
+            mailbox.put_nowait(Answer(request.request_id, await self.generate(request)))
         except SlimeLikeError as error:
-            mailbox.put(Answer(request.request_id, error=error))
+            mailbox.put_nowait(Answer(request.request_id, error=error))
         except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
             failure = EngineError(
                 f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
             )
-            mailbox.put(Answer(request.request_id, error=failure))
+            mailbox.put_nowait(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """A request with a task becomes conversations where the run has an environment."""

@@ -37,7 +37,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
-from slime_like.weights.transports.reach import transport_of
+from slime_like.weights.transports.registry import transport_of
 
 
 @contextmanager

@@ -25,9 +25,8 @@ from slime_like.verification.comparison import (
     model_order,
     unexpected_tensor,
 )
-from slime_like.verification.table import Row, print_table
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
-from slime_like.verification.verify import TensorStore
+from slime_like.verification.verify import Row, TensorStore, print_table
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+from slime_like.weights.transports.registry import Situation, choose_transport, use_delta
 from tests.support.rejections import Rejects
 
 ANYWHERE = {"gloo", "directory"}

@@ -217,11 +217,11 @@ def test_answers_that_come_together_are_taken_together() -> None:
         mailbox.expected = 3
         waiting = asyncio.create_task(mailbox.take())
         await asyncio.sleep(0)
-        mailbox.put(Answer("a"))
+        mailbox.put_nowait(Answer("a"))
         await asyncio.sleep(0)
-        mailbox.put(Answer("b"))
+        mailbox.put_nowait(Answer("b"))
         first = await waiting
-        mailbox.put(Answer("c"))
+        mailbox.put_nowait(Answer("c"))
         return [a.request_id for a in first], [a.request_id for a in await mailbox.take()], mailbox.expected
 
     assert asyncio.run(run()) == (["a", "b"], ["c"], 0)
