@@ -18,7 +18,7 @@ from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
-from slime_like.weights.delta.receiver import is_base_lost
+from slime_like.weights.delta import is_base_lost
 from slime_like.weights.transports.registry import join_rendezvous, transport_of, use_delta
 
 _FLOAT32_BOUND = 1e-4

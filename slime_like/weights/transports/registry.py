@@ -11,8 +11,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.delta.receiver import DeltaReceiver
-from slime_like.weights.delta.sender import DeltaSender
+from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 
 AUTO = "auto"
