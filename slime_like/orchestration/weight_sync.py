@@ -137,12 +137,12 @@ class WeightSync:
         self._trainers = trainers
         self._supervisor = supervisor
         self._engines = supervisor.engines
-        supervisor.resend = lambda: self.run(self._version)
         self._run_name = run_name
         self._probe = probe_sequences(config)
         self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
+        supervisor.resend = lambda: self.run(self._version)
         self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:

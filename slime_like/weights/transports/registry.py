@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -30,54 +29,40 @@ _TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Module, and what the names of its sender's and receiver's classes begin with."""
 
 
-def require_transport(name: str) -> None:
-    """Raises ``WeightSyncError`` where ``sync.transport`` is not one."""
-    if name not in _TRANSPORTS and name != AUTO:
-        raise WeightSyncError(
-            f"sync.transport={name} is unknown",
-            code="unknown-transport",
-            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
-        )
+def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+    """The transport that ``sync.transport`` stands for.
 
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Location of trainers and engines.
-
-    Attributes:
+    Args:
         on_cuda: trainers and engines compute on GPUs.
         num_hosts: hosts in use.
-        shared_devices: engines use the trainers' own devices, in turns.
-        devices_are_visible: every engine's process sees the device of every trainer rank.
-    """
-
-    on_cuda: bool
-    num_hosts: int
-    shared_devices: bool
-    devices_are_visible: bool
-
-
-def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
-    """The run's weight transport on these devices. Raises ``WeightSyncError`` as ``choose_transport``."""
-    shared, rollout = config.cluster.placement == "colocated", config.rollout
-    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
-    return choose_transport(config.sync.transport, Situation(on_cuda, num_hosts, shared, shared and one_engine))
-
-
-def choose_transport(name: str, situation: Situation) -> str:
-    """The transport that ``sync.transport`` stands for in this situation.
 
     Raises:
         WeightSyncError: it does not reach.
     """
-    require_transport(name)
-    chosen = _best(situation) if name == AUTO else name
-    problem = _problem(chosen, situation)
-    if problem:
-        raise WeightSyncError(
-            f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {_best(situation)}, or auto"
+    chosen, preferred = config.sync.transport, ("nccl", "cuda_ipc", "shared_memory", "gloo")
+    problems = {name: _problem(name, config, on_cuda, num_hosts) for name in preferred}
+    best = next(name for name, problem in problems.items() if problem is None)
+    if problem := problems.get(chosen):
+        raise WeightSyncError(f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {best}, or auto")
+    return best if chosen == AUTO else chosen
+
+
+def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str | None:
+    """Why this transport does not reach every engine's process from every trainer rank; ``None`` if it does."""
+    shared = config.cluster.placement == "colocated"
+    one_engine = config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
+    if name in ("shared_memory", "cuda_ipc") and num_hosts > 1:
+        return f"reaches one host, but trainers and engines lie on {num_hosts}"
+    if name in ("nccl", "cuda_ipc") and not on_cuda:
+        return "needs GPUs, and there are none"
+    if name == "nccl" and shared:
+        return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
+    if name == "cuda_ipc" and not (shared and one_engine):
+        return (
+            "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "
+            "rollout.tensor is the number of trainer ranks"
         )
-    return chosen
+    return None
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
@@ -89,26 +74,6 @@ def use_delta(setting: str, transport: str, dtype: str) -> bool:
     if setting != AUTO:
         return setting == "always"
     return transport in ("gloo", "directory") and dtype in ("bfloat16", "float16")
-
-
-def _best(situation: Situation) -> str:
-    return next(name for name in ("nccl", "cuda_ipc", "shared_memory", "gloo") if not _problem(name, situation))
-
-
-def _problem(name: str, situation: Situation) -> str | None:
-    hosts = situation.num_hosts
-    if name in ("shared_memory", "cuda_ipc") and hosts > 1:
-        return f"reaches one host, but trainers and engines lie on {hosts}"
-    if name in ("nccl", "cuda_ipc") and not situation.on_cuda:
-        return "needs GPUs, and there are none"
-    if name == "nccl" and situation.shared_devices:
-        return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
-    if name == "cuda_ipc" and not (situation.shared_devices and situation.devices_are_visible):
-        return (
-            "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "
-            "rollout.tensor is the number of trainer ranks"
-        )
-    return None
 
 
 def open_sender(name: str, session: str, settings: TransportSettings = TransportSettings()) -> Sender:  # noqa: B008
@@ -168,6 +133,11 @@ class _ManyReceivers:
 
 
 def _class(name: str, side: str) -> Any:
-    require_transport(name)
+    if name not in _TRANSPORTS:
+        raise WeightSyncError(
+            f"sync.transport={name} is unknown",
+            code="unknown-transport",
+            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
+        )
     module, prefix = _TRANSPORTS[name]
     return getattr(importlib.import_module(f"slime_like.weights.transports.{module}"), prefix + side)

@@ -4,36 +4,45 @@ from contextlib import nullcontext
 
 import pytest
 
+from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transports.registry import Situation, choose_transport, use_delta
+from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
 from tests.support.rejections import Rejects
 
 ANYWHERE = {"gloo", "directory"}
 HERE = {"shared_memory", *ANYWHERE}
-# on_cuda, num_hosts, shared_devices, devices_are_visible; what auto is; what reaches
-SITUATIONS: list[tuple[Situation, str, set[str]]] = [
-    (Situation(False, 1, False, False), "shared_memory", HERE),
-    (Situation(False, 1, True, True), "shared_memory", HERE),
-    (Situation(False, 2, False, False), "gloo", ANYWHERE),
-    (Situation(True, 1, False, False), "nccl", {"nccl", *HERE}),
-    (Situation(True, 4, False, False), "nccl", {"nccl", *ANYWHERE}),
-    (Situation(True, 1, True, True), "cuda_ipc", {"cuda_ipc", *HERE}),
-    (Situation(True, 1, True, False), "shared_memory", HERE),
-    (Situation(True, 2, True, False), "gloo", ANYWHERE),
+# on GPUs, hosts, engines on the trainers' devices; what auto is; what reaches
+SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
+    (False, 1, None, "shared_memory", HERE),
+    (False, 1, 1, "shared_memory", HERE),
+    (False, 2, None, "gloo", ANYWHERE),
+    (True, 1, None, "nccl", {"nccl", *HERE}),
+    (True, 4, None, "nccl", {"nccl", *ANYWHERE}),
+    (True, 1, 1, "cuda_ipc", {"cuda_ipc", *HERE}),
+    (True, 1, 2, "shared_memory", HERE),
+    (True, 2, 2, "gloo", ANYWHERE),
 ]
 
 
-@pytest.mark.parametrize(("situation", "auto", "reaching"), SITUATIONS)
-def test_what_reaches(situation: Situation, auto: str, reaching: set[str], rejects: Rejects) -> None:
-    assert choose_transport("auto", situation) == auto
+@pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
+def test_what_reaches(
+    on_cuda: bool, num_hosts: int, colocated: int | None, auto: str, reaching: set[str], rejects: Rejects
+) -> None:
+    def choose(name: str) -> str:
+        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name, "directory": "unused"}}
+        placement = "separate" if colocated is None else "colocated"
+        engines = {"rollout": {"num_engines": colocated or 1}, "cluster": {"placement": placement}}
+        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts)
+
+    assert choose("auto") == auto
     for name in ("cuda_ipc", "directory", "gloo", "nccl", "shared_memory"):
         with nullcontext() if name in reaching else rejects(WeightSyncError, "out-of-reach"):
-            assert choose_transport(name, situation) == name
+            assert choose(name) == name
 
 
 def test_an_unknown_transport(rejects: Rejects) -> None:
     with rejects(WeightSyncError, "unknown-transport"):
-        choose_transport("pigeon", SITUATIONS[0][0])
+        open_sender("pigeon", "some-session")
 
 
 @pytest.mark.parametrize(
