@@ -238,12 +238,9 @@ class WeightSync:
             loading = self._engines.update(buckets)
 
     def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]) -> float:
+        """Compare hashes, then teacher-forced logprobs of fixed tokens: the engine *uses* what arrived."""
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
-        return self._verify_probe(version, expected)
-
-    def _verify_probe(self, version: int, expected: Pending[np.ndarray]) -> float:
-        """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
         asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
         wanted, answers = expected.result(), [answers.result() for answers in asked]
