@@ -1,4 +1,4 @@
-"""Rewards to advantages, against sums written out; the trainers are a plain object that holds real packs."""
+"""Rewards to advantages, against sums written out; the trainers are one rank that holds real packs."""
 
 import statistics
 import sys
@@ -13,8 +13,8 @@ from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
-from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import batch
 
@@ -101,30 +101,22 @@ def test_a_users_estimator_says_whether_it_streams(users_code: Path, rejects: Re
             require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 
-class OneRank:
-    """The calls of a trainer group, answered by one rank that has loaded and scored its packs."""
-
-    def __init__(self, settings: RunConfig, trajectories: list[ScoredTrajectory]) -> None:
-        self.rank = RankTraining(settings, cast(Any, None), cast(Any, None))
-        first, second = pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])
-        self.packs = [first, second]
-        scored = [pack.old_logprobs for pack in self.packs]
-        self.rank.load_batch([[first, zero_weight_pack(first)], [second]])
-        for pack, old_logprobs in zip(self.packs, scored, strict=True):
-            pack.old_logprobs = old_logprobs
-
-    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-        return self.rank.response_logprobs(sequence_ids)
-
-    def set_advantages(self, advantages: dict[str, float]) -> None:
-        self.rank.set_advantages(advantages)
+def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[RankTraining, list[PackedTrajectory]]:
+    """A rank that has loaded and scored its packs; it answers the calls of a trainer group."""
+    rank = RankTraining(settings, cast(Any, None), cast(Any, None))
+    packs = [pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])]
+    scored = [pack.old_logprobs for pack in packs]
+    rank.load_batch([[packs[0], zero_weight_pack(packs[0])], [packs[1]]])
+    for pack, old_logprobs in zip(packs, scored, strict=True):
+        pack.old_logprobs = old_logprobs
+    return rank, packs
 
 
 def test_kl_in_the_reward() -> None:
     """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
     settings = config(kl_reward_coef=0.1, overlong_buffer=4)
     trajectories = batch(SHAPES)
-    trainers = OneRank(settings, trajectories)
+    trainers, packs = one_rank(settings, trajectories)
     totals = []
     for t in trajectories:
         assert t.old_logprobs is not None and t.ref_logprobs is not None
@@ -138,14 +130,14 @@ def test_kl_in_the_reward() -> None:
     penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
     assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
-    assert torch.cat([pack.advantages for pack in trainers.packs]).tolist() == pytest.approx(spread, rel=1e-5)
+    assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
 
 
 def test_without_the_reference_the_penalty_is_refused(rejects: Rejects) -> None:
     settings = config(kl_reward_coef=0.1)
     trajectories = batch(SHAPES)
-    trainers = OneRank(settings, trajectories)
-    for pack in trainers.packs:
+    trainers, packs = one_rank(settings, trajectories)
+    for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]

@@ -183,17 +183,3 @@ def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
         pool.weights.use(Path("step-6"))
         assert weights == Path("step-4") and pool.weights.in_use() == {Path("step-4")}
     pool.close()
-
-
-def test_discarded_groups_come_out_nowhere() -> None:
-    pool, worker = ReferencePool(request_tokens=16), Worker("one", False)
-    pool.join(worker)
-    for number in range(4):
-        pool.submit(group(number))
-    assert pool.poll(0.0) == []
-    pool.discard()
-    assert len(pool) == 0
-    pool.submit(group(4))
-    worker.may_work.set()
-    check(list(drain(pool)), range(4, 5))
-    pool.close()
