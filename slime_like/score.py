@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.data.token_rows import RowTotals, TokenRow, TokenRows
+from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
@@ -61,23 +61,23 @@ def score(config: RunConfig, request: ScoreRequest) -> ScoreSummary:
         SlimeLikeError: in one sentence; every process has ended by then, and ``output`` is as it was.
     """
     rows = TokenRows(request.input, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
-    totals = rows.totals()
-    if not totals.rows:
+    num_rows = rows.count()
+    if not num_rows:
         raise DataError("holds no row", code="empty-input", who=str(request.input), remedy="give at least one")
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
-        progress = stack.enter_context(Progress(config.logging.progress, totals.rows, unit="sequence"))
+        progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
         progress.note(f"starting Ray and {ranks} trainer ranks; their logs: {run_dir / 'worker_logs'}")
         stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
         trainers = stack.enter_context(trainers_alone(config))
         trainers.setup_for_scoring(request.weights)
         out = stack.enter_context(_whole_or_nothing(request.output))
-        return _run(config, trainers, rows, totals, out, progress)
+        return _run(config, trainers, rows, num_rows, out, progress)
 
 
 def _run(
-    config: RunConfig, trainers: TrainerGroup, rows: TokenRows, totals: RowTotals, out: TextIO, progress: Progress
+    config: RunConfig, trainers: TrainerGroup, rows: TokenRows, num_rows: int, out: TextIO, progress: Progress
 ) -> ScoreSummary:
     started = time.monotonic()
     done = tokens = responses = 0
@@ -91,9 +91,9 @@ def _run(
             tokens += row.sequence.total_len
         done += len(window)
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
-    if done != totals.rows:
+    if done != num_rows:
         raise DataError(
-            f"the input had {totals.rows} rows when it was checked and {done} now",
+            f"the input had {num_rows} rows when it was checked and {done} now",
             code="input-changed",
             remedy="leave it alone meanwhile",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.hashed_copy import timed_checksum
+from slime_like.weights.checksums import timed_checksum
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transports.registry import open_receiver
 

@@ -15,8 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError, WeightSyncError
 from slime_like.hosting.calls import one_line
 from slime_like.hosting.faults import EngineFaults
-from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids
-from slime_like.system.resource_tracker import start_tracker
+from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

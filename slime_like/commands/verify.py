@@ -56,15 +56,12 @@ def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> i
     baseline = parse_layout(options.baseline)
     layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
     config = _config(model, flags, synthetic=options.batch is None)
-    from slime_like.verification.table import print_table
-    from slime_like.verification.verify import (  # imports torch and Ray: only once all is right
-        LayoutsRequest,
-        verify_layouts,
-    )
+    from slime_like.verification.verify import print_table, verify_layouts  # torch and Ray: only once all is right
 
     temporary = not has_flag(flags, "run_dir")
     batch = _batch(options.batch, model)
-    rows = verify_layouts(config, LayoutsRequest(baseline, layouts, options.layouts is not None, batch, temporary))
+    required = options.layouts is not None
+    rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
     steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
     print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
     if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,12 @@ from slime_like.data.rows import Row
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
     """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and the row's
-    settings for an environment."""
+    settings for an environment. Ids are machine integers: a million prompts as Python's would fill the memory."""
 
     tokens: Sequence[int]
     answer: str
     response_tokens: Sequence[int] | None
-    environment: dict[str, Any] | None = None
+    environment: dict[str, Any] | None
 
 
 class RowEncoder:
@@ -35,7 +36,8 @@ class RowEncoder:
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
-        return EncodedRow(tokens, self._answer(row), self._response_tokens(row), self._environment(row))
+        answer, response = self._answer(row), self._response_tokens(row)
+        return EncodedRow(array("i", tokens), answer, response and array("i", response), self._environment(row))
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key

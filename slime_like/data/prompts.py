@@ -1,9 +1,8 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ class PromptSource:
                 if len(encoded.tokens) > self._max_tokens:
                     self.dropped_prompts += 1
                 else:
-                    rows.append(_compact(encoded))
+                    rows.append(encoded)
         if not rows:
             names = ", ".join(str(file) for file in self._files) or "(no file)"
             if not self.dropped_prompts:
@@ -145,12 +144,6 @@ class PromptSource:
                 remedy="raise the limit, or give a file with shorter ones",
             )
         return rows
-
-
-def _compact(row: EncodedRow) -> EncodedRow:
-    """Ids as machine integers: a million prompts as Python's would fill the memory."""
-    response = None if row.response_tokens is None else array("i", row.response_tokens)
-    return replace(row, tokens=array("i", row.tokens), response_tokens=response)
 
 
 def _fingerprint(files: Sequence[Path]) -> str:

@@ -23,19 +23,11 @@ class TokenRow:
     sequence: UnscoredTrajectory
 
 
-@dataclass(frozen=True, slots=True)
-class RowTotals:
-    """Counts of a file: rows, and tokens of prompts and responses."""
-
-    rows: int
-    tokens: int
-
-
 class TokenRows:
     """The rows of one ``.jsonl`` or ``.parquet`` file, read again in every pass and never held all at once.
 
     Every sequence must fit the model that ``dimensions`` describe, and one micro-batch of ``trainer``'s. Iterating
-    and ``totals`` raise ``DataError`` (``file:line: reason``) at the first bad row.
+    and ``count`` raise ``DataError`` (``file:line: reason``) at the first bad row.
     """
 
     def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
@@ -43,13 +35,9 @@ class TokenRows:
         self._dimensions = dimensions
         self._budget = TokenBudget(trainer)
 
-    def totals(self) -> RowTotals:
-        """Check every row and count."""
-        rows = tokens = 0
-        for row in self:
-            rows += 1
-            tokens += row.sequence.total_len
-        return RowTotals(rows, tokens)
+    def count(self) -> int:
+        """Check every row and count them."""
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[TokenRow]:
         for row in read_rows(self._path):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
-from slime_like.weights.delta.receiver import is_base_lost
-from slime_like.weights.probe_gap import ProbeGap
-from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
-from slime_like.weights.transports.registry import join_rendezvous
+from slime_like.weights.delta import is_base_lost
+from slime_like.weights.transports.registry import join_rendezvous, transport_of, use_delta
+
+_FLOAT32_BOUND = 1e-4
+_BFLOAT16_BOUND = 0.15
+_LEAST_SPREAD = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,50 @@ class _Sent:
         self.compared += bucket.compared
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeGap:
+    """Result of the probe.
+
+    In float32 the largest difference counts. In bfloat16 it says little: a logit of 16 is rounded to eighths, a trained
+    model's logprobs of random tokens are off by 0.2 where both sides are sound, and an untrained model's by a
+    thousandth. There the root mean square of the differences counts, as a share of how much the logprobs themselves
+    vary from token to token: 0.01 to 0.03 for a sound small model, 0.35 to 2 where one matrix of it is wrong.
+
+    Attributes:
+        largest: largest difference of a token's logprob, in nats.
+        share: root mean square of the differences over the standard deviation of the trainer's logprobs (or 0.05).
+        bound: on ``largest`` in float32, on ``share`` in bfloat16.
+        in_float32: which of both counts.
+    """
+
+    largest: float
+    share: float
+    bound: float
+    in_float32: bool
+
+    @classmethod
+    def between(cls, got: np.ndarray, expected: np.ndarray, dtype: str, bound: float | None) -> Self:
+        """Of an engine's logprobs (n,) and the trainer's; ``bound`` of ``None`` is the one of the model's ``dtype``."""
+        in_float32 = dtype == "float32"
+        gaps = np.abs(got.astype(np.float64) - expected)
+        share = float(np.sqrt(np.mean(gaps**2)) / max(float(np.std(expected)), _LEAST_SPREAD))
+        usual = _FLOAT32_BOUND if in_float32 else _BFLOAT16_BOUND
+        return cls(float(gaps.max()), share, usual if bound is None else bound, in_float32)
+
+    @property
+    def is_sound(self) -> bool:
+        """False for what is not a number, too."""
+        return (self.largest if self.in_float32 else self.share) <= self.bound
+
+    def __str__(self) -> str:
+        if self.in_float32:
+            return f"by up to {self.largest:.2e} (bound {self.bound:.0e})"
+        return (
+            f"by up to {self.largest:.2e}, with a root mean square of {self.share:.2f} of how much the trainer's vary "
+            f"(bound {self.bound:g})"
+        )
+
+
 class WeightSync:
     """Moves the policy's weights; one object for the run."""
 
@@ -90,12 +137,12 @@ class WeightSync:
         self._trainers = trainers
         self._supervisor = supervisor
         self._engines = supervisor.engines
-        supervisor.weights = self
         self._run_name = run_name
         self._probe = probe_sequences(config)
-        self._transport = transport_of(config, placement)
+        self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
+        supervisor.resend = lambda: self.run(self._version)
         self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:
@@ -129,9 +176,6 @@ class WeightSync:
                 continue  # an engine that has half of the weights gets all of them, from the first bucket
             self._supervisor.admit()
             return report
-
-    def resend(self) -> None:
-        self.run(self._version)
 
     def _send(self, version: int) -> SyncReport:
         started = time.perf_counter()
@@ -194,12 +238,9 @@ class WeightSync:
             loading = self._engines.update(buckets)
 
     def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]) -> float:
+        """Compare hashes, then teacher-forced logprobs of fixed tokens: the engine *uses* what arrived."""
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
-        return self._verify_probe(version, expected)
-
-    def _verify_probe(self, version: int, expected: Pending[np.ndarray]) -> float:
-        """Teacher-forced logprobs of fixed tokens, engine against trainer: the engine *uses* what arrived."""
         dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
         asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
         wanted, answers = expected.result(), [answers.result() for answers in asked]
@@ -236,23 +277,6 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",
             )
-
-
-def transport_of(config: RunConfig, placement: Placement) -> str:
-    """Choose the weight transport of these devices.
-
-    Raises:
-        WeightSyncError: ``sync.transport`` does not reach from the trainers to the engines.
-    """
-    shared, rollout = config.cluster.placement == "colocated", config.rollout
-    one_engine = rollout.num_engines == 1 and rollout.tensor == config.trainer.parallel.world_size
-    situation = Situation(
-        on_cuda=placement.device == "GPU",
-        num_hosts=placement.num_nodes,
-        shared_devices=shared,
-        devices_are_visible=shared and one_engine,
-    )
-    return choose_transport(config.sync.transport, situation)
 
 
 def probe_sequences(config: RunConfig) -> list[list[int]]:

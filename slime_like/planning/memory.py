@@ -8,7 +8,7 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
-from slime_like.weights.transports.reach import use_delta
+from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 
 

@@ -23,7 +23,7 @@ from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
 from slime_like.planning.result import KindPlan, Plan, PlanOptions
 from slime_like.planning.step_time import Workload, predict, traffic_per_step
-from slime_like.weights.transports.reach import Situation, choose_transport
+from slime_like.weights.transports.registry import transport_of
 
 Note = Callable[[str], None]
 
@@ -157,7 +157,7 @@ def _work_out(
     if not config.supervised and not config.debug.load_rollouts:
         plan.engine = plan_engine(config, dimensions, hardware, workload.mean_length)
         try:
-            plan.transport = planned_transport(config, plan.nodes)
+            plan.transport = transport_of(config, on_cuda=True, num_hosts=plan.nodes)
         except WeightSyncError as error:
             plan.problems.append(str(error))
     if _plans_references(config):
@@ -183,18 +183,6 @@ def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBac
     for kind, estimate in estimated_kinds(worker, backend, references.reference_kinds(config, backend), note):
         phase = references.reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
-
-
-def planned_transport(config: RunConfig, nodes: int) -> str:
-    """Choose the weight transport on so many nodes of GPUs.
-
-    Raises:
-        WeightSyncError: it does not reach.
-    """
-    shared = config.cluster.placement == "colocated"
-    visible = shared and config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
-    situation = Situation(on_cuda=True, num_hosts=nodes, shared_devices=shared, devices_are_visible=visible)
-    return choose_transport(config.sync.transport, situation)
 
 
 def _misfits(plan: Plan, config: RunConfig) -> list[str]:

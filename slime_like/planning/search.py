@@ -16,9 +16,10 @@ from slime_like.planning import checks
 from slime_like.planning.engines import EnginePlan, plan_engine
 from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
-from slime_like.planning.plan import estimated_kinds, plannable_backend, planned_transport
+from slime_like.planning.plan import estimated_kinds, plannable_backend
 from slime_like.planning.result import PlanOptions
 from slime_like.planning.step_time import StepTime, Workload, predict
+from slime_like.weights.transports.registry import transport_of
 
 Note = Callable[[str], None]
 
@@ -219,6 +220,6 @@ def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None)
     if engine is None:
         return None
     try:
-        return planned_transport(config, hardware.nodes or checks.nodes_needed(config, hardware))
+        return transport_of(config, on_cuda=True, num_hosts=hardware.nodes or checks.nodes_needed(config, hardware))
     except WeightSyncError:
         return None

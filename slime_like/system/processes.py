@@ -1,17 +1,21 @@
-"""Child processes by id: who is new, and how they are ended."""
+"""Child processes by id: who is new, and how they are ended; Python's resource tracker among them."""
 
 import os
-from collections.abc import Collection, Iterable
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker, util
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from slime_like.system.resource_tracker import is_tracker
+_TRACKER = "multiprocessing.resource_tracker"
 
 
 def process_ids() -> frozenset[int]:
-    """Ids of all descendants of this process."""
-    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    """Ids of all descendants of this process, without resource trackers."""
+    return frozenset(descendants(os.getpid()))
 
 
 def new_children(before: Collection[int]) -> list[int]:
@@ -53,26 +57,44 @@ def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
 
 def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
     """Wait ``grace_s`` for processes that are ending, ask the rest to, then kill."""
-    processes = [process for pid in process_ids if (process := _process(pid)) is not None]
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        _signal(process, hard=False)
-    _, alive = psutil.wait_procs(alive, timeout=2.0)
-    for process in alive:
-        _signal(process, hard=True)
+    alive: list[psutil.Process] = []
+    for pid in process_ids:
+        with suppress(psutil.NoSuchProcess):  # it has ended, perhaps this moment: those of one engine end together
+            alive.append(psutil.Process(pid))
+    for timeout_s, end in ((grace_s, psutil.Process.terminate), (2.0, psutil.Process.kill)):
+        _, alive = psutil.wait_procs(alive, timeout=timeout_s)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                end(process)
     psutil.wait_procs(alive, timeout=5.0)
 
 
-def _process(process_id: int) -> psutil.Process | None:
-    """``None`` where it has ended, perhaps this moment: those of one engine end together."""
+def start_tracker() -> None:
+    """Start this process's resource tracker, out of reach, unless there is one.
+
+    It removes shared memory and semaphores once all who share them are gone. A worker of Ray's that ends kills its
+    children, and when it has ended, all of its process group is killed; a tracker among them would die with those it is
+    to clean up after.
+    """
+    usual = util.spawnv_passfds
+    util.spawnv_passfds = _spawn  # type: ignore[assignment]
     try:
-        return psutil.Process(process_id)
-    except psutil.NoSuchProcess:
-        return None
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = usual
 
 
-def _signal(process: psutil.Process, hard: bool) -> None:
+def is_tracker(process: psutil.Process) -> bool:
+    """Return whether the process is a tracker: those end by themselves, after all others have."""
     try:
-        process.kill() if hard else process.terminate()
+        return any(_TRACKER in part for part in process.cmdline())
     except psutil.NoSuchProcess:
-        return
+        return False
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
+    """Start it in a separate session and detached, otherwise as multiprocessing does. Without a process id,
+    multiprocessing does not wait for it."""
+    subprocess.run(
+        ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]], pass_fds=passfds, start_new_session=True, check=True
+    )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -164,35 +165,24 @@ def unexpected_tensor(name: str) -> TensorGap:
     return TensorGap(name, float("inf"), f"{_titled(name)} should not exist")
 
 
-def add_gradients(parity: Parity, gaps: Sequence[TensorGap]) -> None:
-    """Put the comparison of all gradients into ``parity``; the first in the model that differs is named.
+def add_gaps(parity: Parity, of: Literal["gradients", "weights"], gaps: Sequence[TensorGap]) -> None:
+    """Put the comparison of all gradients, or of all weights, into ``parity``; the first in the model that differs is
+    named.
 
-    The last one is named, too: a fault on the way back shows in everything before it, and so lies where the last is.
+    Of gradients the last one, too: a fault on the way back shows in everything before it, so it lies where the last is.
     """
-    parity.gradients = _largest(gaps)
-    if wrong := _wrong(gaps):
-        last = f", the last in the model is {_titled(wrong[-1].name)}" if len(wrong) > 1 else ""
-        parity.differences.append(_first(wrong, f"{len(gaps)} gradients") + last)
-
-
-def add_weights(parity: Parity, gaps: Sequence[TensorGap]) -> None:
-    """Put the comparison of all tensors into ``parity``; of those that differ the first in the model is named."""
-    parity.weights = _largest(gaps)
-    if wrong := _wrong(gaps):
-        parity.differences.append(_first(wrong, f"{len(gaps)} tensors"))
-
-
-def _largest(gaps: Sequence[TensorGap]) -> float:
     # max() forgets a NaN that does not come first.
-    return max((float("inf") if gap.relative != gap.relative else gap.relative for gap in gaps), default=0.0)
-
-
-def _wrong(gaps: Sequence[TensorGap]) -> list[TensorGap]:
-    return sorted((gap for gap in gaps if gap.difference), key=lambda gap: model_order(gap.name))
-
-
-def _first(wrong: Sequence[TensorGap], every: str) -> str:
-    return f"{wrong[0].difference}; {len(wrong)} of {every} differ" if len(wrong) > 1 else str(wrong[0].difference)
+    largest = max((float("inf") if gap.relative != gap.relative else gap.relative for gap in gaps), default=0.0)
+    setattr(parity, of, largest)
+    wrong = sorted((gap for gap in gaps if gap.difference), key=lambda gap: model_order(gap.name))
+    if not wrong:
+        return
+    sentence = str(wrong[0].difference)
+    if len(wrong) > 1:
+        sentence += f"; {len(wrong)} of {len(gaps)} {'gradients' if of == 'gradients' else 'tensors'} differ"
+    if len(wrong) > 1 and of == "gradients":
+        sentence += f", the last in the model is {_titled(wrong[-1].name)}"
+    parity.differences.append(sentence)
 
 
 def model_order(name: str) -> tuple[int, int, int, str]:

@@ -1,11 +1,15 @@
 """Comparison of every parallel layout that fits the machine with one rank, on one batch."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TextIO
 
+from rich.console import Console
+from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,8 +34,7 @@ from slime_like.verification.comparison import (
     Measurement,
     Parity,
     TensorGap,
-    add_gradients,
-    add_weights,
+    add_gaps,
     compare_gradient,
     compare_measurements,
     compare_tensor,
@@ -39,31 +42,57 @@ from slime_like.verification.comparison import (
     unexpected_tensor,
 )
 from slime_like.verification.layouts import Layout
-from slime_like.verification.table import Row
 from slime_like.verification.tolerances import tolerances_of
 
 CPU_RANKS = 8
 """Most ranks of a layout on a machine without GPUs."""
 
+_WIDTH = 120
+_FIGURES = (
+    ("logprobs (max)", "logprob_max"),
+    ("(mean)", "logprob_mean"),
+    ("loss", "loss"),
+    ("grad norm", "grad_norm"),
+    ("gradients", "gradients"),
+    ("weights", "weights"),
+)
+
 
 @dataclass(frozen=True, slots=True)
-class LayoutsRequest:
-    """Request to compare layouts with a baseline.
+class Row:
+    """One layout's line: its deviation, why it does not fit the model or the machine, or what stopped it."""
 
-    Attributes:
-        required: a layout that does not fit is an error, not a skipped row.
-        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
-    """
+    layout: str
+    ranks: int
+    parity: Parity | None = None
+    skipped: str | None = None
+    failed: str | None = None
 
-    baseline: Layout
-    layouts: Sequence[Layout]
-    required: bool
-    batch: Sequence[ScoredTrajectory]
-    temporary_run_dir: bool
+    @property
+    def verdict(self) -> str:
+        if self.parity is None:
+            return "FAILED" if self.skipped is None else "skipped"
+        return "DIFFERS" if self.parity.differences else "same"
+
+    @property
+    def sentences(self) -> list[str]:
+        return [*filter(None, (self.skipped, self.failed)), *(self.parity.differences if self.parity else ())]
 
 
-def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
+def verify_layouts(
+    config: RunConfig,
+    baseline: Layout,
+    layouts: Sequence[Layout],
+    batch: Sequence[ScoredTrajectory],
+    *,
+    required: bool,
+    temporary: bool,
+) -> list[Row]:
     """Per-token logprobs, gradients, ``config.steps`` optimizer steps with their figures, weights afterwards.
+
+    Args:
+        required: a layout that does not fit is an error, not a skipped row.
+        temporary: ``config.run_dir`` is to be made, and removed after success.
 
     Returns:
         One row per layout, the baseline first.
@@ -71,28 +100,29 @@ def verify_layouts(config: RunConfig, request: LayoutsRequest) -> list[Row]:
     Raises:
         SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
     """
-    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (request.baseline, *request.layouts)
+    dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (baseline, *layouts)
     reasons = {
-        layout.name: model_misfit(layout, dimensions, len(request.batch)) or setting_misfit(layout.applied_to(config))
+        layout.name: model_misfit(layout, dimensions, len(batch)) or setting_misfit(layout.applied_to(config))
         for layout in everyone
     }
-    _refuse(request, reasons)
+    must_fit = everyone if required else everyone[:1]
+    _refuse(must_fit, reasons)
     with ExitStack() as stack:
-        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
-        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(request.layouts), unit="layout"))
+        run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
+        progress = stack.enter_context(Progress(config.logging.progress, 1 + len(layouts), unit="layout"))
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
         cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
         resources = cluster.resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
-        _refuse(request, reasons)
-        progress.note(f"{request.baseline.name}: the one that the others are compared with")
+        _refuse(must_fit, reasons)
+        progress.note(f"{baseline.name}: the one that the others are compared with")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
-        baseline = Baseline(request.baseline.applied_to(config), request.batch, Path(weights))
-        rows = [Row(request.baseline.name, request.baseline.parallel.world_size, baseline.parity)]
+        measured = Baseline(baseline.applied_to(config), batch, Path(weights))
+        rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
         progress.update(1, {})
-        for done, layout in enumerate(request.layouts, start=2):
+        for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
-            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), baseline))
+            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), measured))
             progress.update(done, {})
         return rows
 
@@ -122,10 +152,8 @@ def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
     return None
 
 
-def _refuse(request: LayoutsRequest, reasons: Mapping[str, str | None]) -> None:
-    """The baseline, and layouts that were asked for, must fit."""
-    required = (request.baseline, *(request.layouts if request.required else ()))
-    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in required if reasons[layout.name]]
+def _refuse(must_fit: Sequence[Layout], reasons: Mapping[str, str | None]) -> None:
+    problems = [f"layout {layout.name}: {reasons[layout.name]}" for layout in must_fit if reasons[layout.name]]
     if problems:
         raise ConfigError(problems)
 
@@ -192,8 +220,8 @@ class Baseline:
             for tensors in trainers.export.exported_tensors():
                 weights.extend(map(self._weight_gap, tensors, tensors.values()))
         parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
-        add_gradients(parity, [*gradients, *_missing(self._gradients, gradients)])
-        add_weights(parity, [*weights, *_missing(self._final, weights)])
+        add_gaps(parity, "gradients", [*gradients, *_missing(self._gradients, gradients)])
+        add_gaps(parity, "weights", [*weights, *_missing(self._final, weights)])
         return parity
 
     def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
@@ -244,3 +272,23 @@ def _train(
 def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: Callable[[Mapping[str, Tensor]], None]) -> None:
     for tensors in buckets:
         sink(tensors)
+
+
+def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
+    """The table, then a line for every difference, failure and omission."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    for heading, _ in _FIGURES:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for row in rows:
+        figures = ["" if row.parity is None else f"{getattr(row.parity, name):.1e}" for _, name in _FIGURES]
+        table.add_row(row.layout, str(row.ranks), *figures, row.verdict)
+    console.print(table)
+    for row in rows:
+        for sentence in row.sentences:
+            stream.write(f"{row.layout}: {sentence}\n")
+    stream.flush()

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry, WeightBucket
-from slime_like.weights.checksums import as_bytes
-from slime_like.weights.hashed_copy import copy_hashed, timed_checksum
+from slime_like.weights.checksums import as_bytes, copy_hashed, timed_checksum
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this: a cache line, and a multiple of every element size."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
-from slime_like.weights.hashed_copy import copy_hashed
+from slime_like.weights.checksums import copy_hashed
 
 Named = Iterable[tuple[str, Tensor]]
 

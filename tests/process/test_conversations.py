@@ -124,7 +124,7 @@ def talk(
         try:
             return await conversations.run(asked)
         finally:
-            pids = conversations.process_ids
+            pids = conversations._pool.process_ids
             await conversations.close()
             assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

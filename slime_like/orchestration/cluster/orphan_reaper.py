@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from slime_like.orchestration.cluster.ray_session import Sessions, put_away
-from slime_like.system.resource_tracker import is_tracker
+from slime_like.system.processes import is_tracker
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _GRACE_S = 2.0

@@ -103,10 +103,6 @@ class Conversations:
         self._pool = EnvironmentPool(self._limits)
         self._running: dict[str, _Running] = {}
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        return self._pool.process_ids
-
     async def start(self) -> None:
         """Raises ``EnvironmentFailure`` if the environment cannot be used."""
         await self._pool.start()

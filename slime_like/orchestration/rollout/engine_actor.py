@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_like.config import RunConfig
@@ -21,34 +22,35 @@ from slime_like.interfaces import (
 from slime_like.interfaces.installed import load_engine
 from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.engine_client import Answer
 
 _TOGETHER_S = 0.001
 """Requests that end with the same token do so one after the other, within less."""
 
 
-class Mailbox:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of one request: its responses, or the error."""
+
+    request_id: str
+    generations: list[Generation] = field(default_factory=list)
+    error: SlimeLikeError | None = None
+
+
+class Mailbox(asyncio.Queue[Answer]):
     """Answers for one asker. Belongs to one event loop.
 
     Attributes:
         expected: answers that have not been taken, those included that are not ready.
     """
 
-    def __init__(self) -> None:
-        self.expected = 0
-        self._answers: list[Answer] = []
-        self._filled = asyncio.Event()
-
-    def put(self, answer: Answer) -> None:
-        self._answers.append(answer)
-        self._filled.set()
+    expected = 0
 
     async def take(self) -> list[Answer]:
         """Wait for an answer; return all that are ready."""
-        await self._filled.wait()
+        answers = [await self.get()]
         await asyncio.sleep(_TOGETHER_S)
-        answers, self._answers = self._answers, []
-        self._filled.clear()
+        while not self.empty():
+            answers.append(self.get_nowait())
         self.expected -= len(answers)
         return answers
 
@@ -86,12 +88,9 @@ class EngineActor:
                 remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
         if self._config.rollout.environment.name is not None:
-            await self._start_conversations()
-
-    async def _start_conversations(self) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
-        await self._conversations.start()
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
+            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+            await self._conversations.start()
 
     async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
         """Start ``requests``; ``answers`` returns their results."""
@@ -112,19 +111,19 @@ class EngineActor:
 
     async def _answer(self, mailbox: Mailbox, request: GenerationRequest) -> None:
         try:
-            mailbox.put(Answer(request.request_id, await self.generate(request)))
+            mailbox.put_nowait(Answer(request.request_id, await self.generate(request)))
         except SlimeLikeError as error:
-            mailbox.put(Answer(request.request_id, error=error))
+            mailbox.put_nowait(Answer(request.request_id, error=error))
         except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
             failure = EngineError(
                 f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
             )
-            mailbox.put(Answer(request.request_id, error=failure))
+            mailbox.put_nowait(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """A request with a task becomes conversations where the run has an environment."""
-        talks = self._conversations is not None and request.task is not None
-        answer = self._conversations.run(request) if self._conversations and talks else self._sample(request)
+        talks = self._conversations if request.task is not None else None
+        answer = self._sample(request) if talks is None else talks.run(request)
         timeout = self._config.rollout.request_timeout_s
         try:
             return await asyncio.wait_for(answer, timeout)

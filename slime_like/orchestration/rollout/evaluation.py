@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
@@ -47,21 +47,10 @@ class Evaluator:
             for prompt, answer in zip(prompts, self._engines.generate(requests), strict=True)
         ]
         outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
-        samples_of = [[_Sample.of(trajectory, next(outcomes)) for trajectory in group] for group in groups]
+        samples_of = [[(trajectory, next(outcomes)) for trajectory in group] for group in groups]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    success: bool
-    length: int
-    truncated: bool
-
-    @classmethod
-    def of(cls, trajectory: UnscoredTrajectory, outcome: RewardOutcome) -> Self:
-        return cls(outcome.successes[0] > 0, trajectory.sampled_len, trajectory.finish_reason == "length")
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:
@@ -90,13 +79,13 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     return datasets
 
 
-def _figures(prompts: Sequence[Sequence[_Sample]]) -> EvaluationRecord:
-    samples = [sample for prompt in prompts for sample in prompt]
-    successes = [[sample.success for sample in prompt] for prompt in prompts]
+def _figures(prompts: Sequence[Sequence[tuple[UnscoredTrajectory, RewardOutcome]]]) -> EvaluationRecord:
+    successes = [[outcome.successes[0] > 0 for _, outcome in samples] for samples in prompts]
+    responses = [trajectory for samples in prompts for trajectory, _ in samples]
     return EvaluationRecord(
-        accuracy=sum(sample.success for sample in samples) / len(samples),
+        accuracy=sum(map(sum, successes)) / len(responses),
         pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},
-        num_responses=len(samples),
-        response_length_mean=sum(sample.length for sample in samples) / len(samples),
-        truncated_fraction=sum(sample.truncated for sample in samples) / len(samples),
+        num_responses=len(responses),
+        response_length_mean=sum(response.sampled_len for response in responses) / len(responses),
+        truncated_fraction=sum(response.finish_reason == "length" for response in responses) / len(responses),
     )

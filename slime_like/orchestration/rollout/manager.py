@@ -1,15 +1,18 @@
-"""The generation pool: requests go to the engine with the least outstanding tokens, answers come back in order."""
+"""Generation: requests go to the engine with the least outstanding tokens, answers come back as they are ready."""
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+import uuid
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.orchestration.cluster.ray_calls import located, one
-from slime_like.orchestration.rollout.engine_client import Answer, EngineClient, NoEngineLeft
+from slime_like.orchestration.rollout.engine_actor import Answer
 from slime_like.orchestration.rollout.registry import WorkerRegistry
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
@@ -18,18 +21,24 @@ _POLL_S = 5.0
 """Longest wait for answers before interrupts are looked for."""
 
 
+class NoEngineLeft(EngineError):
+    """Death of the pool's last engine. Requests wait until an engine joins."""
+
+    code = "no-engine"
+
+
 class RolloutManager:
-    """Places requests on the engines that serve (``EnginePool``). Thread-safe."""
+    """Places requests on the engines that serve; they are numbers that are never used twice. Thread-safe."""
 
     def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
         self.supervisor = supervisor
         # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
-        self._silence_s = config.rollout.request_timeout_s + 60
+        self.silence_s = config.rollout.request_timeout_s + 60
         self._lock = threading.Lock()
         self._registry = WorkerRegistry(config.rollout.max_concurrent_requests)
 
-    # ------------------------------------------------------------------------------------------------ see EnginePool
     def acquire(self, tokens: int) -> int | None:
+        """An engine with room, charged with ``tokens``. Raises ``NoEngineLeft`` where no engine serves at all."""
         with self._lock:
             serving = self.supervisor.serving
             if not serving:
@@ -44,36 +53,9 @@ class RolloutManager:
         with self._lock:
             self._registry.release(member, tokens)
 
-    def send(self, member: int, client: str, requests: Sequence[GenerationRequest]) -> None:
-        self.supervisor.actor(member).submit.remote(client, requests)
-
-    def ask(self, member: int, client: str) -> Any:
-        return self.supervisor.actor(member).answers.remote(client)
-
-    def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        return self.supervisor.engines.wait(references, timeout_s)
-
-    def answers(self, member: int, reference: Any) -> list[Answer]:
-        name, phase = self.describe(member), "generating"
-        found: list[Answer] = one(reference, name, phase=phase, error=EngineError)
-        return [
-            answer if answer.error is None else replace(answer, error=located(answer.error, name, phase))
-            for answer in found
-        ]
-
-    def lose(self, member: int, error: EngineError) -> bool:
-        return self.supervisor.lose(member, error)
-
-    def abort(self, member: int, request_id: str) -> None:
-        self.supervisor.actor(member).abort.remote(request_id)
-
-    def describe(self, member: int) -> str:
-        return self.supervisor.name(member)
-
-    # --------------------------------------------------------------------------------------------------- generation
-    def client(self) -> EngineClient:
-        """A client of this pool, without requests."""
-        return EngineClient(self, self._silence_s)
+    def client(self) -> "EngineClient":
+        """A client without requests."""
+        return EngineClient(self)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """All responses of every request, in the order of the requests. Call where the weight sync may be used.
@@ -93,3 +75,136 @@ class RolloutManager:
             except NoEngineLeft:
                 self.supervisor.revive()
         return [answers[request.request_id] for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    request: GenerationRequest
+    member: int
+    tokens: int
+
+
+class EngineClient:
+    """Sends requests to the least loaded engine and hands out answers as they come. Use from one thread.
+
+    One call sends an engine all of its requests, and one call waits for any of its answers: a Ray call per request
+    would take a large part of a short step. Requests of an engine that dies are sent again, from their beginning.
+
+    Attributes:
+        resent: ids of requests that were queued again because their engine had died; the caller clears it.
+    """
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self._manager = manager
+        self._supervisor = manager.supervisor
+        self._name = uuid.uuid4().hex
+        self._queue: deque[GenerationRequest] = deque()
+        self._running: dict[str, _Running] = {}
+        self._awaited: dict[Any, int] = {}  # reference -> member
+        self._aborted: set[str] = set()
+        self._last_answer = time.monotonic()
+        self.resent: list[str] = []
+
+    def __len__(self) -> int:
+        """Requests that have not been answered."""
+        return len(self._queue) + len(self._running)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request whose id is unique among those not answered; it is sent by the next ``poll``."""
+        if not self._running:
+            self._last_answer = time.monotonic()
+        self._queue.append(request)
+
+    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+        """Send what can be sent, then wait at most ``timeout_s`` for the first answers.
+
+        Raises:
+            NoEngineLeft: nothing can be sent; a later ``poll`` continues where this one stopped.
+            EngineError: an engine refused a request, or none has answered for too long.
+        """
+        self._send()
+        if not self._running:
+            return []
+        ready = self._supervisor.engines.wait(list(self._awaited), timeout_s)
+        answers = [answer for reference in ready for answer in self._settle(reference)]
+        self._require_progress(bool(ready))
+        return answers
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests; they are never answered."""
+        self._queue = deque(request for request in self._queue if request.request_id not in request_ids)
+        for request_id, running in self._running.items():
+            if request_id in request_ids:
+                self._aborted.add(request_id)
+                self._supervisor.actor(running.member).abort.remote(request_id)
+
+    def _send(self) -> None:
+        sent: dict[int, list[GenerationRequest]] = {}
+        try:
+            while self._queue and (member := self._acquire(self._queue[0])) is not None:
+                sent.setdefault(member, []).append(self._queue.popleft())
+        finally:  # also where there is no engine for the next one
+            for member, requests in sent.items():
+                self._supervisor.actor(member).submit.remote(self._name, requests)
+        for member in {running.member for running in self._running.values()} - set(self._awaited.values()):
+            self._awaited[self._supervisor.actor(member).answers.remote(self._name)] = member
+
+    def _acquire(self, request: GenerationRequest) -> int | None:
+        tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+        member = self._manager.acquire(tokens)
+        if member is not None:
+            self._running[request.request_id] = _Running(request, member, tokens)
+        return member
+
+    def _settle(self, reference: Any) -> list[tuple[GenerationRequest, list[Generation]]]:
+        """A member's answers. If one is an error and the member is dead, all of its requests are queued again."""
+        member = self._awaited.pop(reference)
+        name, phase = self._supervisor.name(member), "generating"
+        try:
+            answers: list[Answer] = one(reference, name, phase=phase, error=EngineError)
+        except EngineError as death:
+            self._lose(member, [], death)
+            return []
+        ended = [(self._end(answer.request_id), answer) for answer in answers]
+        failed = [(running, answer.error) for running, answer in ended if running and answer.error]
+        if failed:
+            error = located(failed[0][1], name, phase)
+            if not isinstance(error, EngineError):
+                raise error
+            self._lose(member, [running for running, _ in failed], error)
+        return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
+
+    def _end(self, request_id: str) -> _Running | None:
+        running = self._running.pop(request_id)
+        self._manager.release(running.member, running.tokens)
+        if request_id in self._aborted:
+            self._aborted.discard(request_id)
+            return None
+        return running
+
+    def _lose(self, member: int, failed: Sequence[_Running], error: EngineError) -> None:
+        """Put all requests of a dead member at the head of the queue, those that ``failed`` first.
+
+        Raises:
+            EngineError: ``error``, if the member is alive.
+        """
+        if not self._supervisor.lose(member, error):
+            raise error
+        others = [running for running in self._running.values() if running.member == member]
+        for running in others:
+            del self._running[running.request.request_id]
+        lost = [*failed, *others]
+        wanted = [running.request for running in lost if running.request.request_id not in self._aborted]
+        self._aborted -= {running.request.request_id for running in lost}
+        self._queue.extendleft(reversed(wanted))
+        self.resent += [request.request_id for request in wanted]
+
+    def _require_progress(self, answered: bool) -> None:
+        if answered or not self._running:
+            self._last_answer = time.monotonic()
+        elif time.monotonic() - self._last_answer > self._manager.silence_s:
+            silent = sorted({self._supervisor.name(running.member) for running in self._running.values()})
+            raise EngineError(
+                f"{', '.join(silent)} answered nothing for {self._manager.silence_s:.0f} s while generating",
+                code="engines-silent",
+            )

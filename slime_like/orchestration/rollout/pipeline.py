@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
-from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.manager import EngineClient
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer

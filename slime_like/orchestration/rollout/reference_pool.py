@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,33 +23,23 @@ _REQUESTS_PER_WORKER = 2
 
 
 class ReferenceWorker(Protocol):
-    """Scores with the reference; holds all of its weights before it joins a pool."""
+    """Scores with the reference; holds all of its weights before it joins a pool. Its methods are called from one
+    thread, except ``close``, and raise a ``SlimeLikeError`` when the worker has failed."""
 
     @property
     def name(self) -> str: ...
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """(response_len,) float32 logprobs of each. Called from one thread.
-
-        Raises:
-            TrainerError: the worker has failed.
-        """
+        """(response_len,) float32 logprobs of each."""
 
     def use(self, weights: Path) -> None:
-        """Score with the weights in this directory from now on; does nothing if they are in use already.
-
-        Raises:
-            SlimeLikeError: the worker has failed.
-        """
+        """Score with the weights in this directory from now on; does nothing if they are in use already."""
 
     def restart(self, weights: Path | None) -> None:
-        """End what is left of the worker, and start it in the same place; may take a while. Called from one thread.
+        """End what is left of the worker, and start it in the same place; may take a while.
 
         Args:
             weights: directory to load; none for the weights of the configuration.
-
-        Raises:
-            SlimeLikeError: the worker did not start, or was closed.
         """
 
     def close(self) -> None:
@@ -97,12 +87,6 @@ class ReferenceWork:
     response_tokens: int = 0
     total_tokens: int = 0
 
-    def add(self, busy_s: float, trajectories: Sequence[UnscoredTrajectory]) -> None:
-        """Count the trajectories that one worker has scored in ``busy_s``."""
-        self.busy_s += busy_s
-        self.response_tokens += sum(trajectory.response_len for trajectory in trajectories)
-        self.total_tokens += sum(trajectory.total_len for trajectory in trajectories)
-
 
 @dataclass(frozen=True, slots=True)
 class _Member:
@@ -137,7 +121,7 @@ class ReferencePool:
     def __init__(self, request_tokens: int, max_restarts: int = 0) -> None:
         self._request_tokens = request_tokens
         self._restarts_left = max_restarts
-        self._restarting: dict[Future[None], ReferenceWorker] = {}
+        self._restarting: dict[Future[None], _Member] = {}
         self._registry = WorkerRegistry(_REQUESTS_PER_WORKER)
         self._numbers = itertools.count()
         self._members: dict[int, _Member] = {}
@@ -154,9 +138,12 @@ class ReferencePool:
 
     def join(self, worker: ReferenceWorker) -> None:
         """Add a worker, which has the weights."""
-        member = next(self._numbers)
-        self._members[member] = _Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name))
-        self._registry.join(member)
+        self._add(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
+
+    def _add(self, member: _Member) -> None:
+        number = next(self._numbers)
+        self._members[number] = member
+        self._registry.join(number)
 
     def submit(self, group: RewardedGroup) -> None:
         """Queue a group; it is sent by the next ``poll``."""
@@ -190,7 +177,7 @@ class ReferencePool:
 
     def close(self) -> None:
         """Start no more requests. The workers must be closed by their owner."""
-        for member in self._members.values():
+        for member in (*self._members.values(), *self._restarting.values()):
             member.thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -223,7 +210,9 @@ class ReferencePool:
         started = time.perf_counter()
         logprobs = worker.score(trajectories)
         with self._work_lock:
-            self._work.add(time.perf_counter() - started, trajectories)
+            self._work.busy_s += time.perf_counter() - started
+            self._work.response_tokens += sum(trajectory.response_len for trajectory in trajectories)
+            self._work.total_tokens += sum(trajectory.total_len for trajectory in trajectories)
         return logprobs
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
@@ -255,14 +244,13 @@ class ReferencePool:
         self._restart_or_close(member, error)
 
     def _restart_or_close(self, member: _Member, error: SlimeLikeError) -> None:
-        """Let the member's thread do either, which may take a while; the thread ends after it."""
+        """Let the member's thread do either, which may take a while."""
         if self._restarts_left > 0:
             self._restarts_left -= 1
-            restart = member.thread.submit(self._restart, member.worker)
-            self._restarting[restart] = member.worker
+            self._restarting[member.thread.submit(self._restart, member.worker)] = member
         else:
             member.thread.submit(member.worker.close)
-        member.thread.shutdown(wait=False)
+            member.thread.shutdown(wait=False)
         if not self._registry.workers and not self._restarting:
             raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
@@ -274,12 +262,12 @@ class ReferencePool:
     def _admit_restarted(self) -> None:
         """Let restarted workers join; those that failed to start are tried again while restarts are left."""
         for future in [restart for restart in self._restarting if restart.done()]:
-            worker = self._restarting.pop(future)
+            member = self._restarting.pop(future)
             try:
                 future.result()
             except SlimeLikeError as error:
-                self.news.append(f"{worker.name} did not start again ({error})")
-                self._restart_or_close(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)), error)
+                self.news.append(f"{member.worker.name} did not start again ({error})")
+                self._restart_or_close(member, error)
             else:
-                self.news.append(f"{worker.name} was restarted")
-                self.join(worker)
+                self.news.append(f"{member.worker.name} was restarted")
+                self._add(member)

@@ -17,15 +17,11 @@ class WorkerRegistry:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity}: a worker must be allowed at least one request")
         self._capacity = capacity
         self._workers: dict[int, _Worker] = {}
 
     def join(self, worker: int) -> None:
         """Add a worker with nothing outstanding."""
-        if worker in self._workers:
-            raise ValueError(f"worker {worker} has joined already")
         self._workers[worker] = _Worker()
 
     def leave(self, worker: int) -> None:

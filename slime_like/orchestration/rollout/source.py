@@ -1,5 +1,7 @@
-"""RolloutSource: the batches of a run, sampled and rewarded."""
+"""RolloutSource: the batches of a run, sampled inside the training loop or in a thread beside it."""
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from slime_like.config import RunConfig
@@ -7,23 +9,26 @@ from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.drivers import RolloutDriver, SynchronousDriver, ThreadedDriver
-from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
-from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+
+_POLL_S = 5.0
+_SHORT_POLL_S = 0.2
+_CHECK_EVERY_S = 1.0
+_JOIN_TIMEOUT_S = 60.0
 
 
-class RolloutSource:
+class RolloutSource(ABC):
     """Yields the trajectories of each training step, and keeps the position of the run.
 
-    With max_staleness 0 everything happens in ``next_batch`` or ``stream``; above 0 a thread samples and scores all the
-    time, as far ahead as ``StalenessGate`` allows.
-
     Args:
+        supervisor: has engines serve again when none is left.
         references: score groups before they are ready for training; none where trainers do it.
 
     Attributes:
@@ -41,21 +46,17 @@ class RolloutSource:
         supervisor: EngineSupervisor,
         references: ReferencePool | None = None,
     ) -> None:
-        self._batch_size = config.rollout.prompts_per_step
-        self._scorer = scorer
-        self._ledger = ledger
         self.store = GroupStore(config, prompts, ledger)
-        pipeline = GroupPipeline(config, self.store, client, scorer, references)
-        self._driver: RolloutDriver
-        if config.rollout.max_staleness > 0:
-            self._driver = ThreadedDriver(pipeline, self.store, supervisor)
-        else:
-            self._driver = SynchronousDriver(pipeline, self.store, supervisor, turns, config.rollout.oversample)
+        self._rollout = config.rollout
+        self._scorer = scorer
+        self._turns = turns
+        self._ledger = ledger
+        self._supervisor = supervisor
+        self._pipeline = GroupPipeline(config, self.store, client, scorer, references)
 
     def synced(self, version: int) -> None:
         """Record that the engines serve ``version``; the first call starts the sampling thread, where there is one."""
         self.store.serve(version)
-        self._driver.start()
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         """The groups of training step ``step``, in the order of their ids.
@@ -63,17 +64,13 @@ class RolloutSource:
         Raises:
             EngineError, RewardError: from engines and reward workers, also where they happened in the thread.
         """
-        groups = [group for part in self._driver.groups(step, self._batch_size, clock) for group in part]
+        groups = [group for part in self._groups(step, self._rollout.prompts_per_step, clock) for group in part]
         with clock.phase("reward"):
             return self._scorer.scored(groups, step)
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """The groups of training step ``step`` as they become ready, a few at a time.
-
-        Raises:
-            EngineError, RewardError: as ``next_batch``.
-        """
-        for groups in self._driver.groups(step, 1, clock):
+        """The groups of training step ``step`` as they become ready, a few at a time; errors as ``next_batch``."""
+        for groups in self._groups(step, 1, clock):
             with clock.phase("reward"):
                 trajectories = self._scorer.scored(groups, step)
             yield trajectories
@@ -82,6 +79,145 @@ class RolloutSource:
         """Record that every update of the step has been made."""
         self._ledger.trained(dict.fromkeys(trajectory.group_id for trajectory in trajectories), step)
 
+    def close(self) -> None:  # noqa: B027
+        """End sampling, within a bound. Groups under way stay so in the ledger."""
+
+    @abstractmethod
+    def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
+        """The groups of ``step`` as they become ready, at least ``at_least`` at a time."""
+
+
+class SynchronousSource(RolloutSource):
+    """Samples while the training loop waits for its groups (``rollout.max_staleness`` 0).
+
+    With ``rollout.oversample`` above 1, a complete batch aborts all other groups.
+    """
+
+    def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
+        with clock.phase("sync"):
+            self._turns.generation()
+        while self.store.formed < step:
+            with clock.phase("wait"):
+                self._pipeline.issue()
+            self._advance(at_least, clock)
+            if groups := self.store.take(at_least):
+                if self._rollout.oversample > 1 and self.store.formed == step:
+                    self._pipeline.abort()
+                yield groups
+
+    def _advance(self, at_least: int, clock: PhaseClock) -> None:
+        """Collect and reward until ``at_least`` groups are ready or dropped; with reference workers, collect once.
+
+        Groups are rewarded while others are still being sampled, and accepted together: when dropped ones are replaced
+        does not depend on which was faster.
+        """
+        rewarded = self._collect_rewarded(clock)
+        if not self._pipeline.has_references:
+            missing = at_least - self.store.sizes()[1]
+            while len(rewarded) < missing:
+                rewarded += self._collect_rewarded(clock)
+        with clock.phase("reward"):
+            self._pipeline.accept(rewarded, 0.0 if self._pipeline.num_sampling else _POLL_S)
+
+    def _collect_rewarded(self, clock: PhaseClock) -> list[RewardedGroup]:
+        with clock.phase("generate"):
+            groups = self._collect()
+        with clock.phase("reward"):
+            return self._pipeline.reward(groups)
+
+    def _collect(self) -> list[GroupedUnscoredTrajectories]:
+        """The next samples; nothing after a while, which is short when reference workers may finish meanwhile."""
+        raise_if_interrupted()
+        try:
+            return self._pipeline.collect(_SHORT_POLL_S if self._pipeline.num_referred else _POLL_S)
+        except NoEngineLeft:
+            self._supervisor.revive()
+            return []
+
+
+class ThreadedSource(RolloutSource):
+    """Samples in a thread, as far ahead of training as ``StalenessGate`` allows (``rollout.max_staleness`` above 0).
+
+    The thread shares the store with the training loop. Errors of the thread are raised in the loop, and the loop
+    has the engines replaced.
+    """
+
+    # Shared by both threads, under ``store.changed``.
+    _needs_engines = False
+    _failure: BaseException | None = None
+    _stopping = False
+    _thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------------------------- training loop
+    def synced(self, version: int) -> None:
+        super().synced(version)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+            self._thread.start()
+
+    def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
+        while self.store.formed < step:
+            with clock.phase("wait"):
+                groups = self._take(at_least)
+            yield groups
+
     def close(self) -> None:
-        """End the sampling thread, within a bound. Groups under way stay so in the ledger."""
-        self._driver.close()
+        with self.store.changed:
+            self._stopping = True
+            self.store.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _take(self, at_least: int) -> list[RewardedGroup]:
+        while True:
+            with self.store.changed:
+                self.store.changed.wait_for(lambda: self._has_news(at_least), _CHECK_EVERY_S)
+                if self._failure is not None:
+                    raise self._failure
+                if groups := self.store.take(at_least):
+                    return groups
+                needs_engines = self._needs_engines
+            raise_if_interrupted()
+            if needs_engines:
+                self._supervisor.revive()
+                with self.store.changed:
+                    self._needs_engines = False
+                    self.store.changed.notify_all()
+
+    def _has_news(self, at_least: int) -> bool:
+        return self._failure is not None or self._needs_engines or self.store.may_take() >= at_least
+
+    # --------------------------------------------------------------------------------------------------------- thread
+    def _run(self) -> None:
+        """Body of the thread. Every wait in it is short, so that ``close`` takes effect."""
+        try:
+            while not self._stopping:
+                self._pipeline.issue()
+                rewarded = self._pipeline.reward(self._collect())
+                self._pipeline.accept(rewarded, 0.0 if self._pipeline.num_sampling else _SHORT_POLL_S)
+        except BaseException as error:  # raised again where the training loop takes its groups
+            with self.store.changed:
+                self._failure = error
+                self.store.changed.notify_all()
+
+    def _collect(self) -> list[GroupedUnscoredTrajectories]:
+        try:
+            groups = self._pipeline.collect(_SHORT_POLL_S)
+        except NoEngineLeft:
+            self._wait_for_engines()
+            return []
+        if not groups and not self._pipeline.num_sampling and not self._pipeline.num_referred:
+            with self.store.changed:  # as far ahead as is allowed: until the next version
+                self.store.changed.wait(_SHORT_POLL_S)
+        return groups
+
+    def _wait_for_engines(self) -> None:
+        with self.store.changed:
+            self._needs_engines = True
+            self.store.changed.notify_all()
+            self.store.changed.wait_for(lambda: not self._needs_engines or self._stopping, _CHECK_EVERY_S)
+
+
+def source_class(config: RunConfig) -> type[RolloutSource]:
+    """Class of the run's source."""
+    return ThreadedSource if config.rollout.max_staleness > 0 else SynchronousSource

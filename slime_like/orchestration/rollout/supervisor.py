@@ -4,17 +4,10 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from slime_like.errors import EngineError
 from slime_like.orchestration.rollout.engine_group import EngineGroup
-
-
-class WeightSource(Protocol):
-    """Brings engines up to date: the run's weight sync."""
-
-    def resend(self) -> None:
-        """Replace dead engines; on return all of them serve the current weights."""
 
 
 @dataclass(slots=True)
@@ -34,7 +27,7 @@ class EngineSupervisor:
     """Records which engines live, and replaces those that die. Thread-safe; only one thread replaces.
 
     A dead engine serves nothing from the moment that it is found dead. ``replace_dead`` starts it again, within the
-    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without a weight source an
+    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without ``resend`` an
     engine serves the weights that it loads when it starts.
 
     Args:
@@ -43,13 +36,13 @@ class EngineSupervisor:
 
     Attributes:
         generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
-        weights: brings a replacement up to date.
+        resend: replaces dead engines and has all of them serve the current weights: that of the run's weight sync.
     """
 
     def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
         self.engines = engines
         self.generation = 0
-        self.weights: WeightSource | None = None
+        self.resend: Callable[[], object] | None = None
         self._max_restarts = max_restarts
         self._note = note
         self._lock = threading.Lock()
@@ -154,7 +147,7 @@ class EngineSupervisor:
                 self._starts[number].serves = True
 
     def revive(self) -> None:
-        """Restart engines after the last serving one has died. Call where the weight source may be used.
+        """Restart engines after the last serving one has died. Call where weights may be sent.
 
         Raises:
             EngineError: an engine did not start, or no restart is left.
@@ -163,11 +156,11 @@ class EngineSupervisor:
             return
         if not self.has_dead:
             raise EngineError("no engine has been started", code="no-engine")
-        if self.weights is not None:
-            self.weights.resend()
-            return
-        self.replace_dead()
-        self.admit()
+        if self.resend is not None:
+            self.resend()
+        else:
+            self.replace_dead()
+            self.admit()
 
     # ------------------------------------------------------------------------------------------------ device memory
     def sleep(self) -> None:

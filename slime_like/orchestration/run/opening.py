@@ -20,12 +20,12 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.reference.refresh import REFERENCE, Reference, reference_of
+from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.run.directory import latest_checkpoint
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -36,7 +36,8 @@ from slime_like.orchestration.run.start import Start, start_of
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.orchestration.weight_sync import WeightSync, transport_of
+from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights.transports.registry import transport_of
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
     placed.launch_trainers()
     source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
     placed.trainers.setup()
-    return placed.run(RolloutSide(source, dict), Turns(), reference_of(base.config, placed.trainers))
+    return placed.run(RolloutSide(source, dict), Turns(), Reference(base.config, placed.trainers))
 
 
 def _open_supervised(base: _Base) -> Run:
@@ -90,7 +91,7 @@ def _open_supervised(base: _Base) -> Run:
     placed.launch_trainers()
     side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
-    return placed.run(side, Turns(), reference_of(base.config, placed.trainers))
+    return placed.run(side, Turns(), Reference(base.config, placed.trainers))
 
 
 def _open_rl(base: _Base) -> Run:
@@ -101,8 +102,10 @@ def _open_rl(base: _Base) -> Run:
     base.start.position(prompts, LEDGER)
     placed = base.place("starting Ray, trainers and engines")
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
-    transport_of(config, placement)  # one that does not reach is rejected before minutes of starting,
-    require_servable(config, placement.device == "GPU")  # and so is an engine that could not be trained with
+    on_cuda = placement.device == "GPU"
+    # Rejected before minutes of starting: a transport that does not reach, an engine that could not be trained with.
+    transport_of(config, on_cuda, placement.num_nodes)
+    require_servable(config, on_cuda)
     placed.launch_trainers()
     started = start_engines(config, stack, placement, trainers, progress)
     engines, devices, pool = started.engines, started.devices, started.references
@@ -112,11 +115,11 @@ def _open_rl(base: _Base) -> Run:
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = RolloutSource(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
+    source = source_class(config)(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
     evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)
-    return placed.run(side, devices, reference_of(config, trainers, pool))
+    return placed.run(side, devices, Reference(config, trainers, pool))
 
 
 # ---------------------------------------------------------------------------------------------------- what they share

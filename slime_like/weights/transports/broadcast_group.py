@@ -1,7 +1,7 @@
 """One process group of a sender and its receivers, over gloo or NCCL, and the store through which they meet."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,10 +48,7 @@ class BroadcastGroup:
             torch.cuda.set_device(data.device)  # of this thread
         timeout = timedelta(seconds=self.timeout_s)
         if self._group is None:
-            # A separate connection: waiting for the others must not keep other users from the store.
-            store = join_store(self.host, self.port, self.timeout_s)
-            own_part = dist.PrefixStore(f"group/{self.generation}", store)
-            self._group = _FORM[self.backend](own_part, self.rank, self.size, self.own, timeout)
+            self._group = self._form(timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
         work = self._group.broadcast([data], options)
@@ -60,22 +57,19 @@ class BroadcastGroup:
         if self.backend == NCCL:
             torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
 
-
-def _form_gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]  # the one interface it listens on
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
-
-
-def _form_nccl(store: dist.Store, rank: int, size: int, _: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-_FORM: Mapping[str, Callable[[dist.Store, int, int, str, timedelta], Any]] = {GLOO: _form_gloo, NCCL: _form_nccl}
+    def _form(self, timeout: timedelta) -> Any:
+        # A separate connection: waiting for the others must not keep other users from the store.
+        store = join_store(self.host, self.port, self.timeout_s)
+        own_part = dist.PrefixStore(f"group/{self.generation}", store)
+        if self.backend == NCCL:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(own_part, self.rank, self.size, options)
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+        gloo_options = gloo._Options()
+        gloo_options._devices = [gloo.create_device(hostname=self.own)]  # the one interface it listens on
+        gloo_options._timeout = timeout
+        return gloo(own_part, self.rank, self.size, gloo_options)
 
 
 def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) -> None:

@@ -32,7 +32,7 @@ from slime_like.system.network import address_towards
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
-from slime_like.weights.transports.leftovers import check_session, not_in_flight
+from slime_like.weights.transports.leftovers import buckets_in_flight, check_session, not_in_flight
 
 _CLOSE_S = 5.0
 _JOINED = "joined"
@@ -110,12 +110,7 @@ class CollectiveSender:
             WeightSyncError: two buckets are in flight already, or no receiver has connected.
         """
         if len(self._deliveries) == len(self._buffers):
-            raise WeightSyncError(
-                "two buckets are in flight",
-                code="buckets-in-flight",
-                who=f"weight sync {self._id}",
-                remedy="release one first",
-            )
+            raise buckets_in_flight(self._id)
         group = self._receivers.group()
         data = self._buffer(bucket_nbytes(bucket))
         entries, hash_s = write_bucket(bucket, data)

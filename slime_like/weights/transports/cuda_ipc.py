@@ -17,7 +17,12 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_session, not_in_flight, require_transport
+from slime_like.weights.transports.leftovers import (
+    buckets_in_flight,
+    check_session,
+    not_in_flight,
+    require_transport,
+)
 
 NAME = "cuda_ipc"
 _GRANULE = 1 << 21
@@ -41,12 +46,7 @@ class CudaIpcSender:
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         turn = self._sent % len(self._buffers)
         if turn in self._in_flight.values():
-            raise WeightSyncError(
-                "both device buffers are in flight",
-                code="buckets-in-flight",
-                who=f"weight sync {self._session}",
-                remedy="release one first",
-            )
+            raise buckets_in_flight(self._session)
         shared = self._buffer(turn, bucket_nbytes(bucket))
         entries, hash_s = write_bucket(bucket, shared.buffer)
         torch.cuda.current_stream().synchronize()  # receivers' streams know nothing of this one

@@ -33,6 +33,13 @@ def require_transport(found: str, expected: str) -> None:
         raise WeightSyncError(problem, code="foreign-bucket")
 
 
+def buckets_in_flight(sender: str) -> WeightSyncError:
+    """The error of a third bucket before one is released."""
+    return WeightSyncError(
+        "two buckets are in flight", code="buckets-in-flight", who=f"weight sync {sender}", remedy="release one first"
+    )
+
+
 def not_in_flight(sender: str, bucket: str) -> WeightSyncError:
     """The error of a release that does not follow a send."""
     problem = f"{bucket} is not in flight, so nothing to release"

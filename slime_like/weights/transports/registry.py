@@ -1,4 +1,4 @@
-"""Transports by name, and the receiving side of several senders."""
+"""Transports by name: their reach and the choice of ``auto``, senders, and receivers of several senders."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.delta.receiver import DeltaReceiver
-from slime_like.weights.delta.sender import DeltaSender
+from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 
 AUTO = "auto"
@@ -29,14 +29,51 @@ _TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Module, and what the names of its sender's and receiver's classes begin with."""
 
 
-def require_transport(name: str) -> None:
-    """Raises ``WeightSyncError`` where ``sync.transport`` is not one."""
-    if name not in _TRANSPORTS and name != AUTO:
-        raise WeightSyncError(
-            f"sync.transport={name} is unknown",
-            code="unknown-transport",
-            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
+def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+    """The transport that ``sync.transport`` stands for.
+
+    Args:
+        on_cuda: trainers and engines compute on GPUs.
+        num_hosts: hosts in use.
+
+    Raises:
+        WeightSyncError: it does not reach.
+    """
+    chosen, preferred = config.sync.transport, ("nccl", "cuda_ipc", "shared_memory", "gloo")
+    problems = {name: _problem(name, config, on_cuda, num_hosts) for name in preferred}
+    best = next(name for name, problem in problems.items() if problem is None)
+    if problem := problems.get(chosen):
+        raise WeightSyncError(f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {best}, or auto")
+    return best if chosen == AUTO else chosen
+
+
+def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str | None:
+    """Why this transport does not reach every engine's process from every trainer rank; ``None`` if it does."""
+    shared = config.cluster.placement == "colocated"
+    one_engine = config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
+    if name in ("shared_memory", "cuda_ipc") and num_hosts > 1:
+        return f"reaches one host, but trainers and engines lie on {num_hosts}"
+    if name in ("nccl", "cuda_ipc") and not on_cuda:
+        return "needs GPUs, and there are none"
+    if name == "nccl" and shared:
+        return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
+    if name == "cuda_ipc" and not (shared and one_engine):
+        return (
+            "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "
+            "rollout.tensor is the number of trainer ranks"
         )
+    return None
+
+
+def use_delta(setting: str, transport: str, dtype: str) -> bool:
+    """Return whether only changes are sent.
+
+    Automatically where bytes cross a network or a disk, and weights are of 16 bits, most of which one step leaves
+    as they are. Inside a host, finding the changes takes longer than copying everything.
+    """
+    if setting != AUTO:
+        return setting == "always"
+    return transport in ("gloo", "directory") and dtype in ("bfloat16", "float16")
 
 
 def open_sender(name: str, session: str, settings: TransportSettings = TransportSettings()) -> Sender:  # noqa: B008
@@ -96,12 +133,11 @@ class _ManyReceivers:
 
 
 def _class(name: str, side: str) -> Any:
-    require_transport(name)
-    if name == AUTO:
+    if name not in _TRANSPORTS:
         raise WeightSyncError(
-            f"sync.transport={AUTO} must be resolved first",
-            code="unresolved-transport",
-            remedy="see weights.transports.reach",
+            f"sync.transport={name} is unknown",
+            code="unknown-transport",
+            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
         )
     module, prefix = _TRANSPORTS[name]
     return getattr(importlib.import_module(f"slime_like.weights.transports.{module}"), prefix + side)

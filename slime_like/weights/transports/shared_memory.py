@@ -26,6 +26,7 @@ from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.leftovers import (
     SHARED_MEMORY,
+    buckets_in_flight,
     check_name,
     check_session,
     not_in_flight,
@@ -39,7 +40,7 @@ _GRANULE = 1 << 20
 class SharedMemorySender:
     """Writes buckets into two segments in turn. Use from one thread."""
 
-    def __init__(self, _: str, session: str, settings: TransportSettings = TransportSettings()) -> None:  # noqa: B008
+    def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
         self._session = session
         # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
@@ -59,12 +60,7 @@ class SharedMemorySender:
             WeightSyncError: both segments wait for their ``release``, or /dev/shm is too small.
         """
         if self._turn in self._in_flight.values():
-            raise WeightSyncError(
-                "both shared-memory segments are in flight",
-                code="buckets-in-flight",
-                who=f"weight sync {self._session}",
-                remedy="release a bucket before sending the next but one",
-            )
+            raise buckets_in_flight(self._session)
         segment = self._segment_for(bucket_nbytes(bucket))
         entries, hash_s = write_bucket(bucket, segment.buffer)
         self._in_flight[segment.name] = self._turn
@@ -91,9 +87,8 @@ class SharedMemorySender:
             if segment is not None:
                 segment.remove()
                 self._segments[self._turn] = None
-            name = f"{self._prefix}.{self._created}"
-            segment = _Segment.create(SHARED_MEMORY / name, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
-            self._segments[self._turn] = segment
+            path = SHARED_MEMORY / f"{self._prefix}.{self._created}"
+            segment = self._segments[self._turn] = _Segment.create(path, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
             self._created += 1
         return segment
 

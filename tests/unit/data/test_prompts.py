@@ -98,11 +98,6 @@ def test_a_rendered_prompt_is_what_the_tokenizer_makes_of_it(file: Path) -> None
         assert prompt.response_tokens == (*TOKENIZER.encode(row["response"]), EOS)
 
 
-def test_jsonl_and_parquet_are_the_same(tmp_path: Path) -> None:
-    lines, table = (source_of(tmp_path / f"rows{suffix}", SUMS, seed=5) for suffix in (".jsonl", ".parquet"))
-    assert lines.next(25) == table.next(25)
-
-
 def test_files_are_read_in_their_order_and_empty_lines_skipped(tmp_path: Path) -> None:
     first = write_rows(tmp_path / "a.jsonl", SUMS[:4])
     second = write_rows(tmp_path / "b.parquet", SUMS[4:])

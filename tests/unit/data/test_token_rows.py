@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.config import TrainerConfig
-from slime_like.data.token_rows import RowTotals, TokenRows
+from slime_like.data.token_rows import TokenRows
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
@@ -27,7 +27,7 @@ def rows_of(directory: Path, *rows: Any, context: int = 1, budget: int = 16) -> 
 def test_rows_are_read_as_they_stand(tmp_path: Path) -> None:
     """An id may be a number; without a temperature it is 1; unknown keys are ignored; every pass is whole."""
     rows = rows_of(tmp_path, SOUND, "", {**SOUND, "id": 5, "temperature": 0.7, "note": "x"})
-    assert rows.totals() == RowTotals(rows=2, tokens=10)
+    assert rows.count() == 2
     for _ in range(2):
         first, second = rows
         assert (first.id, second.id) == ("a", 5)
@@ -63,11 +63,11 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("row", "code"), BAD, ids=[code for _, code in BAD])
 def test_a_bad_row_is_named(tmp_path: Path, rejects: Rejects, row: Any, code: str) -> None:
     with rejects(DataError, code):
-        rows_of(tmp_path, SOUND, row).totals()
+        rows_of(tmp_path, SOUND, row).count()
 
 
 def test_padding_for_context_parallelism_counts(tmp_path: Path, rejects: Rejects) -> None:
     """Five tokens become sixteen on eight context ranks; seventeen become thirty-two."""
-    assert rows_of(tmp_path, SOUND, context=8).totals().rows == 1
+    assert rows_of(tmp_path, SOUND, context=8).count() == 1
     with rejects(DataError, "over-token-budget"):
-        rows_of(tmp_path, {**SOUND, "response_tokens": [1] * 15}, context=8, budget=17).totals()
+        rows_of(tmp_path, {**SOUND, "response_tokens": [1] * 15}, context=8, budget=17).count()

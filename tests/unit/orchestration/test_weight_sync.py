@@ -1,10 +1,17 @@
-"""A weight-sync check that cannot fail is worse than none: each way of failing, by name."""
+"""A weight-sync check that cannot fail is worse than none: hashes that differ, and the probe's verdict on a model."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from slime_like.errors import WeightSyncError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import UpdateReceipt
-from slime_like.orchestration.weight_sync import compare_checksums
+from slime_like.orchestration.weight_sync import ProbeGap, compare_checksums
 from tests.support.rejections import Rejects
 
 SENT = {"a.weight": 1, "b.weight": 2}
@@ -22,3 +29,83 @@ def test_equal_hashes_pass() -> None:
 def test_a_difference_names_the_tensor(received: dict[str, int], rejects: Rejects) -> None:
     with rejects(WeightSyncError, "tensors-differ"):
         compare_checksums(SENT, UpdateReceipt(3, received), engine=1)
+
+
+# --------------------------------------------------------------------------------------------------------- the probe
+SHARP = 12.0
+"""Times as large logits as an untrained model's: as large as, and larger than, those of trained ones."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("probed")
+    make_tiny_model(directory)
+    return directory
+
+
+def logprobs(model_dir: Path, dtype: torch.dtype, sharpness: float = 1.0, wrong: str | None = None) -> np.ndarray:
+    """(62,) of the tokens of two random sequences; the rows of the matrix ``wrong`` are moved on by half of them."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.model.norm.weight.mul_(sharpness)
+        if wrong is not None:
+            weight: Tensor = model.get_parameter(wrong)
+            weight.copy_(weight.roll(len(weight) // 2, 0))
+        logits = model(tokens).logits.float()
+    found = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).flatten()
+    return np.asarray(found.numpy())
+
+
+@pytest.mark.parametrize("sharpness", [1.0, SHARP])
+def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
+    """Rounding grows with the logits: what is sound may be off by more than half a nat."""
+    got, expected = (logprobs(model_dir, dtype, sharpness) for dtype in (torch.bfloat16, torch.float32))
+    gap = ProbeGap.between(got, expected, "bfloat16", None)
+    assert gap.is_sound and gap.share < 0.05
+    assert (gap.largest > 0.5) is (sharpness == SHARP)
+    assert not ProbeGap.between(got, expected, "bfloat16", 1e-3).is_sound
+    assert not ProbeGap.between(got, expected, "float32", None).is_sound
+
+
+@pytest.mark.parametrize("sharpness", [1.0, SHARP])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.2.mlp.gate_proj.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_one_wrong_matrix_is_found(model_dir: Path, wrong: str, dtype: str, sharpness: float) -> None:
+    got = logprobs(model_dir, getattr(torch, dtype), sharpness, wrong)
+    gap = ProbeGap.between(got, logprobs(model_dir, torch.float32, sharpness), dtype, None)
+    assert not gap.is_sound
+    assert gap.share > 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_no_number_is_not_sound(dtype: str) -> None:
+    expected = np.linspace(-9, -1, 62, dtype=np.float32)
+    got = expected.copy()
+    got[5] = np.nan
+    assert not ProbeGap.between(got, expected, dtype, None).is_sound
+    assert ProbeGap.between(expected, expected, dtype, None).is_sound
+
+
+def test_logprobs_that_are_all_alike_are_compared_without_their_spread() -> None:
+    """As a model whose head is zero has them."""
+    expected = np.full(62, -5.5, dtype=np.float32)
+    assert ProbeGap.between(expected + np.float32(0.005), expected, "bfloat16", None).is_sound
+    assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", None).is_sound
+
+
+def test_each_precision_has_its_sentence() -> None:
+    expected = np.array([-1.0, -3.0])
+    gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, None)) for dtype in ("float32", "bfloat16")]
+    assert gaps == [
+        "by up to 5.00e-01 (bound 1e-04)",
+        "by up to 5.00e-01, with a root mean square of 0.50 of how much the trainer's vary (bound 0.15)",
+    ]

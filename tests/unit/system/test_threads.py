@@ -19,9 +19,6 @@ def test_every_result_arrives_and_progress_ends_at_the_sum() -> None:
     run_jobs(range(1, 8), work, 3, results.append, progress.append)
     assert sorted(results) == [1, 4, 9, 16, 25, 36, 49]
     assert progress == sorted(progress) and progress[-1] == 28
-
-
-def test_nothing_to_do_is_done() -> None:
     run_jobs([], lambda job, tracker: job, 2, lambda result: None, lambda done: None)
 
 

@@ -17,8 +17,7 @@ from slime_like.verification.batch import require_fit, synthetic_batch, with_fro
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
-    add_gradients,
-    add_weights,
+    add_gaps,
     compare_gradient,
     compare_measurements,
     compare_tensor,
@@ -26,9 +25,8 @@ from slime_like.verification.comparison import (
     model_order,
     unexpected_tensor,
 )
-from slime_like.verification.table import Row, print_table
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
-from slime_like.verification.verify import TensorStore
+from slime_like.verification.verify import Row, TensorStore, print_table
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
@@ -148,7 +146,7 @@ def test_nan_and_another_shape_are_differences() -> None:
     shape = compare_tensor("lm_head.weight", after[:3], after, before, FLOAT32).difference
     assert shape == "lm_head.weight has the shape (3, 8) instead of (6, 8)"
     parity = Parity()
-    add_weights(parity, [compare_tensor("x", after, after, before, FLOAT32), gap])
+    add_gaps(parity, "weights", [compare_tensor("x", after, after, before, FLOAT32), gap])
     assert parity.weights == math.inf
 
 
@@ -162,7 +160,7 @@ def test_of_several_the_first_in_the_model_is_named() -> None:
             before, after = trained(name)
             gaps.append(compare_tensor(name, before if index >= first else after, after, before, FLOAT32))
         parity = Parity()
-        add_weights(parity, gaps[::-1])
+        add_gaps(parity, "weights", gaps[::-1])
         (sentence,) = parity.differences
         assert NAMES[first].rpartition("layers.")[2].partition(".")[2] in sentence
         assert sentence.endswith(f"; {6 - first} of 6 tensors differ") == (first < 5)
@@ -196,7 +194,7 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
     for index, name in enumerate(NAMES):
         _, gradient = trained(name)
         gaps.append(compare_gradient(name, gradient * (2 if index in (1, 3) else 1), gradient, 1.0, FLOAT32))
-    add_gradients(parity, gaps[::-1])
+    add_gaps(parity, "gradients", gaps[::-1])
     (sentence,) = parity.differences
     assert sentence.startswith("the gradient of layer 2, self_attn.q_proj.weight deviates by 1.00e+00")
     assert sentence.endswith("; 2 of 6 gradients differ, the last in the model is layer 10, input_layernorm.weight")
@@ -205,7 +203,9 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
 
 def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
-    add_weights(parity, [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")])
+    add_gaps(
+        parity, "weights", [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")]
+    )
     assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]
 
 

@@ -1,34 +1,51 @@
-"""The hash that proves a weight sync: the formula of its module's docstring, and what it must notice.
+"""The hash that proves a weight sync: the formula of its module's docstring, alone and while a tensor is copied.
 
-The reference for chunks is the library xxhash, which the form for accelerators shares nothing with; here that form runs
-on the CPU. Not covered: resistance against forgery, which it does not claim.
+The reference is the library xxhash, which the form for accelerators shares nothing with; here that form runs on the
+CPU. Not covered: resistance against forgery, which it does not claim.
 """
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import TensorEntry
 from slime_like.weights import checksums
-from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.checksums import copy_hashed, tensor_checksum
+from slime_like.weights.received import Arrivals
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
 from tests.support.properties import examples
-from tests.unit.weights.formula import reference
+from tests.support.rejections import Rejects
 
-CHUNK_WORDS = CHUNK_BYTES // 8
+CHUNK = 16384
+BLOCK = 16 * CHUNK
+
+
+def reference(data: bytes) -> int:
+    """XXH3 of the chunks' XXH3 and the number of bytes, with the library xxhash alone."""
+    tree = xxhash.xxh3_64()
+    for start in range(0, len(data), CHUNK):
+        tree.update(xxhash.xxh3_64_intdigest(data[start : start + CHUNK]).to_bytes(8, "little"))
+    tree.update(len(data).to_bytes(8, "little"))
+    return tree.intdigest()
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randint(-100, 100, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @examples(60)
-@given(st.binary(min_size=1, max_size=300))
-def test_equals_the_formula(data: bytes) -> None:
-    assert tensor_checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == reference(data)
-
-
-@pytest.mark.parametrize("words", [CHUNK_WORDS - 1, CHUNK_WORDS, CHUNK_WORDS + 1, 2 * CHUNK_WORDS + 3])
-def test_equals_the_formula_around_chunk_boundaries(words: int) -> None:
-    tensor = torch.randint(-(1 << 62), 1 << 62, (words,), generator=torch.Generator().manual_seed(words))
-    assert tensor_checksum(tensor) == reference(tensor.numpy().tobytes())
+@given(st.binary(min_size=0, max_size=300), st.sampled_from((0, CHUNK - 150, 2 * CHUNK)))
+def test_equals_the_formula(data: bytes, zeros: int) -> None:
+    """Also around the boundaries of chunks."""
+    data = bytes(zeros) + data
+    assert tensor_checksum(torch.from_numpy(np.frombuffer(data, np.uint8).copy())) == reference(data)
 
 
 @pytest.mark.parametrize("pattern", ["random", "zeros", "ones", "signs"])
@@ -50,10 +67,6 @@ def test_an_accelerator_hashes_whole_tensors_alike(count: int, offset: int) -> N
     assert checksums._on_device(data) == checksums._on_host(data)
 
 
-def test_empty_tensors_have_a_hash() -> None:
-    assert tensor_checksum(torch.empty(0)) == reference(b"")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64])
 def test_depends_on_bytes_only(dtype: torch.dtype) -> None:
     tensor = (torch.randn(37, 13, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
@@ -63,56 +76,93 @@ def test_depends_on_bytes_only(dtype: torch.dtype) -> None:
     assert tensor_checksum(tensor.view(torch.uint8)) == expected
     assert tensor_checksum(torch.cat((tensor[:1], tensor))[1:]) == expected
     assert tensor_checksum(tensor.t()) != expected
+    assert tensor_checksum(tensor[0, 0]) == reference(tensor[0, :1].view(torch.uint8).numpy().tobytes())
 
 
-def test_a_scalar_has_a_hash() -> None:
-    assert tensor_checksum(torch.tensor(1.5)) == reference(torch.tensor([1.5]).numpy().tobytes())
-
-
-def test_every_single_bit_counts() -> None:
+def test_every_bit_its_place_and_the_length_count() -> None:
+    """A plain weighted sum modulo 2**64 would miss any even number of changed top bits."""
     data = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    seen = {tensor_checksum(data)}
-    for position in range(48):
-        for bit in range(8):
-            flipped = data.clone()
-            flipped[position] ^= 1 << bit
-            seen.add(tensor_checksum(flipped))
-    assert len(seen) == 48 * 8 + 1
-
-
-@pytest.mark.parametrize(("first", "second"), [(0, 1), (3, 200), (10, 250)])
-def test_swapped_rows_show(first: int, second: int) -> None:
-    tensor = torch.randn(256, 1024, generator=torch.Generator().manual_seed(2))
-    swapped = tensor.clone()
-    swapped[[first, second]] = tensor[[second, first]]
-    assert tensor_checksum(swapped) != tensor_checksum(tensor)
-
-
-def test_swapped_chunks_show() -> None:
-    tensor = torch.randn(4, 2 * CHUNK_WORDS, generator=torch.Generator().manual_seed(2))
-    assert tensor_checksum(tensor[[1, 0, 2, 3]]) != tensor_checksum(tensor)
-
-
-def test_two_flipped_signs_do_not_cancel() -> None:
-    """A plain weighted sum modulo 2**64 misses any even number of changed top bits."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        tensor = torch.randn(64, generator=torch.Generator().manual_seed(3)).to(dtype)
-        negated = tensor.clone()
-        last_of_word = 8 // dtype.itemsize - 1
-        for word in (0, 5):
-            negated[word * (8 // dtype.itemsize) + last_of_word] *= -1
-        assert tensor_checksum(negated) != tensor_checksum(tensor)
-
-
-def test_trailing_zeros_count() -> None:
-    hashes = {tensor_checksum(torch.zeros(length, dtype=torch.uint8)) for length in range(40)}
-    assert len(hashes) == 40
+    flips = [data ^ (torch.arange(48) == place) * (1 << bit) for place in range(48) for bit in range(8)]
+    signs = [data ^ torch.isin(torch.arange(48), torch.tensor(pair)) * 0x80 for pair in ((7, 15), (7, 47))]
+    assert len({tensor_checksum(each) for each in (data, *flips, *signs)}) == 48 * 8 + 3
+    rows = noise(4, 2 * CHUNK)
+    assert tensor_checksum(rows[[1, 0, 2, 3]]) != tensor_checksum(rows)
+    assert len({tensor_checksum(torch.zeros(length, dtype=torch.uint8)) for length in range(40)}) == 40
 
 
 @pytest.mark.gpu
 def test_same_on_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    for count in (5, CHUNK_WORDS + 3, 300 * CHUNK_WORDS):
+    for count in (5, CHUNK // 8 + 3, 300 * CHUNK // 8):
         tensor = torch.randn(count)
         assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+
+
+# --------------------------------------------------------------------------------------------------- while it is copied
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + CHUNK + 5])
+@pytest.mark.parametrize("of_target", [False, True])
+def test_a_copy_is_whole_and_its_hash_the_formula_s(nbytes: int, of_target: bool) -> None:
+    source, target = noise(nbytes), torch.zeros(nbytes, dtype=torch.int8)
+    found, hash_s = copy_hashed(source, target, of_target)
+    assert found == reference(source.numpy().tobytes())
+    assert torch.equal(source, target)
+    assert (hash_s > 0) == (nbytes > 0)
+
+
+@pytest.mark.parametrize("of_target", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_target_of_another_kind(dtype: torch.dtype, of_target: bool) -> None:
+    """Another dtype, and a part of a wider matrix."""
+    source, wide = noise(700, 30).bfloat16(), torch.zeros(700, 60, dtype=dtype)
+    target = wide[:, :30]
+    hashed = target if of_target else source
+    found, _ = copy_hashed(source, target, of_target)
+    assert found == reference(hashed.contiguous().view(torch.uint8).numpy().tobytes())
+    assert torch.equal(target.float(), source.float()) and not wide[:, 30:].any()
+
+
+def test_a_target_of_another_shape_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        copy_hashed(noise(6, 4), torch.zeros(4, 6, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("of_target", [False, True])
+def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> None:
+    """The target's hash tells, in any block; the source's says what was to be copied."""
+    source, target = noise(2 * BLOCK), torch.zeros(2 * BLOCK, dtype=torch.int8)
+    copyto = np.copyto
+
+    def wrong(into: np.ndarray, block: np.ndarray) -> None:
+        copyto(into, block)
+        if np.shares_memory(block, source[BLOCK:].numpy()):
+            into[[7, 9]] = into[[9, 7]]
+
+    source[BLOCK + 7] = source[BLOCK + 9] + 1
+    monkeypatch.setattr(checksums.np, "copyto", wrong)
+    found, _ = copy_hashed(source, target, of_target)
+    assert (found != reference(source.numpy().tobytes())) == of_target
+
+
+@pytest.mark.parametrize("way", ["copies", "load"])
+def test_what_arrives_is_what_was_sent_or_rejected(way: str, rejects: Rejects) -> None:
+    sent = {"first": noise(100), "second": noise(BLOCK + 3)}
+    entries = [_entry(name, tensor) for name, tensor in sent.items()]
+    model = {name: torch.zeros(len(tensor)) for name, tensor in sent.items()}
+
+    def arrive(arrivals: Arrivals) -> Any:
+        if way == "copies":
+            return arrivals.copies(entries, sent.items(), "cpu")
+        arrivals.load(entries, sent.items(), model.__getitem__)
+        return model.items()
+
+    arrivals = Arrivals()
+    for name, arrived in arrive(arrivals):
+        assert torch.equal(arrived.float(), sent[name].float()) and arrived.data_ptr() != sent[name].data_ptr()
+    assert arrivals.checksums == {each.name: each.checksum for each in entries}
+    sent["second"][-1] += 1
+    with rejects(WeightSyncError, "damaged-tensor"):
+        arrive(Arrivals())
+
+
+def _entry(name: str, tensor: Tensor) -> TensorEntry:
+    data = tensor.numpy().tobytes()
+    return TensorEntry(name, "int8", tuple(tensor.shape), 0, len(data), reference(data))

@@ -1,64 +1,48 @@
 """Which transport ``auto`` is, and which are rejected where they do not reach."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transports.reach import Situation, choose_transport, use_delta
+from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
 from tests.support.rejections import Rejects
 
-CPU = Situation(on_cuda=False, num_hosts=1, shared_devices=False, devices_are_visible=False)
-CPU_HOSTS = Situation(on_cuda=False, num_hosts=2, shared_devices=False, devices_are_visible=False)
-CPU_SHARED = Situation(on_cuda=False, num_hosts=1, shared_devices=True, devices_are_visible=True)
-CUDA = Situation(on_cuda=True, num_hosts=1, shared_devices=False, devices_are_visible=False)
-CUDA_HOSTS = Situation(on_cuda=True, num_hosts=4, shared_devices=False, devices_are_visible=False)
-CUDA_SHARED = Situation(on_cuda=True, num_hosts=1, shared_devices=True, devices_are_visible=True)
-CUDA_SHARED_APART = Situation(on_cuda=True, num_hosts=1, shared_devices=True, devices_are_visible=False)
-CUDA_SHARED_HOSTS = Situation(on_cuda=True, num_hosts=2, shared_devices=True, devices_are_visible=False)
+ANYWHERE = {"gloo", "directory"}
+HERE = {"shared_memory", *ANYWHERE}
+# on GPUs, hosts, engines on the trainers' devices; what auto is; what reaches
+SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
+    (False, 1, None, "shared_memory", HERE),
+    (False, 1, 1, "shared_memory", HERE),
+    (False, 2, None, "gloo", ANYWHERE),
+    (True, 1, None, "nccl", {"nccl", *HERE}),
+    (True, 4, None, "nccl", {"nccl", *ANYWHERE}),
+    (True, 1, 1, "cuda_ipc", {"cuda_ipc", *HERE}),
+    (True, 1, 2, "shared_memory", HERE),
+    (True, 2, 2, "gloo", ANYWHERE),
+]
 
 
-@pytest.mark.parametrize(
-    ("situation", "expected"),
-    [
-        (CPU, "shared_memory"),
-        (CPU_SHARED, "shared_memory"),
-        (CPU_HOSTS, "gloo"),
-        (CUDA, "nccl"),
-        (CUDA_HOSTS, "nccl"),
-        (CUDA_SHARED, "cuda_ipc"),
-        (CUDA_SHARED_APART, "shared_memory"),
-        (CUDA_SHARED_HOSTS, "gloo"),
-    ],
-)
-def test_auto(situation: Situation, expected: str) -> None:
-    assert choose_transport("auto", situation) == expected
-    assert choose_transport(expected, situation) == expected  # what auto chooses is never refused
+@pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
+def test_what_reaches(
+    on_cuda: bool, num_hosts: int, colocated: int | None, auto: str, reaching: set[str], rejects: Rejects
+) -> None:
+    def choose(name: str) -> str:
+        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name, "directory": "unused"}}
+        placement = "separate" if colocated is None else "colocated"
+        engines = {"rollout": {"num_engines": colocated or 1}, "cluster": {"placement": placement}}
+        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts)
 
-
-@pytest.mark.parametrize(
-    ("name", "situation"),
-    [
-        ("shared_memory", CPU_HOSTS),
-        ("cuda_ipc", CUDA_SHARED_HOSTS),
-        ("nccl", CPU),
-        ("cuda_ipc", CPU),
-        ("nccl", CUDA_SHARED),
-        ("cuda_ipc", CUDA),
-        ("cuda_ipc", CUDA_SHARED_APART),
-    ],
-)
-def test_what_does_not_reach(name: str, situation: Situation, rejects: Rejects) -> None:
-    with rejects(WeightSyncError, "out-of-reach"):
-        choose_transport(name, situation)
+    assert choose("auto") == auto
+    for name in ("cuda_ipc", "directory", "gloo", "nccl", "shared_memory"):
+        with nullcontext() if name in reaching else rejects(WeightSyncError, "out-of-reach"):
+            assert choose(name) == name
 
 
 def test_an_unknown_transport(rejects: Rejects) -> None:
     with rejects(WeightSyncError, "unknown-transport"):
-        choose_transport("pigeon", CPU)
-
-
-@pytest.mark.parametrize("name", ["gloo", "directory", "shared_memory"])
-def test_what_reaches_anywhere_may_be_asked_for(name: str) -> None:
-    assert choose_transport(name, CUDA) == name
+        open_sender("pigeon", "some-session")
 
 
 @pytest.mark.parametrize(

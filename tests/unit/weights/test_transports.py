@@ -1,7 +1,8 @@
-"""Buckets through shared memory and through a directory: they arrive in turn, and nothing is left of them."""
+"""Buckets through shared memory and through a directory: in turn, never half of one, and nothing is left of them."""
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def pair(request: pytest.FixtureRequest, session: str, tmp_path: Path) -> Iterat
     sender.close()
     sender.close()
     assert left(session) == [] and list(tmp_path.iterdir()) == []
+
+
+in_a_directory = pytest.mark.parametrize("pair", ["directory"], indirect=True)
 
 
 def test_buckets_arrive_in_turn(pair: tuple[Sender, Receiver], session: str, tmp_path: Path) -> None:
@@ -94,6 +98,64 @@ def test_sessions_that_could_remove_too_much_are_refused(name: str, tmp_path: Pa
         cleanup(name, [tmp_path])
 
 
-def test_unknown_transports_list_the_known(rejects: Rejects) -> None:
-    with rejects(WeightSyncError, "unknown-transport"):
-        open_sender("pigeon", "some-session")
+@in_a_directory
+def test_a_receiver_cannot_change_what_others_read(pair: tuple[Sender, Receiver]) -> None:
+    sender, receiver = pair
+    metadata = sender.send(bucket(0))
+    next(iter(receiver.receive(metadata)))[1].zero_()
+    require_received(receiver.receive(metadata), bucket(0))
+
+
+@in_a_directory
+def test_a_late_file_is_waited_for(pair: tuple[Sender, Receiver], tmp_path: Path) -> None:
+    """As on a network file system, where another host's rename is seen a little later."""
+    sender, receiver = pair
+    metadata = sender.send(bucket(0))
+    path = tmp_path / metadata.location["file"]
+    path.rename(path.with_name("elsewhere"))
+    later = threading.Timer(0.2, lambda: path.with_name("elsewhere").rename(path))
+    later.start()
+    require_received(receiver.receive(metadata), bucket(0))
+    later.join()
+
+
+@in_a_directory
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk(
+    pair: tuple[Sender, Receiver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, rejects: Rejects
+) -> None:
+    sender, receiver = pair
+    written = 0
+
+    def full(descriptor: int, data: memoryview) -> int:
+        nonlocal written
+        written += 1
+        if written > 1:
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, data[:100])
+
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "write", full)
+        with rejects(WeightSyncError, "directory-refuses"):
+            sender.send(bucket(0))
+    assert list(tmp_path.iterdir()) == []
+    require_received(receiver.receive(sender.send(bucket(1))), bucket(1))
+
+
+def test_directories_that_do_not_serve(session: str, tmp_path: Path, rejects: Rejects) -> None:
+    (tmp_path / "file").write_text("")
+    sender = open_sender("directory", session, TransportSettings(directory=tmp_path / "file"))
+    with rejects(WeightSyncError, "directory-refuses"):
+        sender.send(bucket(0))
+    with rejects(WeightSyncError, "no-directory"):
+        open_sender("directory", session)
+
+
+def test_what_a_dead_sender_left_is_removed(session: str, tmp_path: Path) -> None:
+    other = f"living-{session}"
+    for name in (session, other):
+        open_sender("directory", name, TransportSettings(directory=tmp_path)).send(bucket(0))  # and never closed
+    assert len(cleanup(session, [tmp_path, tmp_path / "not there"])) == 1
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(other)

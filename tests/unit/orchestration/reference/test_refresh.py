@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.reference.refresh import REFERENCE, MovingReference, reference_of
+from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -44,7 +44,7 @@ class Run:
         self.trainers = Trainers()
         self.pool = ReferencePool(16) if more else None
         trainers = cast(TrainerGroup, self.trainers)
-        self.reference = reference_of(self.config, trainers, self.pool)
+        self.reference = Reference(self.config, trainers, self.pool)
         self.store = CheckpointStore(run_dir, 2, trainers)
         self.store.also_link(self.reference.files, REFERENCE)
 
@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_reference_of_its_checkpoint(tmp_path: Path) -> No
     for directory in (tmp_path / "run", tmp_path / "other"):
         resumed = Run(directory)
         resumed.reference.restore(checkpoint)
-        assert isinstance(resumed.reference, MovingReference) and resumed.reference.step == 2
+        assert resumed.reference.step == 2
         assert resumed.trainers.reference == 2
         assert [path.name for path in (directory / REFERENCE).iterdir()] == ["step-000002"]
         (again := resumed.step(3)) and resumed.step(4)

@@ -1,18 +1,20 @@
-"""Rewards to advantages, against sums written out; the trainers are a plain object that holds real packs."""
+"""Rewards to advantages, against sums written out; the trainers are one rank that holds real packs."""
 
 import statistics
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from slime_like.algorithms import AdvantageEstimator, pack_sequences, zero_weight_pack
+from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
-from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import batch
 
@@ -40,21 +42,6 @@ def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
     assert sorted(plain.tolist()) == sorted(shuffled.tolist()) and not torch.equal(plain, shuffled)
 
 
-# What a user may write as an advantage estimator.
-RAISES = AdvantageEstimator(lambda rewards, groups, eps: 1 / 0, "group")
-NO_TENSOR = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
-ONE_TOO_FEW = AdvantageEstimator(lambda rewards, groups, eps: rewards[1:], "group")
-ENDLESS = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
-NO_ESTIMATOR = "text"
-FAULTY = [
-    ("RAISES", "failed with ZeroDivisionError: division by zero ("),
-    ("NO_TENSOR", f"failed with ValueError: advantage estimator {__name__ + ':NO_TENSOR'!r} gave list for 4 rewards"),
-    ("ONE_TOO_FEW", f"failed with ValueError: advantage estimator {__name__ + ':ONE_TOO_FEW'!r} gave shape (3,) for 4"),
-    ("ENDLESS", f"failed with ValueError: advantage estimator {__name__ + ':ENDLESS'!r} gave sample 0 the adv"),
-    ("NO_ESTIMATOR", "failed with ValueError: advantage estimator"),
-]
-
-
 ESTIMATORS = """
 from slime_like.algorithms import AdvantageEstimator
 
@@ -64,82 +51,72 @@ def divided(rewards, groups, eps):
 def short(rewards, groups, eps):
     return rewards[1:]
 
-def function(rewards, groups, eps):
-    return rewards
-
 raises = AdvantageEstimator(divided, "group")
 one_too_few = AdvantageEstimator(short, "group")
+no_tensor = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
+endless = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
+groupwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
+batchwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
 """
+"""What a user may write."""
+# name, failure, place of the failing line or of the definition
+FAULTY = [
+    ("own_estimators:raises", "RuntimeError: shape '[3, 5]' is invalid", "own_estimators.py:5"),
+    ("own_estimators:one_too_few", "ValueError: advantage estimator '{}' gave shape (3,) for 4", "own_estimators.py:7"),
+    (
+        "own_estimators:no_tensor",
+        "ValueError: advantage estimator '{}' gave list for 4 rewards",
+        "own_estimators.py:12",
+    ),
+    ("own_estimators:endless", "ValueError: advantage estimator '{}' gave sample 0 the adv", "own_estimators.py:13"),
+    ("own_estimators:short", "ValueError: advantage estimator", "own_estimators.py:7"),
+    ("own_estimators:missing", "ValueError: ", "own_estimators.py"),
+    ("own_broken:anything", "", "own_broken.py:2"),
+]
 
 
-# The same, where the batch is streamed.
-GROUPWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
-BATCHWISE = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
+@pytest.fixture
+def users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_estimators.py").write_text(ESTIMATORS)
+    (tmp_path / "own_broken.py").write_text("import os\nos.environ['there is no such thing']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("own_estimators", None)
 
 
-def test_a_users_estimator_says_whether_it_streams(rejects: Rejects) -> None:
-    require_group_scope(config(advantage=f"{__name__}:GROUPWISE"))
-    with rejects(ConfigError):
-        require_group_scope(config(advantage=f"{__name__}:BATCHWISE"))
-    with rejects(ConfigError):
-        require_group_scope(config(advantage=f"{__name__}:NO_ESTIMATOR"))
-
-
-@pytest.mark.parametrize(("name", "what"), FAULTY)
-def test_a_users_estimator_that_fails_is_named(name: str, what: str) -> None:
+@pytest.mark.parametrize(("name", "failure", "place"), FAULTY, ids=[name for name, *_ in FAULTY])
+def test_a_users_estimator_that_fails_is_named(users_code: Path, name: str, failure: str, place: str) -> None:
     with pytest.raises(RewardError) as caught:
-        step_advantages(config(advantage=f"{__name__}:{name}"), torch.arange(4.0), [0, 0, 1, 1], step=7)
-    assert str(caught.value).startswith(f"step 7: algorithm.advantage={__name__}:{name} {what}")
-    assert f"({__file__}" in str(caught.value) and str(caught.value).endswith("); correct it")
+        step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
+    assert str(caught.value).startswith(f"step 7: algorithm.advantage={name} ")
+    assert failure.format(name) in str(caught.value)
+    assert str(caught.value).endswith(f" ({users_code / place}); correct it")
     assert f"{type(caught.value.__cause__).__name__}: " in (caught.value.users_traceback or "")
 
 
-def test_a_failing_estimator_names_the_failing_line_or_its_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "own_estimators.py"
-    file.write_text(ESTIMATORS)
-    (tmp_path / "own_broken.py").write_text("import os\nos.environ['there is no such thing']\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, place in {
-        "own_estimators:raises": f"{file}:5",
-        "own_estimators:one_too_few": f"{file}:7",
-        "own_estimators:function": f"{file}:10",
-        "own_estimators:missing": str(file),
-        "own_broken:anything": f"{tmp_path / 'own_broken.py'}:2",
-    }.items():
-        with pytest.raises(RewardError) as caught:
-            step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
-        assert str(caught.value).endswith(f" ({place}); correct it")
-    with pytest.raises(ConfigError) as refused:
-        require_group_scope(config(advantage="own_estimators:function"))
-    assert str(refused.value).endswith(f" ({file}:10); correct it")
+def test_a_users_estimator_says_whether_it_streams(users_code: Path, rejects: Rejects) -> None:
+    require_group_scope(config(advantage="own_estimators:groupwise"))
+    for refused in ("batchwise", "short"):
+        with rejects(ConfigError):
+            require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 
-class OneRank:
-    """The calls of a trainer group, answered by one rank that has loaded and scored its packs."""
-
-    def __init__(self, settings: RunConfig, trajectories: list[ScoredTrajectory]) -> None:
-        self.rank = RankTraining(settings, cast(Any, None), cast(Any, None))
-        first, second = pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])
-        self.packs = [first, second]
-        scored = [pack.old_logprobs for pack in self.packs]
-        self.rank.load_batch([[first, zero_weight_pack(first)], [second]])
-        for pack, old_logprobs in zip(self.packs, scored, strict=True):
-            pack.old_logprobs = old_logprobs
-
-    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-        return self.rank.response_logprobs(sequence_ids)
-
-    def set_advantages(self, advantages: dict[str, float]) -> None:
-        self.rank.set_advantages(advantages)
+def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[RankTraining, list[PackedTrajectory]]:
+    """A rank that has loaded and scored its packs; it answers the calls of a trainer group."""
+    rank = RankTraining(settings, cast(Any, None), cast(Any, None))
+    packs = [pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])]
+    scored = [pack.old_logprobs for pack in packs]
+    rank.load_batch([[packs[0], zero_weight_pack(packs[0])], [packs[1]]])
+    for pack, old_logprobs in zip(packs, scored, strict=True):
+        pack.old_logprobs = old_logprobs
+    return rank, packs
 
 
 def test_kl_in_the_reward() -> None:
     """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
     settings = config(kl_reward_coef=0.1, overlong_buffer=4)
     trajectories = batch(SHAPES)
-    trainers = OneRank(settings, trajectories)
+    trainers, packs = one_rank(settings, trajectories)
     totals = []
     for t in trajectories:
         assert t.old_logprobs is not None and t.ref_logprobs is not None
@@ -153,14 +130,14 @@ def test_kl_in_the_reward() -> None:
     penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
     assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
-    assert torch.cat([pack.advantages for pack in trainers.packs]).tolist() == pytest.approx(spread, rel=1e-5)
+    assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
 
 
 def test_without_the_reference_the_penalty_is_refused(rejects: Rejects) -> None:
     settings = config(kl_reward_coef=0.1)
     trajectories = batch(SHAPES)
-    trainers = OneRank(settings, trajectories)
-    for pack in trainers.packs:
+    trainers, packs = one_rank(settings, trajectories)
+    for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from slime_like.config import RunConfig
-from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.trajectory import UnscoredTrajectory
+from tests.unit.checks.checkpoint import write_checkpoint
 
 SAMPLES = 4
 
@@ -40,29 +40,23 @@ class Scorer:
         return [RewardOutcome((1.0,), (float(t.answer == "b" and t.sequence_id.endswith("-2")),)) for t in trajectories]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_tiny_model(path, family="qwen3", seed=0)
-    return path
-
-
 def write(path: Path, rows: int) -> Path:
     path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": path.stem}) + "\n" for i in range(rows)))
     return path
 
 
-def evaluator(model: Path, files: list[Path]) -> Evaluator:
+def evaluator(files: list[Path]) -> Evaluator:
+    model = write_checkpoint(files[0].parent / "model")
     config = RunConfig(
         run_dir=model / "run", model={"path": model}, data={"train": files},
         evaluation={"files": files, "samples_per_prompt": SAMPLES, "temperature": 1.0, "max_prompts": 6},
     )  # fmt: skip
-    datasets = held_out(config, AutoTokenizer.from_pretrained(model))
+    datasets = held_out(config, byte_tokenizer())
     return Evaluator(config, Engines(), Scorer(), datasets)  # type: ignore[arg-type]
 
 
-def test_each_file_and_all_of_them(model: Path, tmp_path: Path) -> None:
-    result = evaluator(model, [write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]).run(step=3)
+def test_each_file_and_all_of_them(tmp_path: Path) -> None:
+    result = evaluator([write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]).run(step=3)
     a, b, overall = result.datasets["a"], result.datasets["b"], result.overall
     assert (a.num_responses, b.num_responses, overall.num_responses) == (2 * 4, 6 * 4, 8 * 4)
     assert (a.accuracy, b.accuracy) == (0.0, 0.25)
@@ -72,8 +66,8 @@ def test_each_file_and_all_of_them(model: Path, tmp_path: Path) -> None:
     assert overall.response_length_mean == 2.5 and overall.truncated_fraction == 0.25
 
 
-def test_one_file_needs_no_name(model: Path, tmp_path: Path) -> None:
-    assert evaluator(model, [write(tmp_path / "a.jsonl", 2)]).run(step=0).datasets == {}
+def test_one_file_needs_no_name(tmp_path: Path) -> None:
+    assert evaluator([write(tmp_path / "a.jsonl", 2)]).run(step=0).datasets == {}
 
 
 def test_names_differ() -> None:

@@ -16,18 +16,10 @@ from tests.support.rejections import Rejects
 
 
 def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
+    prompt = torch.tensor([1, 2])
     trajectories = [
-        UnscoredTrajectory(
-            prompt_tokens=torch.tensor([1, 2]),
-            response_tokens=torch.full((length - 2,), 10 * number + i),
-            prompt_len=2,
-            response_len=length - 2,
-            logprobs=None,
-            answer="",
-            sequence_id=f"{number}-{i}",
-            policy_version=0,
-            group_id=number,
-            loss_mask=torch.ones(length - 2, dtype=torch.bool),
+        UnscoredTrajectory.unsampled(
+            f"{number}-{i}", prompt, torch.full((length - 2,), 10 * number + i), group_id=number
         )
         for i in range(samples)
     ]
@@ -190,18 +182,4 @@ def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
     with pool.weights.reading() as weights:
         pool.weights.use(Path("step-6"))
         assert weights == Path("step-4") and pool.weights.in_use() == {Path("step-4")}
-    pool.close()
-
-
-def test_discarded_groups_come_out_nowhere() -> None:
-    pool, worker = ReferencePool(request_tokens=16), Worker("one", False)
-    pool.join(worker)
-    for number in range(4):
-        pool.submit(group(number))
-    assert pool.poll(0.0) == []
-    pool.discard()
-    assert len(pool) == 0
-    pool.submit(group(4))
-    worker.may_work.set()
-    check(list(drain(pool)), range(4, 5))
     pool.close()

@@ -21,12 +21,12 @@ from slime_like.errors import EngineError, RewardError, TrainerError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_client import NoEngineLeft
 from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.manager import NoEngineLeft
 from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
-from slime_like.orchestration.rollout.source import RolloutSource
+from slime_like.orchestration.rollout.source import RolloutSource, source_class
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -130,8 +130,9 @@ def source(
         revived.append(client.version)
         client.dead = False
 
-    made = RolloutSource(
-        settings(run_dir, **rollout), Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
+    config = settings(run_dir, **rollout)
+    made = source_class(config)(
+        config, Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
@@ -163,28 +164,30 @@ def batches(
         yield groups
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("rollout", [{}, {"max_staleness": 1}, {"max_staleness": 3}, {"oversample": 2.0}])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_group_is_trained_once_and_none_is_too_old(
-    run_dir: Path, ahead: int, drop: bool, stream: bool, seed: int
+    run_dir: Path, rollout: dict[str, Any], drop: bool, stream: bool, seed: int
 ) -> None:
-    client = ShuffledClient(seed, dies_at=(3, 17))
-    made, revived = source(run_dir, client, max_staleness=ahead, drop_zero_spread=drop)
+    """With oversampling, what is late is aborted."""
+    client, ahead = ShuffledClient(seed, dies_at=(3, 17)), rollout.get("max_staleness", 0)
+    made, revived = source(run_dir, client, drop_zero_spread=drop, **rollout)
     trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
     made.close()
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.trained, audit.in_flight) == (STEPS * PROMPTS, ())
-    assert set(audit.dropped) <= {"zero spread"}
+    assert audit.issued == audit.trained + sum(audit.dropped.values())
+    assert ("zero spread" in audit.dropped, "oversampled" in audit.dropped) == (drop, "oversample" in rollout)
     assert not drop or all(group % 3 != 2 for group in trained)
-    if not drop and ahead == 0:  # in turn, every step has the next prompts, in whatever order they are streamed
+    if not drop and not rollout:  # in turn, every step has the next prompts, in whatever order they are streamed
         sizes = range(0, len(trained), PROMPTS)
         assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
         assert stream or trained == sorted(trained)
-    assert len(revived) >= 1
+    assert len(revived) >= 1 and not (client.held and ahead == 0)
 
 
 class Opinions:
@@ -235,17 +238,6 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert pool.news == ["first left the logprob pool (first died)"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_is_late_is_aborted(run_dir: Path, stream: bool) -> None:
-    client = ShuffledClient(0)
-    made, _ = source(run_dir, client, oversample=2.0)
-    trained = [group for batch in batches(made, client, stream=stream) for group in batch]
-    assert len(trained) == STEPS * PROMPTS and not client.held
-    audit = audit_run(run_dir)
-    assert audit.holds, audit.problems
-    assert audit.dropped["oversampled"] == audit.issued - audit.trained > 0
 
 
 class ListedClient(ShuffledClient):

@@ -84,14 +84,24 @@ class Engines:
             except EngineError as error:
                 failures[index] = error
                 continue
-            memory.clear() if method == "sleep" else memory.update(*arguments)
+            if method == "sleep":
+                memory.clear()
+            else:
+                assert not memory & set(*arguments), "it is there already"
+                memory.update(*arguments)
         self.look()
         return failures
 
     def generate(self) -> None:
         for index in range(len(self)):
             engine = self._touch(index)
-            assert engine.memory == {"weights", "kv_cache"}
+            assert engine.memory == {"weights", "kv_cache"} and not (self._shared and self.trainers)
+
+    def require_trainers(self) -> None:
+        """Where devices are shared, trainers have them alone."""
+        if self._shared:
+            assert self.trainers == {"weights", "state"}
+            assert not any(engine.alive and engine.memory for engine in self.all)
 
     # ------------------------------------------------------------------------------------------------------ weights
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
@@ -102,6 +112,7 @@ class Engines:
         for index in range(len(self)):
             engine = self._touch(index)
             assert engine.joined and "weights" in engine.memory and "weights" in self.trainers
+            assert not self._shared or engine.memory == self.trainers == {"weights"}
             engine.version = None
 
     def update(self, buckets: list[BucketMetadata]) -> Any:
@@ -149,6 +160,7 @@ class Run:
     def sample(self) -> None:
         """What a flight does with an engine that does not answer."""
         self.turns.generation()
+        self.turns.generation()  # an evaluation
         while True:
             if not (serving := self.supervisor.serving):
                 self.supervisor.revive()
@@ -170,10 +182,13 @@ class Run:
         for step in range(1, STEPS + 1):
             self.sample()
             self.turns.training()
+            self.turns.training()  # a checkpoint
+            self.engines.require_trainers()
             self.sync.run(step)
             self.version = step
             if step == 1:
                 self.turns.training()  # a checkpoint
+                self.engines.require_trainers()
 
 
 @pytest.fixture
@@ -273,7 +288,7 @@ def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[.
 
 def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:
     run = make("separate")
-    run.supervisor.weights = None
+    run.supervisor.resend = None
     run.engines.all[0].alive = False
     assert run.supervisor.lose(run.supervisor.serving[0], EngineError("killed"))
     run.supervisor.revive()

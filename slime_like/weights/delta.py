@@ -1,0 +1,277 @@
+"""Sparse weight sync: only what changed since the last one, bit for bit what a whole one would bring.
+
+In 16-bit formats most weights stay as they are in one step at a small learning rate: the step is smaller than half the
+distance to the next number that the format has.
+
+Of a tensor, the elements that differ from an earlier copy travel. They are compared as integers: a NaN equals itself,
+and -0.0 is not 0.0. They are taken in blocks of ``BLOCK``, so that a place in a block is a 16-bit number:
+
+    values   (k,) the new elements, in order
+    offsets  (k,) uint16, their places in their blocks
+    counts   (blocks,) int32, how many fall into each
+
+each part filled up to a multiple of 8 bytes. ``k`` and the tensor's shape travel with the metadata.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
+from slime_like.weights.buckets import describe, describe_hashed, place_tensors
+from slime_like.weights.transport import Receiver, Sender
+from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
+
+BLOCK = 65536
+_GROUP = 16 * BLOCK
+"""Elements compared at once: few enough for a cache, enough to make calls cheap."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BASE_LOST = "delta base lost"
+"""In the message itself: engines hand errors of their workers on as text."""
+
+
+@dataclass(slots=True)
+class HeldTensor:
+    """What a receiver holds of one tensor, on either side: the copy and its checksum."""
+
+    tensor: Tensor
+    checksum: int
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """(n,) a view of a contiguous tensor's elements as integers of their size."""
+    if tensor.element_size() not in _INTEGERS:
+        raise WeightSyncError(
+            f"elements of {tensor.dtype} cannot be compared",
+            code="delta-dtype",
+            who="sync.delta",
+            remedy="set sync.delta: never",
+        )
+    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def changes_nbytes(count: int, elements: int, element_size: int) -> int:
+    """Bytes of ``count`` changes among ``elements``."""
+    return _padded(count * element_size) + _padded(2 * count) + _padded(4 * _blocks(elements))
+
+
+def find_changes(new: Tensor, base: Tensor) -> Tensor:
+    """(k,) int64, ascending: where two integer tensors of one length differ."""
+    groups = zip(new.split(_GROUP), base.split(_GROUP), strict=True)
+    found = [_differences(words, other) + index * _GROUP for index, (words, other) in enumerate(groups)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=new.device)
+
+
+def encode_changes(new: Tensor, places: Tensor) -> Tensor:
+    """(n,) uint8: the elements of integer tensor ``new`` at ``places`` (ascending)."""
+    counts = torch.bincount(places // BLOCK, minlength=_blocks(new.numel())).to(torch.int32)
+    parts = (new[places], (places % BLOCK).to(torch.uint16), counts)
+    encoded = new.new_zeros(changes_nbytes(len(places), new.numel(), new.element_size()), dtype=torch.uint8)
+    start = 0
+    for part in parts:
+        data = part.view(torch.uint8)
+        encoded[start : start + data.numel()] = data
+        start += _padded(data.numel())
+    return encoded
+
+
+def apply_changes(base: Tensor, encoded: Tensor, count: int) -> None:
+    """Overwrite integer tensor ``base`` at the places that ``encoded`` names.
+
+    Raises:
+        WeightSyncError: the bytes are none that ``encode_changes`` makes for a tensor of this size.
+    """
+    if encoded.numel() != changes_nbytes(count, base.numel(), base.element_size()):
+        raise _damaged(f"{count} changes of {base.numel()} elements cannot be {encoded.numel()} bytes")
+    values, rest = _part(encoded, count * base.element_size())
+    offsets, rest = _part(rest, 2 * count)
+    counts, _ = _part(rest, 4 * _blocks(base.numel()))
+    starts = torch.arange(_blocks(base.numel()), device=base.device) * BLOCK
+    repeats = counts.view(torch.int32).long()
+    if int(repeats.sum()) != count or bool((repeats < 0).any()):
+        raise _damaged(f"the blocks of {count} changes hold {int(repeats.sum())}")
+    places = starts.repeat_interleave(repeats) + offsets.view(torch.uint16).long()
+    if count and int(places.max()) >= base.numel():
+        raise _damaged(f"a change at element {int(places.max())} of {base.numel()}")
+    base[places] = values.view(base.dtype)
+
+
+def _damaged(problem: str) -> WeightSyncError:
+    return WeightSyncError(problem, code="damaged-changes")
+
+
+def _differences(new: Tensor, base: Tensor) -> Tensor:
+    """(k,) int64. By words of 8 bytes first, where there are any: most hold no change."""
+    per_word = 8 // new.element_size()
+    if not (_has_words(new, per_word) and _has_words(base, per_word)):
+        return (new != base).nonzero().flatten()
+    words, others = new.view(torch.int64), base.view(torch.int64)
+    changed = (words != others).nonzero().flatten()
+    values, other = words[changed].view(new.dtype), others[changed].view(new.dtype)
+    places = (changed[:, None] * per_word + torch.arange(per_word, device=new.device)).flatten()
+    return places[values != other]
+
+
+def _has_words(data: Tensor, per_word: int) -> bool:
+    return data.numel() % per_word == data.storage_offset() % per_word == data.data_ptr() % 8 == 0
+
+
+def _part(data: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
+    return data[:nbytes], data[_padded(nbytes) :]
+
+
+def _blocks(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+# --------------------------------------------------------------------------------------------------------------- sender
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """One tensor and how it travels: as a whole without a base, or where too much of it has changed.
+
+    Attributes:
+        base: the receivers' copy.
+        places: (k,) where it differs from its base; ``None`` without one.
+        changes: (n,) uint8, what is sent instead of the tensor; ``None`` if that would be no less.
+    """
+
+    name: str
+    tensor: Tensor
+    offset: int
+    base: HeldTensor | None = None
+    places: Tensor | None = None
+    changes: Tensor | None = None
+
+    @property
+    def payload(self) -> Tensor:
+        return self.tensor if self.changes is None else self.changes
+
+    @property
+    def num_changes(self) -> int | None:
+        return None if self.changes is None or self.places is None else len(self.places)
+
+    def entry(self, sent: TensorEntry) -> tuple[TensorEntry, float]:
+        """That of the whole tensor; hashed only if neither what was ``sent`` nor the base has the same bytes."""
+        if self.changes is None:
+            return sent, 0.0
+        if self.base is not None and self.num_changes == 0:
+            return describe(self.name, self.tensor, self.offset, self.base.checksum), 0.0
+        return describe_hashed(self.name, self.tensor, self.offset)
+
+
+class DeltaSender:
+    """Sends through ``inner``. Keeps a copy, in host memory, of every tensor it has sent.
+
+    ``metadata.entries`` describe the whole tensors, checksums included; what travels is in ``metadata.location``.
+    Every change names the checksum of the tensor it is made for, so that a receiver that holds another one notices.
+    After a failed sync the receivers' copies are unknown: open a new sender, which has sent nothing yet.
+    """
+
+    def __init__(self, inner: Sender) -> None:
+        self._inner = inner
+        self._bases: dict[str, HeldTensor] = {}
+
+    def rendezvous(self) -> dict[str, Any]:
+        return {"delta": self._inner.rendezvous()}
+
+    def send(self, bucket: WeightBucket) -> BucketMetadata:
+        outgoing = [self._compare(name, tensor.cpu(), offset) for name, tensor, offset in place_tensors(bucket)]
+        inner = self._inner.send(WeightBucket([(out.name, out.payload) for out in outgoing]))
+        described = [out.entry(sent) for out, sent in zip(outgoing, inner.entries, strict=True)]
+        location = {
+            "inner": metadata_to_wire(inner),
+            "sender": inner.location.get("sender"),
+            "changes": [out.num_changes for out in outgoing],
+            "bases": [0 if out.base is None else out.base.checksum for out in outgoing],
+        }
+        for out, (entry, _) in zip(outgoing, described, strict=True):
+            self._remember(out, entry)
+        return BucketMetadata(
+            inner.transport,
+            location,
+            tuple(entry for entry, _ in described),
+            hash_s=inner.hash_s + sum(seconds for _, seconds in described),
+            saved_nbytes=sum(out.tensor.nbytes - out.payload.nbytes for out in outgoing),
+            compared=sum(out.tensor.numel() for out in outgoing if out.places is not None),
+            changed=sum(len(out.places) for out in outgoing if out.places is not None),
+        )
+
+    def release(self, metadata: BucketMetadata) -> None:
+        self._inner.release(metadata_from_wire(metadata.location["inner"]))
+
+    def close(self) -> None:
+        self._bases.clear()
+        self._inner.close()
+
+    def _compare(self, name: str, tensor: Tensor, offset: int) -> _Outgoing:
+        base = self._bases.get(name)
+        if base is None or base.tensor.shape != tensor.shape or base.tensor.dtype != tensor.dtype:
+            return _Outgoing(name, tensor, offset)
+        new = as_integers(tensor)
+        places = find_changes(new, as_integers(base.tensor))
+        smaller = changes_nbytes(len(places), new.numel(), new.element_size()) < tensor.nbytes
+        changes = encode_changes(new, places) if smaller else None
+        return _Outgoing(name, tensor, offset, base, places, changes)
+
+    def _remember(self, out: _Outgoing, entry: TensorEntry) -> None:
+        if out.base is None or out.places is None:
+            self._bases[out.name] = HeldTensor(out.tensor.clone(), entry.checksum)
+            return
+        as_integers(out.base.tensor)[out.places] = as_integers(out.tensor)[out.places]
+        out.base.checksum = entry.checksum
+
+
+# ------------------------------------------------------------------------------------------------------------- receiver
+def is_base_lost(error: BaseException) -> bool:
+    """Return whether a sync failed because a receiver lacks the base of the changes; a whole sync helps."""
+    return _BASE_LOST in str(error)
+
+
+class DeltaReceiver:
+    """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
+
+    A wrong copy cannot go unnoticed: changes are rejected where the copy's checksum is not that of the sender's, and
+    the receiver compares the hash of the result with the entry.
+    """
+
+    def __init__(self, inner: Receiver) -> None:
+        self._inner = inner
+        self._held: dict[str, HeldTensor] = {}
+
+    def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
+        location = metadata.location
+        payloads = self._inner.receive(metadata_from_wire(location["inner"]))
+        parts = zip(metadata.entries, location["changes"], location["bases"], payloads, strict=True)
+        for entry, changes, base, (_, payload) in parts:
+            # Until the copy is what the entry says it is not to be built upon.
+            held = self._held.pop(entry.name, None)
+            whole = changes is None
+            tensor = payload.to("cpu", copy=True) if whole else _changed(entry, held, base, payload, changes)
+            self._held[entry.name] = HeldTensor(tensor, entry.checksum)
+            yield entry.name, tensor
+
+    def close(self) -> None:
+        self._held.clear()
+        self._inner.close()
+
+
+def _changed(entry: TensorEntry, held: HeldTensor | None, base: int, payload: Tensor, changes: int) -> Tensor:
+    if held is None or held.checksum != base or tuple(held.tensor.shape) != entry.shape:
+        raise WeightSyncError(
+            f"{_BASE_LOST}: changes came for {base:#018x}, and "
+            f"{'nothing' if held is None else f'{held.checksum:#018x}'} is here",
+            code="delta-base-lost",
+            who=f"tensor {entry.name}",
+            remedy="the next sync must send everything",
+        )
+    apply_changes(as_integers(held.tensor), payload.cpu(), changes)
+    return held.tensor
