@@ -1,4 +1,4 @@
-"""Figures, tables and warnings about a step's responses; demonstrations have none."""
+"""ResponseRecorder: also figures, tables and warnings about a step's responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,50 +11,26 @@ from slime_like.observability.flat_reward import FlatSteps
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord
 from slime_like.observability.tables import SAMPLE_TABLE, Decode, Table, per_sample_table, per_token_table
+from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.schedule import Schedule
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 
-class ResponseRecorder:
-    """The part of a step's record that depends on the kind of its trajectories; demonstrations have none."""
-
-    def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
-        """Return the reward functions' results."""
-
-    def rollout(
-        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> RolloutRecord | None:
-        """Return the figures of sampling."""
-
-    def finish_step(self, step: int, trained: TrainedStep) -> None:
-        """Write tables and warnings, after the step's metrics."""
-
-    def finish(self) -> None:
-        """Write warnings about the whole run, after the last step."""
-
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        """Draw the curves of a finished run; their files, by name."""
-        return {}
-
-
-class SampledResponses(ResponseRecorder):
+class ResponseRecorder(StepRecorder):
     """Steps on sampled and rewarded responses."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._schedule = Schedule(run.config)
+        super().__init__(run)
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
 
     def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord:
         functions = self._run.config.reward.functions
         failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
-        if failures:
-            self._run.progress.note(_failure_note(step, trajectories, failures))
+        self.note(_failure_note(step, trajectories, failures) if failures else None)
         return RewardRecord(
             func_names=[function.name for function in functions],
             weights=[function.weight for function in functions],
@@ -76,30 +52,25 @@ class SampledResponses(ResponseRecorder):
         )
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
-        run, trajectories = self._run, trained.trajectories
-        if self._schedule.shows_tables(step):
-            limit = run.config.debug.samples_per_step
-            training = run.trainers.training
+        run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
+        if debug.samples_per_step > 0 and (step == 1 or step % debug.tables_every == 0):
+            training, limit = run.trainers.training, debug.samples_per_step
             for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
                 run.metrics.log_table(step, table.name, table.columns, table.rows)
-        self._note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
+        self.note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
 
     def finish(self) -> None:
-        self._note(self._flat_steps.at_end())
+        self.note(self._flat_steps.at_end())
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         curve = run_dir / "reward_curve.png"
         plot_reward_curve(metrics, curve)
         return {"reward curve": curve}
 
-    def _note(self, sentence: str | None) -> None:
-        if sentence is not None:
-            self._run.progress.note(sentence)
 
-
-def response_recorder(run: Run) -> ResponseRecorder:
+def step_recorder(run: Run) -> StepRecorder:
     """The one for the run's trajectories."""
-    return ResponseRecorder() if run.config.supervised else SampledResponses(run)
+    return StepRecorder(run) if run.config.supervised else ResponseRecorder(run)
 
 
 def debug_tables(

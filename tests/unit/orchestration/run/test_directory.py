@@ -13,7 +13,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings, write_summary
+from slime_like.orchestration.run.directory import SUMMARY_FILE, find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
 from tests.support.rejections import Rejects
@@ -194,7 +194,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, 
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 5)
     assert prepare_run_dir(config(tmp_path))[0] is not None
-    write_summary(config(tmp_path), {"wall_s": 1.0})
+    (tmp_path / "run" / SUMMARY_FILE).touch()
     with rejects(ConfigError):
         prepare_run_dir(config(tmp_path))
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
