@@ -27,10 +27,10 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
         raise ConfigError(problems, code="file-unusable")
     source = find_weights(files.checkpoint, flags)
     config = _checked(source, flags)
-    from slime_like.score import ScoreRequest, score  # imports torch and Ray: only once the configuration is right
+    from slime_like.score import score  # imports torch and Ray: only once the configuration is right
 
     temporary = not has_flag(flags, "run_dir")
-    summary = score(config, ScoreRequest(files.input, files.output, source.weights, temporary))
+    summary = score(config, files.input, files.output, source.weights, temporary)
     speed = summary.tokens / summary.wall_s
     print(f"scored: {summary.rows} sequences, {summary.tokens} tokens, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")

@@ -8,9 +8,6 @@ from pydantic import ValidationError
 from slime_like import errors
 from slime_like.errors import ConfigError, EngineError, SlimeLikeError
 
-START = "start"
-"""The first call, answered when the process serves; its arguments say what."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -43,9 +43,10 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     with marker(config.run_dir) as path, RayNode(spec, environment, options.ray_timeout_s) as node:
         ready = node.wait_ready()
         place.report(f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
-        members = _Members(place, options.nodes, Gcs(ready.gcs, token, options.silence_s), node)
+        gcs = Gcs(ready.gcs, token, options.silence_s)
+        members = _Members(place, options.nodes, gcs, node)
         try:
-            members.publish(Agreement(str(place), options.nodes, str(path), facts(config)))
+            gcs.put_new("agreement", asdict(Agreement(str(place), options.nodes, str(path), facts(config))))
             members.wait_for_all(options.nodes_timeout_s, notes)
             arguments = train_arguments(options, ready.gcs)
             verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
@@ -87,10 +88,6 @@ class _Members:
         self._during = "start"
         self._checked_at = 0.0
 
-    def publish(self, agreement: Agreement) -> None:
-        """Store what every other node compares itself with."""
-        self._gcs.put_new("agreement", asdict(agreement))
-
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
         """Raise ``LaunchError`` where a node ends before, or does not join in time."""
         nodes, deadline = len(self._missing) + 1, time.monotonic() + timeout_s
@@ -117,13 +114,9 @@ class _Members:
             problem = self._gcs.get("problem")
         except UnreachableError as error:
             why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
-            raise LaunchError(
-                why, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
-            ) from error
+            raise self._ray_ended(why) from error
         if fault := self._node.problem():
-            raise LaunchError(
-                fault, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
-            )
+            raise self._ray_ended(fault)
         if problem:
             raise NodeEndedError(Verdict(**problem))
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
@@ -134,6 +127,10 @@ class _Members:
             if rank in self._missing:
                 self._place.report(f"{member.name} is here")
                 self._missing.remove(rank)
+
+    def _ray_ended(self, why: str) -> LaunchError:
+        phase = f"during `{self._during}`"
+        return LaunchError(why, code="ray-ended", who=str(self._place), phase=phase, remedy=_REMEDY)
 
     def settle(self) -> None:
         """Watch for a moment more: a node that is lost is a better cause than what its loss has caused."""

@@ -74,7 +74,7 @@ class FakeRay:
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
         watch()
         self.gcs.join(self._rank)
-        return Ready(f"{HOST}:{self.port}", 0, "/logs")
+        return Ready(f"{HOST}:{self.port}", "/logs")
 
     def problem(self) -> str | None:
         return self.death or None

@@ -1,13 +1,18 @@
-"""Bundles of devices of a run, and their nodes. Pure: no Ray."""
+"""Bundles of devices of a run, their nodes, and the devices of a node; counted without torch or Ray."""
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime_like.config import RunConfig
 
 RANK_LABEL = "slime-like.io/node-rank"
 """Label of Ray's nodes: the order in which they are filled."""
+
+_GPU = re.compile(r"nvidia\d+")
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
@@ -82,27 +87,27 @@ def assign_nodes(
         current = _first_with_room(free, block, start=current)
         free[current] -= block
         places += [current] * block
-    for engine in engines:
-        node = _first_with_room(free, engine, start=0)
-        free[node] -= engine
-        places.append(node)
-    for block in references:
-        node = _first_with_room(free, block, start=0)
-        free[node] -= block
-        places += [node] * block
+    for size, bundles in [*((engine, 1) for engine in engines), *((block, block) for block in references)]:
+        node = _first_with_room(free, size, start=0)
+        free[node] -= size
+        places += [node] * bundles
     return places
 
 
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
     """Return whether the run fits on empty nodes with so many devices each."""
-    references = reference_blocks(config)
-    others = bundle_sizes(config)[config.trainer.parallel.world_size :]
-    engines = others[: len(others) - sum(references)]
+    blocks, engines, references = _pieces(config)
     try:
-        assign_nodes(tensor_blocks(config), engines, [NodeRoom("", count) for count in devices], references)
+        assign_nodes(blocks, engines, [NodeRoom("", count) for count in devices], references)
     except NoRoomError:
         return False
     return True
+
+
+def _pieces(config: RunConfig) -> tuple[list[int], list[int], list[int]]:
+    """Blocks of trainer ranks, separate engines, and blocks of reference ranks: each piece is placed whole."""
+    blocks, references, sizes = tensor_blocks(config), reference_blocks(config), bundle_sizes(config)
+    return blocks, sizes[sum(blocks) : len(sizes) - sum(references)], references
 
 
 def along_devices(nodes: Sequence[str], devices: Sequence[int]) -> list[int]:
@@ -116,3 +121,35 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
         if free[node] >= size:
             return node
     raise NoRoomError(size)
+
+
+def local_gpus(devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that processes started here may use: those of ``CUDA_VISIBLE_DEVICES``, else all there are."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = sum(bool(_GPU.fullmatch(entry.name)) for entry in devices.iterdir())
+    if visible is None or not there:
+        return there
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+def slots_per_node(config: RunConfig, nodes: int) -> int:
+    """CPU slots that each of several nodes without GPUs must offer so that ranks and engines are spread evenly.
+
+    What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole, and divides a node's
+    slots, as it must divide its GPUs.
+    """
+    blocks, engines, references = _pieces(config)
+    pieces = [*blocks, *engines, *references]
+    step = math.lcm(config.trainer.parallel.tensor, *engines, *references)
+    slots = step * math.ceil(max(sum(pieces) / nodes, *pieces) / step)
+    while not fits_on_nodes(config, [slots] * nodes):
+        slots += step
+    return slots
+
+
+def devices_per_node(config: RunConfig, nodes: int, given: int | None) -> int:
+    """Devices that a plan counts with: those given, else this node's GPUs, else those of the recipe, else CPU slots."""
+    count = given or local_gpus()
+    if not count and "gpus_per_node" in config.cluster.model_fields_set:
+        count = config.cluster.gpus_per_node
+    return count or slots_per_node(config, nodes)

@@ -12,9 +12,8 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
-from slime_like.orchestration.cluster.health import Liveness
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import gather
+from slime_like.orchestration.cluster.ray_calls import Liveness, gather
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.orchestration.trainer.group_training import GroupTraining
