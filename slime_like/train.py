@@ -17,10 +17,10 @@ from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
-from slime_like.orchestration.run.responses import step_recorder
+from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, score, update
-from slime_like.orchestration.trainer.window_stream import WindowStream
+from slime_like.orchestration.trainer.batcher import WindowStream
 
 
 def train(config: RunConfig) -> TrainSummary:

@@ -1,12 +1,14 @@
-"""A subcommand of ``slime-like``: its help, its arguments, and the function behind it."""
+"""A subcommand of ``slime-like``: its help, the function behind it, and arguments that several of them share."""
 
 import argparse
+import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from slime_like.commands.arguments import given_path
+from slime_like.config.base import require_path
 from slime_like.errors import ConfigError
 
 
@@ -104,3 +106,30 @@ def _path(parser: argparse.ArgumentParser, text: str) -> Path:
         return given_path(text)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
+
+
+# ------------------------------------------------------------------------------------------------- shared arguments
+def given_path(text: str) -> Path:
+    """``type`` of a positional path: text that can name no file is rejected."""
+    try:
+        require_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def has_flag(flags: Sequence[str], name: str) -> bool:
+    """Return whether the flags hold ``--name value`` or ``--name=value``."""
+    return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
+
+
+def temporary_run_dir(command: str) -> Path:
+    """A directory that does not exist yet, for a command that leaves nothing behind."""
+    return Path(tempfile.gettempdir()) / f"slime-like-{command}-{uuid.uuid4().hex[:12]}"
+
+
+def at_least_one(text: str) -> int:
+    """``type`` of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
-from slime_like.commands.arguments import at_least_one, has_flag, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, at_least_one, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_like.commands.arguments import has_flag
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, has_flag
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config

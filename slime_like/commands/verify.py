@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.commands.arguments import has_flag, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, has_flag, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError

@@ -11,8 +11,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from slime_like.hosting.calls import Answer, Call
-from slime_like.hosting.link import Link
+from slime_like.hosting.calls import Answer, Call, Link
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.system.processes import descendants, end_processes
 

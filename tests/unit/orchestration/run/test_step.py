@@ -8,8 +8,7 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.responses import step_recorder
+from slime_like.orchestration.run.recorder import StepRecorder, step_recorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from slime_like.errors import DataError
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window
-from slime_like.orchestration.trainer.window_stream import WindowStream
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.trainer.test_batcher import batch_of, config, trajectory
