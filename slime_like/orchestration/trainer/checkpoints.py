@@ -93,14 +93,11 @@ class Checkpoint:
 
 
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:
-    names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
+    others = (other for other in _saved(path.parent) if other.resolve() != path.resolve())
+    names = sorted(other.name for other in others if (other / _STATE).is_file())
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
     remedy = f"give the path{whole} or start over with resume: never"
     return CheckpointError(f"{path} is no checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
@@ -257,14 +254,14 @@ def link_tree(source: Path, target: Path) -> None:
     Raises:
         OSError: the disk refused.
     """
-    shutil.copytree(source, target, copy_function=_link_or_copy)
 
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+            shutil.copyfile(source, target)
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
-        shutil.copyfile(source, target)
+    shutil.copytree(source, target, copy_function=link_or_copy)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
