@@ -1,6 +1,7 @@
 """Node 0: start Ray's head, wait for the other nodes, train, and pass the verdict on to them."""
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 from slime_like.checks.check import require_valid
@@ -14,7 +15,7 @@ from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
 from slime_like.orchestration.cluster.token import create_token
-from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
+from slime_like.system.interrupts import polls, take_interrupt
 from slime_like.system.network import listen
 
 _LEAVE_S = 60.0
@@ -90,19 +91,18 @@ class _Members:
 
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
         """Raise ``LaunchError`` where a node ends before, or does not join in time."""
-        nodes, deadline = len(self._missing) + 1, time.monotonic() + timeout_s
+        nodes = len(self._missing) + 1
         self._place.report(f"awaiting {nodes - 1} more ({self._place.interface})")
-        while self._missing:
-            raise_if_interrupted()
+        for _ in polls(_POLL_S, timeout_s):
             self.require_alive()
             notes.require_none_ended(self._missing)
-            if self._missing and time.monotonic() > deadline:
-                missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
-                away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
-                raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
-            time.sleep(_POLL_S)
-        self._during = "slime-like train"
-        self._place.report(f"all {nodes} nodes have joined; training")
+            if not self._missing:
+                self._during = "slime-like train"
+                self._place.report(f"all {nodes} nodes have joined; training")
+                return
+        missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
+        away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
+        raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
 
     def require_alive(self) -> None:
         """Raise ``LaunchError`` where a node has ended the run or was lost, this one included."""
@@ -134,21 +134,15 @@ class _Members:
 
     def settle(self) -> None:
         """Watch for a moment more: a node that is lost is a better cause than what its loss has caused."""
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline:
+        for _ in polls(_POLL_S, _SETTLE_S):
             self.require_alive()
-            time.sleep(_POLL_S)
 
     def dismiss(self, verdict: Verdict) -> bool:
         """Publish the verdict and wait until the other nodes have left Ray; whether it reached all of them."""
-        deadline = time.monotonic() + _LEAVE_S
-        try:
+        with suppress(UnreachableError):
             self._gcs.put_new("verdict", asdict(verdict))
             time.sleep(_LINGER_S)  # nodes that have not joined read it, too
-            while any(member.alive for rank, member in self._gcs.members().items() if rank):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_S)
-        except UnreachableError:
-            return False
-        return not self._missing
+            for _ in polls(_POLL_S, _LEAVE_S):
+                if not any(member.alive for rank, member in self._gcs.members().items() if rank):
+                    return not self._missing
+        return False

@@ -1,9 +1,11 @@
 """A Ray that does not start is one sentence, and an interrupt that it swallowed is none."""
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import ray
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
+from slime_like.orchestration.cluster.ray_node import RayNodeSpec
 from slime_like.system.interrupts import InterruptHandler
 from tests.support.rejections import Rejects
 
@@ -74,3 +77,13 @@ def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
         Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
     assert caught.value.code == "object-store-size" and f"object_store_mb={more}: of this machine" in str(caught.value)
     assert started == [] and [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+def test_a_node_of_a_launched_cluster_refuses_such_a_store_alike(tmp_path: Path) -> None:
+    more = 2 * psutil.virtual_memory().total // 2**20
+    spec = json.dumps(asdict(RayNodeSpec(0, "127.0.0.1", None, str(tmp_path), 1, more)))
+    command = [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", spec]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.startswith(f"cluster.object_store_mb={more}: of this machine's memory ")
+    assert list(tmp_path.iterdir()) == []

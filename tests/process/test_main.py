@@ -5,7 +5,20 @@ import sys
 
 import pytest
 
-from tests.unit.commands.test_main import _LEAVING
+_LEAVING = """
+import atexit, sys, threading, time
+from slime_like.commands.main import main
+
+def work():
+    time.sleep({work_s})
+    print("worked")
+
+atexit.register(print, "handler")
+if {work_s}:
+    threading.Thread(target=work).start()
+sys.argv = ["slime-like", "report", "nowhere"]
+sys.exit(main())
+"""
 
 
 @pytest.mark.parametrize("disguise", [False, True])

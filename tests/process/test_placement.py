@@ -8,7 +8,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from tests.support.rejections import Rejects
-from tests.unit.orchestration.cluster.test_placement import config
+from tests.unit.orchestration.cluster.test_bundles import config
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects: Rejects) -> None:

@@ -2,10 +2,9 @@
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Self
 
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
@@ -29,11 +28,7 @@ class Sessions:
 
     ray_directory: Path
     driver: int
-    since: str
-
-    @classmethod
-    def from_now_on(cls, ray_directory: Path, driver: int) -> Self:
-        return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
+    since: str = field(default_factory=lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
     def directories(self) -> list[Path]:
         """List the existing session directories."""

@@ -1,5 +1,6 @@
 """Batches: nothing dropped, whole groups per minibatch, one denominator per optimizer step, equal counts everywhere."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -8,28 +9,14 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.errors import DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, split_by_group
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
 def trajectory(group: int, index: int, prompt_len: int, response_len: int) -> ScoredTrajectory:
-    return ScoredTrajectory(
-        prompt_tokens=torch.arange(prompt_len),
-        response_tokens=torch.arange(response_len),
-        prompt_len=prompt_len,
-        response_len=response_len,
-        logprobs=torch.zeros(response_len),
-        ref_logprobs=None,
-        rewards=torch.zeros(1),
-        advantages=torch.tensor(1.0),
-        successes=torch.zeros(1),
-        answer="",
-        sequence_id=f"{group}-{index}",
-        group_id=group,
-        reward_metadata={"func_names": ["f"]},
-        policy_version=0,
-        loss_mask=torch.ones(response_len, dtype=torch.bool),
+    return ScoredTrajectory.unrewarded(
+        f"{group}-{index}", torch.arange(prompt_len), torch.arange(response_len), group_id=group
     )
 
 
@@ -42,6 +29,15 @@ def config(**overrides: object) -> RunConfig:
     return RunConfig.model_validate(raw | overrides)
 
 
+def all_packs(replicas: Iterable[Iterable[Iterable[PackedTrajectory]]]) -> list[PackedTrajectory]:
+    return [pack for replica in replicas for minibatch in replica for pack in minibatch]
+
+
+def carried(packs: Iterable[PackedTrajectory]) -> list[str]:
+    """Sequences that carry loss."""
+    return sorted(name for pack in packs if pack.loss_mask.any() for name in pack.sequence_ids)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, minibatches: int) -> None:
@@ -50,16 +46,9 @@ def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, mini
     batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(trajectories)
     for minibatch in range(minibatches):
         assert len({len(replica[minibatch]) for replica in batch.replicas}) == 1
-    carried = [
-        sequence_id
-        for replica in batch.replicas
-        for minibatch in replica
-        for pack in minibatch
-        if bool(pack.loss_mask.any())
-        for sequence_id in pack.sequence_ids
-    ]
-    assert sorted(carried) == sorted(t.sequence_id for t in trajectories)
-    assert all(pack.packed_seq_len <= 64 for replica in batch.replicas for minibatch in replica for pack in minibatch)
+    packs = all_packs(batch.replicas)
+    assert carried(packs) == sorted(t.sequence_id for t in trajectories)
+    assert all(pack.packed_seq_len <= 64 for pack in packs)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +84,13 @@ def test_balance_by_flops(tmp_path: Path) -> None:
     for balance in ("tokens", "flops"):
         settings = config(model=model, trainer={"target_tokens_per_batch": 20_000, "balance": balance})
         batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(trajectories)
-        packs = [
-            [pack for minibatch in replica for pack in minibatch if pack.loss_mask.any()] for replica in batch.replicas
+        shares = [[pack for pack in all_packs([replica]) if pack.loss_mask.any()] for replica in batch.replicas]
+        assert carried(shares[0] + shares[1]) == sorted(t.sequence_id for t in trajectories)
+        lengths_of = [
+            [n for pack in share for n in (pack.prompt_lens + pack.response_lens).tolist()] for share in shares
         ]
-        assert sorted(i for share in packs for pack in share for i in pack.sequence_ids) == sorted(
-            t.sequence_id for t in trajectories
-        )
-        squares = [
-            sum(n * n for pack in share for n in (pack.prompt_lens + pack.response_lens).tolist()) for share in packs
-        ]
-        tokens = [sum(pack.actual_total_tokens for pack in share) for share in packs]
+        squares = [sum(n * n for n in found) for found in lengths_of]
+        tokens = [sum(found) for found in lengths_of]
         spread[balance] = (max(tokens) - min(tokens), max(squares) - min(squares))
     assert spread["tokens"][0] == 0
     assert spread["flops"][0] > 0 and spread["flops"][1] < spread["tokens"][1]
