@@ -70,19 +70,20 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 # ------------------------------------------------------------------------------------------------------ three openings
 def _open_replay(base: _Base, rollouts: Path) -> Run:
     """Open a run on kept rollouts: no prompts, no engines."""
-    placed = base.place("starting Ray and trainers")
-    placed.launch_trainers()
-    source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
-    placed.trainers.setup()
-    return placed.run(RolloutSide(source, dict), Turns(), reference_of(base.config, placed.trainers))
+    vocab_size = ModelDimensions.from_checkpoint(base.config.model.path).vocab_size
+    return _without_engines(base, RolloutSide(DumpedSource(rollouts, vocab_size), dict))
 
 
 def _open_supervised(base: _Base) -> Run:
     """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
+    source = DemonstrationSource(base.config, prompts)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}))
+
+
+def _without_engines(base: _Base, side: RolloutSide) -> Run:
     placed = base.place("starting Ray and trainers")
     placed.launch_trainers()
-    side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
     return placed.run(side, Turns(), reference_of(base.config, placed.trainers))
 

@@ -137,7 +137,8 @@ class ResponseRecorder(StepRecorder):
             training, limit = run.trainers.training, debug.samples_per_step
             for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
                 run.metrics.log_table(step, table.name, table.columns, table.rows)
-        self.note(self._flat_steps.add(step, flat=_without_advantage(trajectories)))
+        nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
+        self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 
     def finish(self) -> None:
         self.note(self._flat_steps.at_end())
@@ -168,10 +169,7 @@ def debug_tables(
         for trajectory in trajectories[:limit]
     ]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
-    tables = [
-        per_sample_table(step, samples, pi, stats, decode),
-        per_token_table(step, samples, pi, decode),
-    ]
+    tables = [per_sample_table(step, samples, pi, stats, decode), per_token_table(step, samples, pi, decode)]
     return [table for table in tables if table.rows]
 
 
@@ -183,11 +181,6 @@ def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures:
         f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses "
         f"({reasons}); they got reward 0"
     )
-
-
-def _without_advantage(trajectories: Sequence[ScoredTrajectory]) -> bool:
-    """True where there was nothing to learn from: rewards were alike in every group."""
-    return not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
 
 
 def _staleness(trajectory: ScoredTrajectory, step: int) -> int:

@@ -143,10 +143,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
         """
-        final = self._final(step)
+        final = self._write(step, state, "saving a checkpoint", TrainerBackend.save)
         with self._whole_or_removed(final):
-            self._begin(final, step, state)
-            self._trainers.ranks.call("saving a checkpoint", TrainerBackend.save, _partial(final) / _TRAINER)
             self._commit(final)
         return final
 
@@ -155,12 +153,7 @@ class CheckpointStore:
 
         The one started before must have been finished.
         """
-        final = self._final(step)
-        with self._whole_or_removed(final):
-            self._begin(final, step, state)
-            phase, directory = "copying a checkpoint to host memory", _partial(final) / _TRAINER
-            self._trainers.ranks.call(phase, TrainerRank.start_save, directory)
-        self._started = final
+        self._started = self._write(step, state, "copying a checkpoint to host memory", TrainerRank.start_save)
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
         """Commit the save that was started if all its files are written; its path if so.
@@ -200,26 +193,34 @@ class CheckpointStore:
         for partial in self._root.glob(f"{_PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)  # what cannot be removed makes the next start fail
 
-    def _final(self, step: int) -> Path:
-        return self._root / f"step-{step:06d}"
-
-    def _begin(self, final: Path, step: int, state: dict[str, Any]) -> None:
-        partial = _partial(final)
-        partial.mkdir(parents=True)
-        checksums = {}
-        for name, write in self._also.items():
-            write(partial / name)
-            checksums[name] = zlib.crc32((partial / name).read_bytes())
-        for name, source in self._linked.items():
-            if (files := source()) is not None:
-                link_tree(files, partial / name)
-        write_state(partial, step, {**state, _FILES: checksums})
+    def _write(self, step: int, state: dict[str, Any], phase: str, method: Callable[[Any, Path], None]) -> Path:
+        """Write all that the driver adds, and have ``method`` of the ranks begin; the path once it is committed."""
+        final = self._root / f"step-{step:06d}"
+        with self._whole_or_removed(final):
+            partial = _partial(final)
+            partial.mkdir(parents=True)
+            checksums = {}
+            for name, write in self._also.items():
+                write(partial / name)
+                checksums[name] = zlib.crc32((partial / name).read_bytes())
+            for name, source in self._linked.items():
+                if (files := source()) is not None:
+                    link_tree(files, partial / name)
+            write_state(partial, step, {**state, _FILES: checksums})
+            self._trainers.ranks.call(phase, method, partial / _TRAINER)
+        return final
 
     def _commit(self, final: Path) -> None:
         shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
         _partial(final).rename(final)
-        self._point_latest(final)
-        self._remove_old(final)
+        link = self._root / ".latest-new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(self._root / "latest")
+        # Of the old ones first those of later steps, left by a run that resumed before them.
+        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= _step(final), _step(path)))
+        for old in saved[: -self._keep]:
+            shutil.rmtree(old)
 
     @contextlib.contextmanager
     def _whole_or_removed(self, final: Path) -> Iterator[None]:
@@ -233,19 +234,6 @@ class CheckpointStore:
             if refused is not None:
                 raise CheckpointError(refused, code="disk-refused") from error
             raise
-
-    def _point_latest(self, final: Path) -> None:
-        link = self._root / ".latest-new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(self._root / "latest")
-
-    def _remove_old(self, newest: Path) -> None:
-        """Remove old ones, first those of later steps than ``newest``, left by a run that resumed before them."""
-        left_behind = _step(newest)
-        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
-        for old in saved[: -self._keep]:
-            shutil.rmtree(old)
 
 
 def link_tree(source: Path, target: Path) -> None:
