@@ -107,17 +107,18 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     """Describe the launch and its problems on this node; nothing is started, resolved or written."""
     from slime_like.checks.check import check
     from slime_like.launch.commands import plan_arguments, train_arguments
-    from slime_like.orchestration.cluster.bundles import bundle_sizes, devices_per_node, tensor_blocks
+    from slime_like.orchestration.cluster.bundles import devices_per_node, pieces_of
 
     parallel = config.trainer.parallel
     devices = devices_per_node(config, options.nodes, options.gpus_per_node)
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
-    needed = sum(bundle_sizes(config))
+    pieces = pieces_of(config)
+    needed = sum(pieces.bundles)
     few = " (TOO FEW)" if needed > options.nodes * devices else ""
     yield (
         f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; {parallel.world_size} "
-        f"trainer ranks in {len(tensor_blocks(config))} groups that stay on one node each, placement "
+        f"trainer ranks in {len(pieces.ranks)} groups that stay on one node each, placement "
         f"{config.cluster.placement}"
     )
     if options.nodes > 1:
