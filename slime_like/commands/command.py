@@ -25,7 +25,6 @@ class Command:
         summary: its line in the list of commands.
         run: receives the command's arguments, and the flags of the configuration.
         description: the help's first paragraph.
-        add_arguments: adds its options.
         usage: what follows the name; "" leaves it to argparse.
         paths: leading arguments and their help, of a command that takes flags of the configuration among its options.
             Such flags take any number of values, so that paths come first. One in brackets is optional.

@@ -48,27 +48,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     with _model(options.model) as model:
-        return _verify(options, model, flags)
+        baseline = parse_layout(options.baseline)
+        layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
+        config = _config(model, flags, synthetic=options.batch is None)
+        from slime_like.verification.table import print_table
+        from slime_like.verification.verify import (  # imports torch and Ray: only once all is right
+            LayoutsRequest,
+            verify_layouts,
+        )
 
-
-def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> int:
-    baseline = parse_layout(options.baseline)
-    layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
-    config = _config(model, flags, synthetic=options.batch is None)
-    from slime_like.verification.table import print_table
-    from slime_like.verification.verify import (  # imports torch and Ray: only once all is right
-        LayoutsRequest,
-        verify_layouts,
-    )
-
-    temporary = not has_flag(flags, "run_dir")
-    batch = _batch(options.batch, model)
-    rows = verify_layouts(config, LayoutsRequest(baseline, layouts, options.layouts is not None, batch, temporary))
-    steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
-    print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
-    if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
-        print(ROUTED_NOTE)
-    return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
+        temporary = not has_flag(flags, "run_dir")
+        batch = _batch(options.batch, model)
+        rows = verify_layouts(config, LayoutsRequest(baseline, layouts, options.layouts is not None, batch, temporary))
+        steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
+        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+        if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
+            print(ROUTED_NOTE)
+        return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
 
 
 def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:

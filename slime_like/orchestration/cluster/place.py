@@ -70,7 +70,7 @@ def _resolved_head(name: str, address: str) -> str:
     except (OSError, UnicodeError) as error:  # the latter of what can be no name
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address") from error
-    if is_loopback(head) and not _is_loopback_address(name) and not address:
+    if is_loopback(head) and head != name and not address:  # a number means several nodes on one machine
         raise ConfigError(
             f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
             "the cluster"
@@ -81,14 +81,6 @@ def _resolved_head(name: str, address: str) -> str:
             "a NODE_ADDR for each, for several nodes of one machine)"
         )
     return head
-
-
-def _is_loopback_address(host: str) -> bool:
-    """Return whether a loopback address is given, which means several nodes on one machine."""
-    try:
-        return is_loopback(host)
-    except ValueError:
-        return False
 
 
 def _address_towards(head: str) -> str:

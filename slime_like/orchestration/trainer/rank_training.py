@@ -54,11 +54,7 @@ class StreamedStep:
 
 
 class RankTraining:
-    """The packs of the current step on one rank, and what is computed from them.
-
-    Args:
-        backend: set up already.
-    """
+    """The packs of the current step on one rank, and what is computed from them by a backend that is set up."""
 
     def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
         self._config = config
