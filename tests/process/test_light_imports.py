@@ -1,9 +1,12 @@
-"""What is imported by commands, reports and the processes beside Ray, and what is not: each must start quickly."""
+"""What is imported, and what is not: commands and processes start quickly, algorithms need torch and NumPy alone."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import slime_like
 
 CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
 BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_process")
@@ -29,3 +32,38 @@ def test_what_is_not_imported(modules: str, absent: set[str]) -> None:
     code = f"import sys, {imports}; print(sorted({absent!r} & sys.modules.keys()))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+BLOCKED = ("pydantic", "pydantic_core", "yaml", "ray", "transformers", "megatron", "backends", "rollout")
+
+PROGRAM = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BLOCKED!r} or name.startswith("slime_like.config"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from types import SimpleNamespace
+import torch
+from slime_like.algorithms import *
+
+assert partition_by_tokens([7, 7, 7], 14, 1) == [[[0, 1], [2]]]
+assert compute_advantages(torch.tensor([1.0, 0.0]), [0, 0], "dr_grpo").tolist() == [0.5, -0.5]
+logprobs = selective_log_softmax(torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64))
+config = SimpleNamespace(
+    loss="sft", importance_correction="none", kl_coef=0.0, entropy_coef=0.0, off_policy_mask=None, reduction="tokens"
+)
+output = GRPOLoss(config).compute_loss_from_logprobs(logprobs)
+assert abs(float(output.loss) - 8 * torch.tensor(5.0).log()) < 1e-5
+assert not {{name.partition(".")[0] for name in sys.modules}} & set({BLOCKED!r})
+"""
+
+
+def test_algorithms_are_imported_and_used_with_everything_else_blocked() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=Path(slime_like.__file__).parents[1]
+    )
+    assert run.returncode == 0, run.stderr
