@@ -12,10 +12,6 @@ from slime_like.config.base import require_path
 from slime_like.errors import ConfigError
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table.
@@ -36,7 +32,7 @@ class Command:
     summary: str
     run: Callable[[argparse.Namespace, list[str]], int]
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None] = _no_arguments
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True

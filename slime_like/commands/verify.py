@@ -74,8 +74,10 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     if fixed:
         problems = [f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed]
         raise ConfigError(problems, code="flag-excluded")
-    # On CUDA the kernels take bfloat16 alone.
-    dtype = _loaded(model, ["--model.dtype", _default_dtype(), *flags]).model.dtype
+    import torch
+
+    default = "bfloat16" if torch.cuda.is_available() else "float32"  # on CUDA the kernels take bfloat16 alone
+    dtype = _loaded(model, ["--model.dtype", default, *flags]).model.dtype
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
     if synthetic:
@@ -91,12 +93,6 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
 def _loaded(model: Path, flags: Sequence[str]) -> RunConfig:
     return load_config(None, ["--model.path", str(model), *flags], temporary_run_dir("verify"))
-
-
-def _default_dtype() -> str:
-    import torch
-
-    return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":

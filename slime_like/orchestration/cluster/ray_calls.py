@@ -76,7 +76,11 @@ def one(
     except GetTimeoutError as cause:
         raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}", code="no-answer") from cause
     except RayTaskError as cause:
-        raise _from_worker(cause, name, phase, error) from cause
+        original = cause.cause
+        if isinstance(original, SlimeLikeError):  # its class stays, so that exit code and remedy survive
+            raise located(original, name, phase) from cause
+        what = f"{type(original).__name__}: {_first_line(original)}"
+        raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
         raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
     except RayError as cause:
@@ -92,16 +96,6 @@ def located(original: _Error, name: str, phase: str) -> _Error:
     same.who, same.phase = name, phase
     same.problem = f"{within}: {original.problem}" if within else original.problem
     return same
-
-
-def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:
-    original = cause.cause
-    if isinstance(original, SlimeLikeError):
-        # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
-        return located(original, name, phase)
-    return error(
-        f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}", code="worker-failed"
-    )
 
 
 def _death(cause: RayActorError) -> str:

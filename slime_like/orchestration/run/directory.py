@@ -148,16 +148,14 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     if not path.is_file():
         return []
     try:
-        changed = _differences(load_config(path, []), config)
+        before = load_config(path, [])
     except ConfigError as error:
         changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
+    else:
+        names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
+        values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}
+        changed = [f"{name}: {value_text(a)} -> {value_text(b)}" for name, (a, b) in values.items() if a != b]
     kept = path.with_name(f"config.until-step-{step:06d}.yaml")
     if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
         path.replace(kept)
     return changed if len(changed) <= _MAX_NAMED else [*changed[:_MAX_NAMED], f"and {len(changed) - _MAX_NAMED} more"]
-
-
-def _differences(before: RunConfig, now: RunConfig) -> list[str]:
-    names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
-    values = {name: (attrgetter(name)(before), attrgetter(name)(now)) for name in names}
-    return [f"{name}: {value_text(old)} -> {value_text(new)}" for name, (old, new) in values.items() if old != new]

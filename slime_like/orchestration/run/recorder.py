@@ -46,9 +46,8 @@ class StepRecorder:
         self._trained_s += times.step_s
         if step % _MEMORY_EVERY == 1:
             self._memory = {"peak_rss (GiB)": run.trainers.peak_memory_bytes() / 2**30}
-        rewards = self.rewards(step, trained.trajectories)
         figures = run.rollout.figures(times.step_s)
-        rollout = self.rollout(step, trained.trajectories, times, figures)
+        rewards, rollout = self.sampled(step, trained.trajectories, times, figures)
         self.note(*figures.notes)
         metrics = step_metrics(
             StepRecord(
@@ -80,13 +79,11 @@ class StepRecorder:
             self._run.progress.note(sentence)
 
     # -------------------------------------------------------------------- what sampled responses have in addition
-    def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord | None:
-        """Return the reward functions' results."""
-
-    def rollout(
+    def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> RolloutRecord | None:
-        """Return the figures of sampling."""
+    ) -> tuple[RewardRecord | None, RolloutRecord | None]:
+        """Return the reward functions' results, and the figures of sampling."""
+        return None, None
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
         """Write tables and warnings, after the step's metrics."""
@@ -107,11 +104,13 @@ class ResponseRecorder(StepRecorder):
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
 
-    def rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> RewardRecord:
+    def sampled(
+        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
+    ) -> tuple[RewardRecord, RolloutRecord]:
         functions = self._run.config.reward.functions
         failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
         self.note(_failure_note(step, trajectories, failures) if failures else None)
-        return RewardRecord(
+        rewards = RewardRecord(
             func_names=[function.name for function in functions],
             weights=[function.weight for function in functions],
             rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
@@ -119,17 +118,14 @@ class ResponseRecorder(StepRecorder):
             group_ids=[trajectory.group_id for trajectory in trajectories],
             failures=failures,
         )
-
-    def rollout(
-        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> RolloutRecord:
-        return RolloutRecord(
+        rollout = RolloutRecord(
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             dropped_prompts=figures.dropped_prompts,
             queue_size=figures.queued_groups,
             seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampled all the time
             staleness=[_staleness(trajectory, step) for trajectory in trajectories],
         )
+        return rewards, rollout
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
