@@ -71,10 +71,7 @@ def _require_output(output: Path | None) -> None:
 
 
 def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: an option contradicts another one, or the configuration.
-    """
+    """Reject options that contradict one another, or the configuration."""
     problems = []
     if options.search and options.preflight:
         problems.append("--preflight judges one layout, and --search tries many; give one of the two")

@@ -110,10 +110,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
 
 def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
     """The model is written after the last step: a place that it must not replace is rejected before the first.
-
-    Args:
-        resumes_here: the run resumes in this directory, so that a model there is an earlier start's.
-    """
+    Where the run resumes in this directory, a model there is an earlier start's."""
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
     earlier = resumes_here and not read and (export / "config.json").is_file()
