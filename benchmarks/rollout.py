@@ -163,8 +163,9 @@ def measure_in_a_process(options: argparse.Namespace) -> Figures:
 
 # ---------------------------------------------------------------------------------------------------------- whole path
 def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
+    from slime_like.orchestration.cluster.bundles import bundle_sizes
     from slime_like.orchestration.cluster.cluster import Cluster
-    from slime_like.orchestration.cluster.placement import Placement, bundle_sizes
+    from slime_like.orchestration.cluster.placement import Placement
     from slime_like.orchestration.rollout.scoring import Scorer
     from slime_like.orchestration.run.engines import launch_engines
 

@@ -28,23 +28,6 @@ from slime_like.orchestration.trainer.scoring import score_sequences, window_tok
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """Request to score rows of tokens.
-
-    Attributes:
-        input: token rows, see ``slime_like.data.token_rows``.
-        output: gets ``{"id", "logprobs", "entropy"}`` per row, in the input's order; it appears whole or not at all.
-        weights: a training checkpoint's ``trainer`` directory; ``None`` means the weights of ``model.path``.
-        temporary_run_dir: the configuration's ``run_dir`` is to be made, and removed after success.
-    """
-
-    input: Path
-    output: Path
-    weights: Path | None
-    temporary_run_dir: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreSummary:
     """``mean_logprob`` over all response tokens; ``wall_s`` without the start of the ranks."""
 
@@ -54,25 +37,31 @@ class ScoreSummary:
     wall_s: float
 
 
-def score(config: RunConfig, request: ScoreRequest) -> ScoreSummary:
+def score(config: RunConfig, source: Path, output: Path, weights: Path | None, temporary: bool) -> ScoreSummary:
     """Check every row, then score them in windows: memory holds one window of packs, not the file.
+
+    Args:
+        source: token rows, see ``slime_like.data.token_rows``.
+        output: gets ``{"id", "logprobs", "entropy"}`` per row, in the input's order; it appears whole or not at all.
+        weights: a training checkpoint's ``trainer`` directory; ``None`` means the weights of ``model.path``.
+        temporary: the configuration's ``run_dir`` is to be made, and removed after success.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then, and ``output`` is as it was.
     """
-    rows = TokenRows(request.input, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
+    rows = TokenRows(source, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     num_rows = rows.count()
     if not num_rows:
-        raise DataError("holds no row", code="empty-input", who=str(request.input), remedy="give at least one")
+        raise DataError("holds no row", code="empty-input", who=str(source), remedy="give at least one")
     with ExitStack() as stack:
-        run_dir = stack.enter_context(run_directory(config.run_dir, request.temporary_run_dir))
+        run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
         progress.note(f"starting Ray and {ranks} trainer ranks; their logs: {run_dir / 'worker_logs'}")
         stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
         trainers = stack.enter_context(trainers_alone(config))
-        trainers.setup_for_scoring(request.weights)
-        out = stack.enter_context(_whole_or_nothing(request.output))
+        trainers.setup_for_scoring(weights)
+        out = stack.enter_context(_whole_or_nothing(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 
 

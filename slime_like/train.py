@@ -15,13 +15,12 @@ import time
 
 from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.run.milestones import Milestones
+from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
-from slime_like.orchestration.run.recorder import StepRecorder
+from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, score, update
-from slime_like.orchestration.run.summary import TrainSummary
-from slime_like.orchestration.trainer.window_stream import WindowStream
+from slime_like.orchestration.trainer.batcher import WindowStream
 
 
 def train(config: RunConfig) -> TrainSummary:
@@ -33,7 +32,7 @@ def train(config: RunConfig) -> TrainSummary:
     started = time.monotonic()
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
-        recorder = StepRecorder(run)
+        recorder = step_recorder(run)
         milestones = Milestones(run, recorder)
         run.rollout.start(version=run.finished_steps)
         milestones.before_first()

@@ -1,17 +1,15 @@
-"""A subcommand of ``slime-like``: its help, its arguments, and the function behind it."""
+"""A subcommand of ``slime-like``: its help, the function behind it, and arguments that several of them share."""
 
 import argparse
+import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from slime_like.commands.arguments import given_path
+from slime_like.config.base import require_path
 from slime_like.errors import ConfigError
-
-
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,6 @@ class Command:
         summary: its line in the list of commands.
         run: receives the command's arguments, and the flags of the configuration.
         description: the help's first paragraph.
-        add_arguments: adds its options.
         usage: what follows the name; "" leaves it to argparse.
         paths: leading arguments and their help, of a command that takes flags of the configuration among its options.
             Such flags take any number of values, so that paths come first. One in brackets is optional.
@@ -35,7 +32,7 @@ class Command:
     summary: str
     run: Callable[[argparse.Namespace, list[str]], int]
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None] = _no_arguments
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True
@@ -104,3 +101,30 @@ def _path(parser: argparse.ArgumentParser, text: str) -> Path:
         return given_path(text)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
+
+
+# ------------------------------------------------------------------------------------------------- shared arguments
+def given_path(text: str) -> Path:
+    """``type`` of a positional path: text that can name no file is rejected."""
+    try:
+        require_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def has_flag(flags: Sequence[str], name: str) -> bool:
+    """Return whether the flags hold ``--name value`` or ``--name=value``."""
+    return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
+
+
+def temporary_run_dir(command: str) -> Path:
+    """A directory that does not exist yet, for a command that leaves nothing behind."""
+    return Path(tempfile.gettempdir()) / f"slime-like-{command}-{uuid.uuid4().hex[:12]}"
+
+
+def at_least_one(text: str) -> int:
+    """``type`` of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

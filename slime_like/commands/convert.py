@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
-from slime_like.commands.arguments import at_least_one, has_flag, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, at_least_one, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -137,7 +136,7 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     from slime_like.conversion.convert import compare
 
-    config = _any_config(options, flags)
+    config = load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
     a, b = (_open(config, path, flags) for path in (options.a, options.b))
     differences = compare(config, a, b, options.workers)
     shown = differences if options.all else differences[:_SHOWN]
@@ -163,11 +162,6 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
     return open_checkpoint(_checked(source.flags, flags), source.weights)
 
 
-def _any_config(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    """Load the configuration from flags alone, with ``a`` as the default model."""
-    return load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
-
-
 def _conversion(options: argparse.Namespace) -> ConversionOptions:
     from slime_like.interfaces.conversion import ConversionOptions
 
@@ -191,10 +185,8 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
         problem = "holds what is to be converted; give another directory"
     elif problem is None and output.is_dir() and any(output.iterdir()):
         if not force:
-            code, problem = (
-                "output-not-empty",
-                "is not empty; give another directory, or --force to replace what is there",
-            )
+            code = "output-not-empty"
+            problem = "is not empty; give another directory, or --force to replace what is there"
         elif not ((output / CONVERTED).is_file() or (output / "config.json").is_file()):
             problem = "is neither a converted checkpoint nor a model; give another directory"
     if problem:

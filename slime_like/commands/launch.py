@@ -1,11 +1,13 @@
 """``slime-like launch``: the same command on every node of a cluster."""
 
 import argparse
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_like.commands.arguments import has_flag
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, has_flag
+from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -62,9 +64,7 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     options = _options(given, names, tuple(flags))
     config = load_config(options.config, flags)
     if given.dry_run:
-        from slime_like.commands.launch_dry_run import print_dry_run
-
-        print_dry_run(options, config, names)
+        print(*_dry_run(options, config, names), sep="\n")
         return 0
     from slime_like.launch.launcher import launch
 
@@ -101,6 +101,42 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
     }
     del own["slurm_nodes"], own["dry_run"]
     return LaunchOptions(flags=flags, **own)
+
+
+def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
+    """Describe the launch and its problems on this node; nothing is started, resolved or written."""
+    from slime_like.checks.check import check
+    from slime_like.launch.commands import plan_arguments, train_arguments
+    from slime_like.orchestration.cluster.bundles import devices_per_node, pieces_of
+
+    parallel = config.trainer.parallel
+    devices = devices_per_node(config, options.nodes, options.gpus_per_node)
+    yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
+    yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
+    pieces = pieces_of(config)
+    needed = sum(pieces.bundles)
+    few = " (TOO FEW)" if needed > options.nodes * devices else ""
+    yield (
+        f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; {parallel.world_size} "
+        f"trainer ranks in {len(pieces.ranks)} groups that stay on one node each, placement "
+        f"{config.cluster.placement}"
+    )
+    if options.nodes > 1:
+        head = f"{options.head}:{options.port}"
+        yield f"key:      {options.token_path(config.run_dir)} (made by node 0; mode 600)"
+        yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
+        yield f"others:   join Ray's head at {head}, with the key as Ray's token"
+    if options.plan:
+        yield f"plan:     {_shown(plan_arguments(options, config))}"
+    address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
+    yield f"train:    {_shown(train_arguments(options, address))}"
+    yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
+    for problem in check(config):
+        yield f"not yet:  {problem}"
+
+
+def _shown(arguments: Sequence[str]) -> str:
+    return shlex.join(["slime-like", *arguments])
 
 
 COMMAND = Command(

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.directories import directory_problem
-from slime_like.commands.arguments import at_least_one, given_path, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, at_least_one, given_path, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -72,10 +71,7 @@ def _require_output(output: Path | None) -> None:
 
 
 def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: an option contradicts another one, or the configuration.
-    """
+    """Reject options that contradict one another, or the configuration."""
     problems = []
     if options.search and options.preflight:
         problems.append("--preflight judges one layout, and --search tries many; give one of the two")

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from slime_like.commands.arguments import given_path
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, given_path
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.directories import directory_problem
-from slime_like.commands.arguments import has_flag, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -27,10 +26,10 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
         raise ConfigError(problems, code="file-unusable")
     source = find_weights(files.checkpoint, flags)
     config = _checked(source, flags)
-    from slime_like.score import ScoreRequest, score  # imports torch and Ray: only once the configuration is right
+    from slime_like.score import score  # imports torch and Ray: only once the configuration is right
 
     temporary = not has_flag(flags, "run_dir")
-    summary = score(config, ScoreRequest(files.input, files.output, source.weights, temporary))
+    summary = score(config, files.input, files.output, source.weights, temporary)
     speed = summary.tokens / summary.wall_s
     print(f"scored: {summary.rows} sequences, {summary.tokens} tokens, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")

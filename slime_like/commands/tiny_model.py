@@ -4,8 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from slime_like.commands.arguments import given_path
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, given_path
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
-from slime_like.commands.arguments import temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.commands.arguments import has_flag, temporary_run_dir
-from slime_like.commands.command import Command
+from slime_like.commands.command import Command, has_flag, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -49,24 +48,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     with _model(options.model) as model:
-        return _verify(options, model, flags)
+        baseline = parse_layout(options.baseline)
+        layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
+        config = _config(model, flags, synthetic=options.batch is None)
+        from slime_like.verification.verify import print_table, verify_layouts  # torch and Ray: only once all is right
 
-
-def _verify(options: argparse.Namespace, model: Path, flags: Sequence[str]) -> int:
-    baseline = parse_layout(options.baseline)
-    layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
-    config = _config(model, flags, synthetic=options.batch is None)
-    from slime_like.verification.verify import print_table, verify_layouts  # torch and Ray: only once all is right
-
-    temporary = not has_flag(flags, "run_dir")
-    batch = _batch(options.batch, model)
-    required = options.layouts is not None
-    rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
-    steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
-    print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
-    if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
-        print(ROUTED_NOTE)
-    return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
+        temporary = not has_flag(flags, "run_dir")
+        batch = _batch(options.batch, model)
+        required = options.layouts is not None
+        rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
+        steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
+        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+        if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
+            print(ROUTED_NOTE)
+        return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
 
 
 def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
@@ -76,8 +71,10 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     if fixed:
         problems = [f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed]
         raise ConfigError(problems, code="flag-excluded")
-    # On CUDA the kernels take bfloat16 alone.
-    dtype = _loaded(model, ["--model.dtype", _default_dtype(), *flags]).model.dtype
+    import torch
+
+    default = "bfloat16" if torch.cuda.is_available() else "float32"  # on CUDA the kernels take bfloat16 alone
+    dtype = _loaded(model, ["--model.dtype", default, *flags]).model.dtype
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
     if synthetic:
@@ -93,12 +90,6 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
 def _loaded(model: Path, flags: Sequence[str]) -> RunConfig:
     return load_config(None, ["--model.path", str(model), *flags], temporary_run_dir("verify"))
-
-
-def _default_dtype() -> str:
-    import torch
-
-    return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.commands.arguments import has_flag
+from slime_like.commands.command import has_flag
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import MODEL, WEIGHTS, converted_problem, is_converted, training_checkpoint

@@ -11,8 +11,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from slime_like.hosting.calls import START, Answer, Call
-from slime_like.hosting.link import Link
+from slime_like.hosting.calls import Answer, Call, Link
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.system.processes import descendants, end_processes
 
@@ -35,7 +34,7 @@ class ChildProcess:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._ended = False
+        self.alive = True
         self._scratch = Path(tempfile.mkdtemp(prefix="slime-like-engine-"))
         ours, theirs = Pipe()
         self._process = subprocess.Popen(
@@ -49,13 +48,9 @@ class ChildProcess:
         self.process_ids: tuple[int, ...] = (self._process.pid,)
         self._link = Link(ours, self._in_loop(self._answered), self._in_loop(self._closed))
 
-    @property
-    def alive(self) -> bool:
-        return not self._ended
-
     async def start(self, *what: Any) -> None:
         """Tell it what to serve, and wait until it does; raises as ``call``."""
-        await self.call(START, *what)
+        await self.call("start", *what)
         self.note_processes()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -65,7 +60,7 @@ class ChildProcess:
             SlimeLikeError: the method failed; class and fields are those of its error.
             ProcessEnded: the process is gone.
         """
-        if self._ended:
+        if not self.alive:
             raise ProcessEnded
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
@@ -94,7 +89,7 @@ class ChildProcess:
     def end(self, grace_s: float) -> None:
         """Hang up, at which it ends with all it has, and end by id what is left after ``grace_s``. Blocks."""
         self.note_processes()
-        self._ended = True
+        self.alive = False
         self._link.close()
         try:
             self._process.wait(grace_s)
@@ -123,7 +118,7 @@ class ChildProcess:
             future.set_exception(answer.error)
 
     def _closed(self) -> None:
-        self._ended = True
+        self.alive = False
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ProcessEnded())

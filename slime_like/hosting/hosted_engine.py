@@ -11,14 +11,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.hosting.faults import EngineFaults
-from slime_like.interfaces import (
-    BucketMetadata,
-    EngineHealth,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-    UpdateReceipt,
-)
+from slime_like.interfaces import BucketMetadata, EngineHealth, Generation, GenerationRequest, PauseMode, UpdateReceipt
 
 _MODULE = "slime_like.hosting.main"
 _END_S = 5.0

@@ -12,8 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime_like.hosting.calls import Answer, Call, portable
-from slime_like.hosting.link import Link
+from slime_like.hosting.calls import Answer, Call, Link, portable
 from slime_like.system.processes import descendants, end_processes
 
 

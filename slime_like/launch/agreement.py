@@ -1,7 +1,6 @@
 """Agreement of all nodes on versions, settings and the directory behind ``run_dir``."""
 
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from slime_like.config.launch import launch_directory
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.errors import LaunchError
 from slime_like.system.disk import write_private
+from slime_like.system.interrupts import polls
 
 _SEE_FILE_S = 3.0
 _POLL_S = 0.2
@@ -53,15 +53,13 @@ class Agreement:
         self._require_marker(config.run_dir)
 
     def _require_marker(self, run_dir: Path) -> None:
-        path, deadline = Path(self.marker), time.monotonic() + _SEE_FILE_S  # network file systems may take a moment
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there)",
-                    code="run-dir-not-shared",
-                    remedy="put it on a file system that all nodes share",
-                )
-            time.sleep(_POLL_S)
+        path = Path(self.marker)
+        if not any(path.exists() for _ in polls(_POLL_S, _SEE_FILE_S)):  # network file systems may take a moment
+            raise LaunchError(
+                f"run_dir={run_dir} is not the directory that node 0 sees (its {path.name} is not there)",
+                code="run-dir-not-shared",
+                remedy="put it on a file system that all nodes share",
+            )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import FAILED, LaunchError
 from slime_like.launch.exit import Verdict
-from slime_like.orchestration.cluster.devices import devices_per_node
+from slime_like.orchestration.cluster.bundles import devices_per_node
 from slime_like.system.subcommand import Child
 
 _STOP_S = 10.0

@@ -1,6 +1,7 @@
 """Node 0: start Ray's head, wait for the other nodes, train, and pass the verdict on to them."""
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 from slime_like.checks.check import require_valid
@@ -14,7 +15,7 @@ from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
 from slime_like.orchestration.cluster.token import create_token
-from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
+from slime_like.system.interrupts import polls, take_interrupt
 from slime_like.system.network import listen
 
 _LEAVE_S = 60.0
@@ -43,9 +44,10 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     with marker(config.run_dir) as path, RayNode(spec, environment, options.ray_timeout_s) as node:
         ready = node.wait_ready()
         place.report(f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
-        members = _Members(place, options.nodes, Gcs(ready.gcs, token, options.silence_s), node)
+        gcs = Gcs(ready.gcs, token, options.silence_s)
+        members = _Members(place, options.nodes, gcs, node)
         try:
-            members.publish(Agreement(str(place), options.nodes, str(path), facts(config)))
+            gcs.put_new("agreement", asdict(Agreement(str(place), options.nodes, str(path), facts(config))))
             members.wait_for_all(options.nodes_timeout_s, notes)
             arguments = train_arguments(options, ready.gcs)
             verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
@@ -87,25 +89,20 @@ class _Members:
         self._during = "start"
         self._checked_at = 0.0
 
-    def publish(self, agreement: Agreement) -> None:
-        """Store what every other node compares itself with."""
-        self._gcs.put_new("agreement", asdict(agreement))
-
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
         """Raise ``LaunchError`` where a node ends before, or does not join in time."""
-        nodes, deadline = len(self._missing) + 1, time.monotonic() + timeout_s
+        nodes = len(self._missing) + 1
         self._place.report(f"awaiting {nodes - 1} more ({self._place.interface})")
-        while self._missing:
-            raise_if_interrupted()
+        for _ in polls(_POLL_S, timeout_s):
             self.require_alive()
             notes.require_none_ended(self._missing)
-            if self._missing and time.monotonic() > deadline:
-                missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
-                away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
-                raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
-            time.sleep(_POLL_S)
-        self._during = "slime-like train"
-        self._place.report(f"all {nodes} nodes have joined; training")
+            if not self._missing:
+                self._during = "slime-like train"
+                self._place.report(f"all {nodes} nodes have joined; training")
+                return
+        missing = ("node " if len(self._missing) == 1 else "nodes ") + ", ".join(map(str, self._missing))
+        away = f"of {nodes} nodes, {missing} did not come to {self._place} within {timeout_s:.0f} s"
+        raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
 
     def require_alive(self) -> None:
         """Raise ``LaunchError`` where a node has ended the run or was lost, this one included."""
@@ -117,13 +114,9 @@ class _Members:
             problem = self._gcs.get("problem")
         except UnreachableError as error:
             why = self._node.problem() or f"Ray's GCS does not answer ({error}), though it runs here"
-            raise LaunchError(
-                why, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
-            ) from error
+            raise self._ray_ended(why) from error
         if fault := self._node.problem():
-            raise LaunchError(
-                fault, code="ray-ended", who=str(self._place), phase=f"during `{self._during}`", remedy=_REMEDY
-            )
+            raise self._ray_ended(fault)
         if problem:
             raise NodeEndedError(Verdict(**problem))
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
@@ -135,23 +128,21 @@ class _Members:
                 self._place.report(f"{member.name} is here")
                 self._missing.remove(rank)
 
+    def _ray_ended(self, why: str) -> LaunchError:
+        phase = f"during `{self._during}`"
+        return LaunchError(why, code="ray-ended", who=str(self._place), phase=phase, remedy=_REMEDY)
+
     def settle(self) -> None:
         """Watch for a moment more: a node that is lost is a better cause than what its loss has caused."""
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline:
+        for _ in polls(_POLL_S, _SETTLE_S):
             self.require_alive()
-            time.sleep(_POLL_S)
 
     def dismiss(self, verdict: Verdict) -> bool:
         """Publish the verdict and wait until the other nodes have left Ray; whether it reached all of them."""
-        deadline = time.monotonic() + _LEAVE_S
-        try:
+        with suppress(UnreachableError):
             self._gcs.put_new("verdict", asdict(verdict))
             time.sleep(_LINGER_S)  # nodes that have not joined read it, too
-            while any(member.alive for rank, member in self._gcs.members().items() if rank):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_S)
-        except UnreachableError:
-            return False
-        return not self._missing
+            for _ in polls(_POLL_S, _LEAVE_S):
+                if not any(member.alive for rank, member in self._gcs.members().items() if rank):
+                    return not self._missing
+        return False

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTok
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
 from slime_like.orchestration.cluster.token import await_token
-from slime_like.system.interrupts import raise_if_interrupted, take_interrupt
+from slime_like.system.interrupts import polls, raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port
 
 _HEAR_S = 30.0
@@ -65,9 +65,8 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
 
 def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> Agreement:
     """Raise ``LaunchError`` where node 0 does not answer in time, has ended, or has another token."""
-    gcs, deadline, why = Gcs(where, token, silence_s=0.0), time.monotonic() + timeout_s, "Ray's head is starting"
-    while time.monotonic() < deadline:
-        raise_if_interrupted()
+    gcs, why = Gcs(where, token, silence_s=0.0), "Ray's head is starting"
+    for _ in polls(_POLL_S, timeout_s):
         try:
             if found := gcs.get("agreement"):
                 return Agreement(**found)
@@ -81,7 +80,6 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
                 remedy="give every node the same TOKEN_FILE, or another PORT where another cluster uses this one",
             ) from error
         notes.require_none_ended()
-        time.sleep(_POLL_S)
     raise LaunchError(
         f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why})",
         code="head-silent",
@@ -114,14 +112,10 @@ class _Head:
 
     def end_run(self, verdict: Verdict) -> None:
         """Report why this node ends, and wait until node 0 has published its verdict or has ended."""
-        deadline = time.monotonic() + _HEAR_S
-        try:
+        with suppress(NodeEndedError):
             self._ask(lambda: self._gcs.put_new("problem", asdict(verdict)))
-            while time.monotonic() < deadline:
+            for _ in polls(_POLL_S, _HEAR_S):
                 self.require_runs()
-                time.sleep(_POLL_S)
-        except NodeEndedError:
-            return
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         try:

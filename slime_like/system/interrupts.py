@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -37,6 +38,17 @@ def raise_if_interrupted() -> None:
     if any(handler.noted for handler in _handlers()):
         take_interrupt()  # what ends the run must not be interrupted itself
         raise KeyboardInterrupt
+
+
+def polls(every_s: float, timeout_s: float) -> Iterator[None]:
+    """Yield now and every ``every_s`` seconds, for the last time when ``timeout_s`` have passed; interrupts end it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        raise_if_interrupted()
+        yield
+        if time.monotonic() > deadline:
+            return
+        time.sleep(every_s)
 
 
 def take_signals_back() -> None:

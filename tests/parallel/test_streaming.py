@@ -13,9 +13,8 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowStream
 from slime_like.orchestration.trainer.rank_training import RankTraining
-from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 from tests.parallel.parity import parity_config
 from tests.parallel.ranks import run_ranks

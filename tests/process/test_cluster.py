@@ -1,9 +1,11 @@
-"""A Ray that does not start is one sentence, and an interrupt that it swallowed is none."""
+"""A Ray that does not start is one sentence, an interrupt that it swallowed none; placement on a real cluster."""
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import ray
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.cluster.ray_node import RayNodeSpec
 from slime_like.system.interrupts import InterruptHandler
 from tests.support.rejections import Rejects
+from tests.unit.orchestration.cluster.test_bundles import config
 
 
 @pytest.fixture
@@ -74,3 +79,32 @@ def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
         Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
     assert caught.value.code == "object-store-size" and f"object_store_mb={more}: of this machine" in str(caught.value)
     assert started == [] and [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+def test_a_node_of_a_launched_cluster_refuses_such_a_store_alike(tmp_path: Path) -> None:
+    more = 2 * psutil.virtual_memory().total // 2**20
+    spec = json.dumps(asdict(RayNodeSpec(0, "127.0.0.1", None, str(tmp_path), 1, more)))
+    command = [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", spec]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.startswith(f"cluster.object_store_mb={more}: of this machine's memory ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects: Rejects) -> None:
+    """Reserved, numbered, given back; and what the cluster does not have is named instead of waited for."""
+    references = {"placement": "workers", "workers": 2}
+    fits = config(tmp_path, trainer={"parallel": {"data": 3}}, reference=references, algorithm={"kl_coef": 0.1})
+    larger = config(tmp_path, trainer={"parallel": {"data": 300}})
+    fits.run_dir.mkdir()
+    with Cluster(fits.cluster, fits.run_dir / "worker_logs", slots=6):
+        for _ in range(2):  # the second time needs what the first one gave back
+            with Placement(fits) as placement:
+                assert placement.device == "CPU" and placement.num_nodes == 1
+                strategies = [placement.trainer_options(rank)["scheduling_strategy"] for rank in range(3)]
+                strategies.append(placement.engine_options(0)["scheduling_strategy"])
+                strategies += [placement.reference_options(i, 0)["scheduling_strategy"] for i in range(2)]
+                assert [strategy.placement_group_bundle_index for strategy in strategies] == [0, 1, 2, 3, 4, 5]
+        with rejects(SlimeLikeError):
+            Placement(larger).__enter__()
+    assert not ray.is_initialized()

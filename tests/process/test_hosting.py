@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -68,76 +68,75 @@ asyncio.run(main())
 """
 
 
+Scenario = Callable[[ChildProcess], Awaitable[None]]
+
+
 @pytest.fixture
-def start(user_module: Callable[[str, str], Path]) -> Callable[[], ChildProcess]:
-    """To be called inside a loop."""
+def play(user_module: Callable[[str, str], Path]) -> Callable[[Scenario], None]:
+    """Runs a scenario with a process that has not been started."""
     user_module("a_host", MODULE)
-    return lambda: ChildProcess(sys.executable, "a_host", lambda scratch: dict(os.environ))
+
+    async def bounded(scenario: Scenario) -> None:
+        process = ChildProcess(sys.executable, "a_host", lambda scratch: dict(os.environ))
+        try:
+            await asyncio.wait_for(scenario(process), 60)
+        finally:
+            process.end(5.0)
+        assert not any(map(psutil.pid_exists, process.process_ids))
+
+    return lambda scenario: asyncio.run(bounded(scenario))
 
 
 def fields(error: SlimeLikeError) -> dict[str, str | None]:
     return {name: getattr(error, name) for name in FIELDS}
 
 
-def test_errors_keep_class_and_fields(start: Callable[[], ChildProcess]) -> None:
-    async def scenario() -> None:
-        process = start()
-        try:
-            await process.start("")
-            with pytest.raises(WeightSyncError) as sync:
-                await process.call("fail", "sync")
-            assert fields(sync.value) == FIELDS
-            assert str(sync.value) == "engine 3, update: tensor w arrived damaged; send it again"
-            with pytest.raises(EngineError) as custom:  # this process may not have its class
-                await process.call("fail", "custom")
-            assert type(custom.value) is EngineError and fields(custom.value) == FIELDS
-            with pytest.raises(EngineError) as configuration:
-                await process.call("configuration")
-            assert (configuration.value.code, configuration.value.problem) == (
-                "config",
-                "a=1: too small\nb=2: too large",
-            )
-            with pytest.raises(EngineError) as foreign:
-                await process.call("foreign")
-            assert (foreign.value.code, str(foreign.value)) == ("unexpected", "LookupError: no such thing")
-        finally:
-            process.end(5.0)
+def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
+    async def scenario(process: ChildProcess) -> None:
+        await process.start("")
+        with pytest.raises(WeightSyncError) as sync:
+            await process.call("fail", "sync")
+        assert fields(sync.value) == FIELDS
+        assert str(sync.value) == "engine 3, update: tensor w arrived damaged; send it again"
+        with pytest.raises(EngineError) as custom:  # this process may not have its class
+            await process.call("fail", "custom")
+        assert type(custom.value) is EngineError and fields(custom.value) == FIELDS
+        for method, code, text in (
+            ("configuration", "config", "a=1: too small\nb=2: too large"),
+            ("foreign", "unexpected", "LookupError: no such thing"),
+        ):
+            with pytest.raises(EngineError) as other:
+                await process.call(method)
+            assert (other.value.code, str(other.value)) == (code, text)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    play(scenario)
 
 
-def test_a_start_that_fails_answers_with_its_error_and_ends_the_process(start: Callable[[], ChildProcess]) -> None:
-    async def scenario() -> None:
-        process = start()
+def test_a_start_that_fails_answers_with_its_error_and_ends_the_process(play: Callable[[Scenario], None]) -> None:
+    async def scenario(process: ChildProcess) -> None:
         with pytest.raises(EngineError) as caught:
             await process.start("no memory")
         assert fields(caught.value) == FIELDS
-        process.end(5.0)
-        assert not any(map(psutil.pid_exists, process.process_ids))
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    play(scenario)
 
 
-def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(start: Callable[[], ChildProcess]) -> None:
-    async def scenario() -> None:
-        process = start()
-        try:
-            await process.start("")
-            request = GenerationRequest("r7", [1], SamplingParams())
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(process.generate(request), 0.1)
-            assert await process.call("so_far") == ["r7"]
-            waiting = asyncio.ensure_future(process.generate(request))
-            for method in ("die", "so_far"):
-                with pytest.raises(ProcessEnded):
-                    await process.call(method)
+def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play: Callable[[Scenario], None]) -> None:
+    async def scenario(process: ChildProcess) -> None:
+        await process.start("")
+        request = GenerationRequest("r7", [1], SamplingParams())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.generate(request), 0.1)
+        assert await process.call("so_far") == ["r7"]
+        waiting = asyncio.ensure_future(process.generate(request))
+        for method in ("die", "so_far"):
             with pytest.raises(ProcessEnded):
-                await waiting
-            assert not process.alive
-        finally:
-            process.end(5.0)
+                await process.call(method)
+        with pytest.raises(ProcessEnded):
+            await waiting
+        assert not process.alive
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    play(scenario)
 
 
 _KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SlimeLikeError)]

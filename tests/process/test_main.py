@@ -1,11 +1,9 @@
-"""How the command ends: interrupts, handlers, threads."""
+"""An interrupt while the command is imported."""
 
 import subprocess
 import sys
 
 import pytest
-
-from tests.unit.commands.test_main import _LEAVING
 
 
 @pytest.mark.parametrize("disguise", [False, True])
@@ -31,11 +29,3 @@ sys.exit(main(["--version"]))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "slime-like: interrupted\n")
-
-
-@pytest.mark.parametrize(("work_s", "said"), [(0, "handler\n"), (0.5, "worked\nhandler\n")])
-def test_a_command_ends_with_its_handlers_run_its_words_out_and_its_threads_done(work_s: float, said: str) -> None:
-    code = _LEAVING.format(work_s=work_s)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (1, said)
-    assert ran.stderr.startswith("slime-like: ")

@@ -9,7 +9,16 @@ import pytest
 from slime_like.errors import ConfigError
 from slime_like.orchestration.run.directory import make_run_dir
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
-from tests.unit.orchestration.run.test_directory import _SECOND, config, prepare_run_dir, write_checkpoint
+from tests.unit.orchestration.run.test_directory import config, prepare_run_dir, write_checkpoint
+
+_SECOND = """
+import sys
+from pathlib import Path
+from slime_like.orchestration.run.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:

@@ -1,51 +1,64 @@
-"""Bundles of devices of a run, and their nodes. Pure: no Ray."""
+"""Bundles of devices of a run, their nodes, and the devices of a node; counted without torch or Ray."""
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime_like.config import RunConfig
 
 RANK_LABEL = "slime-like.io/node-rank"
 """Label of Ray's nodes: the order in which they are filled."""
 
+_GPU = re.compile(r"nvidia\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A run's devices in pieces that must lie on one node each.
+
+    Attributes:
+        ranks: trainer ranks in runs of neighbours, in rank order: a tensor-parallel group, or as many as make up a
+            colocated engine, which must not be divided either.
+        engines: ``rollout.tensor`` of each separate engine; colocated ones use the devices of trainer ranks.
+        references: ranks of the reference workers, by tensor-parallel group.
+    """
+
+    ranks: Sequence[int]
+    engines: Sequence[int] = ()
+    references: Sequence[int] = ()
+
+    @property
+    def bundles(self) -> list[int]:
+        """Devices of every bundle: one for each trainer rank, then each engine's, then one for each reference rank."""
+        return [1] * sum(self.ranks) + [*self.engines] + [1] * sum(self.references)
+
+
+def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> Pieces:
+    """Pieces of a run. Evaluation runs without trainers, scoring and verification without engines."""
+    parallel, group, tensor = config.trainer.parallel, config.reference.parallel.tensor, config.rollout.tensor
+    colocated = with_trainers and config.cluster.placement == "colocated"
+    samples = with_engines and not config.supervised and not config.debug.load_rollouts
+    size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
+    if with_engines and colocated and not config.supervised:
+        size = min(math.lcm(size, tensor), ranks)
+    return Pieces(
+        [min(size, ranks - start) for start in range(0, ranks, size)],
+        [tensor] * config.rollout.num_engines if samples and not colocated else (),
+        [group] * (num_reference_ranks(config) // group) if samples and with_trainers else (),
+    )
+
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Devices of every bundle: one for each trainer rank, then ``rollout.tensor`` for each separate engine,
-    then one for each rank of the reference workers.
-
-    Colocated engines use the bundles of trainer ranks, so that they add none. Evaluation runs without trainers, scoring
-    and verification without engines; neither has reference workers.
-    """
-    trainers = [1] * config.trainer.parallel.world_size if with_trainers else []
-    if not with_engines or config.supervised or config.debug.load_rollouts:
-        return trainers
-    colocated = with_trainers and config.cluster.placement == "colocated"
-    engines = [] if colocated else [config.rollout.tensor] * config.rollout.num_engines
-    return trainers + engines + ([1] * num_reference_ranks(config) if with_trainers else [])
+    """``Pieces.bundles`` of a run."""
+    return pieces_of(config, with_trainers, with_engines).bundles
 
 
 def num_reference_ranks(config: RunConfig) -> int:
     """Number of ranks of all reference workers."""
     return config.reference_workers * config.reference.parallel.world_size
-
-
-def reference_blocks(config: RunConfig) -> list[int]:
-    """Ranks of the reference workers in runs that must share a node: their tensor-parallel groups."""
-    size = config.reference.parallel.tensor
-    return [size] * (num_reference_ranks(config) // size)
-
-
-def tensor_blocks(config: RunConfig, with_engines: bool = True) -> list[int]:
-    """Trainer ranks in runs of neighbours that must share a node, in rank order.
-
-    A run is a tensor-parallel group, or as many as make up a colocated engine, which must not be divided either.
-    """
-    size, ranks = config.trainer.parallel.tensor, config.trainer.parallel.world_size
-    if with_engines and config.cluster.placement == "colocated" and not config.supervised:
-        size = math.lcm(size, config.rollout.tensor)
-    size = min(size, ranks)
-    return [min(size, ranks - start) for start in range(0, ranks, size)]
 
 
 @dataclass(slots=True)
@@ -64,42 +77,33 @@ class NoRoomError(Exception):
         super().__init__(f"{size} devices on one node")
 
 
-def assign_nodes(
-    blocks: Sequence[int], engines: Sequence[int], nodes: Sequence[NodeRoom], references: Sequence[int] = ()
-) -> list[int]:
-    """Index of the node of every bundle: all ranks of all blocks, then the engines, then all ranks of ``references``.
+def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
+    """Index of the node of every bundle.
 
     Ranks fill nodes in order and never go back, so that neighbours stay together and a pipeline's stages follow the
-    nodes; engines take the first room that is left, and after them the blocks of reference ranks.
+    nodes; engines take the first room that is left, and after them the groups of reference ranks.
 
     Raises:
-        NoRoomError: a block or an engine fits nowhere.
+        NoRoomError: a piece fits nowhere.
     """
     free = [node.free for node in nodes]
     places: list[int] = []
     current = 0
-    for block in blocks:
+    for block in pieces.ranks:
         current = _first_with_room(free, block, start=current)
         free[current] -= block
         places += [current] * block
-    for engine in engines:
-        node = _first_with_room(free, engine, start=0)
-        free[node] -= engine
-        places.append(node)
-    for block in references:
-        node = _first_with_room(free, block, start=0)
-        free[node] -= block
-        places += [node] * block
+    for size, bundles in [*((size, 1) for size in pieces.engines), *((size, size) for size in pieces.references)]:
+        node = _first_with_room(free, size, start=0)
+        free[node] -= size
+        places += [node] * bundles
     return places
 
 
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
     """Return whether the run fits on empty nodes with so many devices each."""
-    references = reference_blocks(config)
-    others = bundle_sizes(config)[config.trainer.parallel.world_size :]
-    engines = others[: len(others) - sum(references)]
     try:
-        assign_nodes(tensor_blocks(config), engines, [NodeRoom("", count) for count in devices], references)
+        assign_nodes(pieces_of(config), [NodeRoom("", count) for count in devices])
     except NoRoomError:
         return False
     return True
@@ -116,3 +120,35 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
         if free[node] >= size:
             return node
     raise NoRoomError(size)
+
+
+def local_gpus(devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that processes started here may use: those of ``CUDA_VISIBLE_DEVICES``, else all there are."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = sum(bool(_GPU.fullmatch(entry.name)) for entry in devices.iterdir())
+    if visible is None or not there:
+        return there
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+def slots_per_node(config: RunConfig, nodes: int) -> int:
+    """CPU slots that each of several nodes without GPUs must offer so that ranks and engines are spread evenly.
+
+    What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole, and divides a node's
+    slots, as it must divide its GPUs.
+    """
+    pieces = pieces_of(config)
+    sizes = [*pieces.ranks, *pieces.engines, *pieces.references]
+    step = math.lcm(config.trainer.parallel.tensor, *pieces.engines, *pieces.references)
+    slots = step * math.ceil(max(sum(sizes) / nodes, *sizes) / step)
+    while not fits_on_nodes(config, [slots] * nodes):
+        slots += step
+    return slots
+
+
+def devices_per_node(config: RunConfig, nodes: int, given: int | None) -> int:
+    """Devices that a plan counts with: those given, else this node's GPUs, else those of the recipe, else CPU slots."""
+    count = given or local_gpus()
+    if not count and "gpus_per_node" in config.cluster.model_fields_set:
+        count = config.cluster.gpus_per_node
+    return count or slots_per_node(config, nodes)

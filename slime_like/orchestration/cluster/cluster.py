@@ -59,7 +59,7 @@ class Cluster:
         if self._config.address is not None:
             _require_reachable(self._config.address)
         ray_directory = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray")
-        sessions = Sessions.from_now_on(ray_directory, os.getpid())
+        sessions = Sessions(ray_directory, os.getpid())
         self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
             with own_signals(), lean_start() if self._config.address is None else nullcontext():

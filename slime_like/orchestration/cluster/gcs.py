@@ -92,11 +92,7 @@ class Gcs:
         return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        """
-        Raises:
-            UnreachableError: no answer in time.
-            WrongTokenError: the token is rejected.
-        """
+        """Raises ``UnreachableError``: no answer in time; ``WrongTokenError``: the token is rejected."""
         began = time.monotonic()
         while True:
             try:

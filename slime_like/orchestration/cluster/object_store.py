@@ -12,7 +12,7 @@ _LEFT_FOR_WORK = 100 * _MIB
 """Memory that Ray requires to be left beside the store."""
 
 _ON_DISK = 10**10
-"""A store up to this size Ray keeps on disk where /dev/shm has no room for it."""
+"""A store up to this size Ray keeps on disk where /dev/shm has no room for it; a larger one it refuses."""
 
 _CGROUPS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
 """Of version 2 and 1: files with limit and usage, prefix of the fields in memory.stat."""
@@ -22,16 +22,7 @@ _DEFAULT = ClusterConfig().object_store_mb
 
 def object_store_problem(size_mb: int) -> str | None:
     """Reason why a store of ``cluster.object_store_mb`` does not fit here, in one sentence; ``None`` where it does."""
-    return _problem(size_mb, _available_memory(Path("/sys/fs/cgroup")), shutil.disk_usage("/dev/shm").free)
-
-
-def _problem(size_mb: int, memory: int, shared: int) -> str | None:
-    """A small store that shared memory has no room for Ray keeps on disk; a large one it refuses.
-
-    Args:
-        memory: bytes that are not in use, of the machine or of the container.
-        shared: bytes that are left in /dev/shm.
-    """
+    memory, shared = _available_memory(Path("/sys/fs/cgroup")), shutil.disk_usage("/dev/shm").free
     field, nbytes = f"cluster.object_store_mb={size_mb}", size_mb * _MIB
     if nbytes > memory - _LEFT_FOR_WORK:
         return (

@@ -4,13 +4,11 @@ A driver that ends in any other way cleans up itself. One that is killed outrigh
 along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
 stay for ever.
 
-Run as ``python -m slime_like.orchestration.cluster.orphan_reaper DRIVER_PID RAY_DIRECTORY SINCE LOGS
-RUN_NAME BUCKET_DIRECTORY...``
-with a pipe as standard input. ``done`` on it means all is well; ``failed`` that the driver is ending with a
-message of its error; end of file alone means that the driver was killed, which only this process can report.
+Run as ``python -m ... DRIVER_PID RAY_DIRECTORY SINCE LOGS RUN_NAME BUCKET_DIRECTORY...`` with a pipe as standard input.
+``done`` on it means all is well; ``failed`` that the driver is ending with a message of its error; end of file alone
+means that the driver was killed, which only this process can report.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -85,19 +83,15 @@ def end_orphans(sessions: Sessions) -> None:
     Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
     itself. Processes that only read there are left alone.
     """
-    _end(lambda: writers_below(sessions.directories(), but=sessions.driver), _QUIET_S)
+    end_writers(sessions.directories, sessions.driver, _QUIET_S)
 
 
-def end_writers(directory: Path) -> None:
-    """Kill every other process that writes below ``directory``, until none has shown up for a second."""
-    _end(lambda: writers_below([directory], but=os.getpid()), quiet_s=1.0)
-
-
-def _end(living: Callable[[], list[psutil.Process]], quiet_s: float) -> None:
-    deadline = time.monotonic() + _GIVE_UP_S
+def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:
+    """Kill every process but ``but`` that writes below ``directories``, until none has shown up for ``quiet_s``."""
     quiet_since = time.monotonic()
+    deadline = quiet_since + _GIVE_UP_S
     while time.monotonic() - quiet_since < quiet_s and time.monotonic() < deadline:
-        for process in living():
+        for process in writers_below(directories(), but):
             quiet_since = time.monotonic()
             try:
                 process.kill()  # psutil checks the start time, so a reused process id is safe
@@ -115,15 +109,12 @@ def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != but and _writes_below(process, places) and not is_tracker(process):
+            writes = any(file.path.startswith(places) and file.mode != "r" for file in process.open_files())
+            if process.pid != but and writes and not is_tracker(process):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
             continue
     return found
-
-
-def _writes_below(process: psutil.Process, places: tuple[str, ...]) -> bool:
-    return any(file.path.startswith(places) and file.mode != "r" for file in process.open_files())
 
 
 if __name__ == "__main__":

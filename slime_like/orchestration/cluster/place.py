@@ -47,22 +47,20 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
     node = address or (head if rank == 0 else _address_towards(head))
     if rank == 0 and node != head and not is_loopback(head):
         raise ConfigError(
-            [f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={node}; give every node the same HEAD_ADDR"]
+            f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={node}; give every node the same HEAD_ADDR"
         )
     try:
         interface = interface_of(node)
     except ValueError as error:
-        raise ConfigError([f"NODE_ADDR={node} is no address ({error}); give a number such as 10.0.0.2"]) from error
+        raise ConfigError(f"NODE_ADDR={node} is no address ({error}); give a number such as 10.0.0.2") from error
     if interface is None:
         listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
         if rank == 0 and not address:
             raise ConfigError(
-                [
-                    f"HEAD_ADDR={head_name} is {head}, which is no address of {socket.gethostname()} (it has "
-                    f"{listed}); start NODE_RANK=0 on the node that has it, or give that node's address to all nodes"
-                ]
+                f"HEAD_ADDR={head_name} is {head}, which is no address of {socket.gethostname()} (it has "
+                f"{listed}); start NODE_RANK=0 on the node that has it, or give that node's address to all nodes"
             )
-        raise ConfigError([f"NODE_ADDR={node} is no address of {socket.gethostname()}; it has {listed}"])
+        raise ConfigError(f"NODE_ADDR={node} is no address of {socket.gethostname()}; it has {listed}")
     return Place(rank, node if rank == 0 else head, node, interface)
 
 
@@ -71,34 +69,22 @@ def _resolved_head(name: str, address: str) -> str:
         head = resolve(name)
     except (OSError, UnicodeError) as error:  # the latter of what can be no name
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address"]) from error
-    if is_loopback(head) and not _is_loopback_address(name) and not address:
+        raise ConfigError(f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address") from error
+    if is_loopback(head) and head != name and not address:  # a number means several nodes on one machine
         raise ConfigError(
-            [
-                f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
-                "the cluster"
-            ]
+            f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
+            "the cluster"
         )
     if head in _RAYS_LOCALHOST:
         raise ConfigError(
-            [
-                f"HEAD_ADDR={name}: Ray takes {head} for another address; give the one in the network (127.0.0.2, and "
-                "a NODE_ADDR for each, for several nodes of one machine)"
-            ]
+            f"HEAD_ADDR={name}: Ray takes {head} for another address; give the one in the network (127.0.0.2, and "
+            "a NODE_ADDR for each, for several nodes of one machine)"
         )
     return head
-
-
-def _is_loopback_address(host: str) -> bool:
-    """Return whether a loopback address is given, which means several nodes on one machine."""
-    try:
-        return is_loopback(host)
-    except ValueError:
-        return False
 
 
 def _address_towards(head: str) -> str:
     try:
         return address_towards(head)
     except OSError as error:
-        raise ConfigError([f"HEAD_ADDR={head} cannot be reached from here ({error.strerror})"]) from error
+        raise ConfigError(f"HEAD_ADDR={head} cannot be reached from here ({error.strerror})") from error

@@ -20,10 +20,7 @@ from slime_like.orchestration.cluster.bundles import (
     NoRoomError,
     along_devices,
     assign_nodes,
-    bundle_sizes,
-    num_reference_ranks,
-    reference_blocks,
-    tensor_blocks,
+    pieces_of,
 )
 from slime_like.system.interrupts import raise_if_interrupted
 
@@ -42,10 +39,9 @@ class Placement:
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
-        self._sizes = bundle_sizes(config, with_trainers, with_engines)
-        self._num_ranks = config.trainer.parallel.world_size if with_trainers else 0
-        self._blocks = tensor_blocks(config, with_engines) if with_trainers else []
-        self._reference_blocks = reference_blocks(config) if with_trainers and with_engines else []
+        self._pieces = pieces_of(config, with_trainers, with_engines)
+        self._sizes = self._pieces.bundles
+        self._num_ranks = sum(self._pieces.ranks)
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
@@ -95,7 +91,7 @@ class Placement:
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Ray options of one rank of one reference worker."""
-        first = len(self._sizes) - num_reference_ranks(self._config)
+        first = len(self._sizes) - sum(self._pieces.references)
         place = first + worker * self._config.reference.parallel.world_size + rank
         return self._in_bundle(self._order[place], gpus=1)
 
@@ -130,17 +126,12 @@ class Placement:
     def _bundles(self) -> str:
         return "bundles of " + ", ".join(f"{count} x {size}" for size, count in Counter(self._sizes).items())
 
-    @property
-    def _engine_sizes(self) -> list[int]:
-        return self._sizes[self._num_ranks : len(self._sizes) - sum(self._reference_blocks)]
-
     def _await_room(self, deadline: float) -> list[str]:
         """Address of the node of every bundle, as soon as there is room for all."""
         while True:
             nodes = node_rooms(self.device)
             try:
-                places = assign_nodes(self._blocks, self._engine_sizes, nodes, self._reference_blocks)
-                return [nodes[place].address for place in places]
+                return [nodes[place].address for place in assign_nodes(self._pieces, nodes)]
             except NoRoomError as error:
                 raise_if_interrupted()
                 if time.monotonic() > deadline:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ _READY_TIMEOUT_S = 60.0
 
 _LOOK_EVERY_S = 5.0
 """Between looks at whether the user has interrupted."""
+
+_ASK_EVERY_S = 2.0
 
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
@@ -41,8 +44,6 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         watch: called every few seconds of waiting; raises where an answer needs a dead worker.
-
-    Raises:
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}
@@ -52,18 +53,17 @@ def gather(
         left = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
         raise_if_interrupted()
-        if not ready:
-            watch()
-        if not ready and left > _LOOK_EVERY_S:
+        if ready:
+            values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
             continue
-        if not ready:
+        watch()
+        if left <= _LOOK_EVERY_S:
             late = ", ".join(waiting.values())
             raise error(
                 f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
                 code="no-answer",
                 remedy="the worker logs say more",
             )
-        values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
     return [values[reference] for reference in references]
 
 
@@ -76,7 +76,11 @@ def one(
     except GetTimeoutError as cause:
         raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}", code="no-answer") from cause
     except RayTaskError as cause:
-        raise _from_worker(cause, name, phase, error) from cause
+        original = cause.cause
+        if isinstance(original, SlimeLikeError):  # its class stays, so that exit code and remedy survive
+            raise located(original, name, phase) from cause
+        what = f"{type(original).__name__}: {_first_line(original)}"
+        raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
         raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
     except RayError as cause:
@@ -85,25 +89,13 @@ def one(
 
 def located(original: _Error, name: str, phase: str) -> _Error:
     """The same error, saying who was doing what."""
-    if name in str(original):
-        return original
-    if isinstance(original, ConfigError):  # its sentences name fields
+    if name in str(original) or isinstance(original, ConfigError):  # whose sentences name fields
         return original
     within = ", ".join(filter(None, (original.who, original.phase)))
     same = copy.copy(original)
     same.who, same.phase = name, phase
     same.problem = f"{within}: {original.problem}" if within else original.problem
     return same
-
-
-def _from_worker(cause: RayTaskError, name: str, phase: str, error: type[SlimeLikeError]) -> SlimeLikeError:
-    original = cause.cause
-    if isinstance(original, SlimeLikeError):
-        # The worker already said what is wrong; keep its class, so that the exit code and remedy survive.
-        return located(original, name, phase)
-    return error(
-        f"{name} failed while {phase}: {type(original).__name__}: {_first_line(original)}", code="worker-failed"
-    )
 
 
 def _death(cause: RayActorError) -> str:
@@ -120,3 +112,36 @@ def _death(cause: RayActorError) -> str:
 def _first_line(error: BaseException | None) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+class Liveness:
+    """Repeated check of actors that never waits for an answer: a busy actor answers later.
+
+    Args:
+        actors: Ray actors that run one call after the other.
+    """
+
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], phase: str, error: type[SlimeLikeError]) -> None:
+        self._actors = dict(zip(names, actors, strict=True))
+        self._phase = phase
+        self._error = error
+        self._asked: dict[Any, str] = {}
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Read the answers to the last check, and ask again; at most every other second. From any thread.
+
+        Raises:
+            error: an actor has died.
+        """
+        with self._lock:
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + _ASK_EVERY_S
+            if self._asked:
+                answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+                for reference in answered:
+                    one(reference, self._asked.pop(reference), phase=self._phase, error=self._error)
+            for name in self._actors.keys() - set(self._asked.values()):
+                self._asked[self._actors[name].__ray_ready__.remote()] = name

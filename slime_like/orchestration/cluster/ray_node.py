@@ -15,7 +15,7 @@ from typing import Self
 
 from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
-from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.bundles import local_gpus, slots_per_node
 from slime_like.orchestration.cluster.place import Place
 from slime_like.system.interrupts import raise_if_interrupted
 
@@ -49,7 +49,6 @@ class Ready:
     """Ray runs."""
 
     gcs: str
-    gpus: int
     logs: str
 
 

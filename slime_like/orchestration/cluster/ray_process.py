@@ -7,6 +7,7 @@ process, whatever ends it, and this process ends with the pipe that is its stand
 
 import json
 import logging
+import os
 import select
 import sys
 from dataclasses import asdict
@@ -25,22 +26,21 @@ _VITAL = ("gcs_server", "raylet")
 
 
 def main(spec: RayNodeSpec) -> int:
-    """Start, say ``Ready`` on standard output, and stay until standard input ends or a daemon does; the exit code."""
+    """Start, print ``Ready`` on standard output, and stay until standard input ends or a daemon does; the exit code."""
     directory = Path(spec.directory)
     node: LeanNode | None = None
     try:
         if problem := object_store_problem(spec.object_store_mb):
             raise LaunchError(problem, code="object-store-size")
         node = _start(spec)
-        gpus = node.get_resource_and_label_spec().num_gpus or 0
-        _say(Ready(node.gcs_address, int(gpus), node.get_logs_dir_path()))
+        print(json.dumps(asdict(Ready(node.gcs_address, node.get_logs_dir_path()))), flush=True)
         died = _stay(node)
     except Exception as error:  # ours, or of Ray's own making, of any class
         died = " ".join(str(error).split())[:300] or type(error).__name__
     finally:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-        end_writers(directory)
+        end_writers(lambda: [directory], os.getpid(), quiet_s=1.0)
         if node is not None and directory in (session := Path(node.get_session_dir_path())).parents:
             keep_logs_only(session)
     if died:
@@ -70,10 +70,6 @@ def _stay(node: LeanNode) -> str:
             if kind in _VITAL:
                 return f"Ray's {kind} ended by itself with {process.returncode}"
     return ""
-
-
-def _say(ready: Ready) -> None:
-    print(json.dumps(asdict(ready)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Self
 
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
 _LOGS = "logs"
-_REMOVE_S = 2.0
+_REMOVALS = 20
 _MEETING = "vllm_dist_*"
 """Files at which vLLM's ranks meet; what they share in memory is named after them. An engine that has started removes
 that itself, one that was killed while it started cannot."""
@@ -29,11 +28,7 @@ class Sessions:
 
     ray_directory: Path
     driver: int
-    since: str
-
-    @classmethod
-    def from_now_on(cls, ray_directory: Path, driver: int) -> Self:
-        return cls(ray_directory, driver, datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
+    since: str = field(default_factory=lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
     def directories(self) -> list[Path]:
         """List the existing session directories."""
@@ -79,11 +74,11 @@ def put_away(session: Path, logs: Path) -> None:
 
 def _remove(session: Path) -> None:
     """Remove it, again if something of it is left: a daemon that ends this moment may still write a file."""
-    deadline = time.monotonic() + _REMOVE_S
-    shutil.rmtree(session, ignore_errors=True)
-    while session.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    for _ in range(_REMOVALS):
         shutil.rmtree(session, ignore_errors=True)
+        if not session.exists():
+            return
+        time.sleep(0.1)
 
 
 def keep_logs_only(session: Path) -> None:

@@ -3,13 +3,12 @@
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from slime_like.errors import LaunchError
 from slime_like.system.disk import write_private
-from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.system.interrupts import polls
 
 _POLL_S = 0.2
 _SHORTEST = 16
@@ -37,19 +36,16 @@ def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda
     Raises:
         LaunchError: there is no file in time, or others may read it.
     """
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        raise_if_interrupted()
+    for _ in polls(_POLL_S, timeout_s):
+        if path.exists():
+            return _read(path)
         watch()
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either "
-                "node 0 was not started, or this directory is not on a file system that all nodes share",
-                code="key-missing",
-                remedy="share it, or copy a key to every node and give TOKEN_FILE",
-            )
-        time.sleep(_POLL_S)
-    return _read(path)
+    raise LaunchError(
+        f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either "
+        "node 0 was not started, or this directory is not on a file system that all nodes share",
+        code="key-missing",
+        remedy="share it, or copy a key to every node and give TOKEN_FILE",
+    )
 
 
 def _read(path: Path) -> str:

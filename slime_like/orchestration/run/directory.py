@@ -1,10 +1,8 @@
 """A run's directory at its start: what is resumed, what is moved aside, and which settings have changed since."""
 
-import json
 import os
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.config import RunConfig
@@ -15,7 +13,10 @@ from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, latest_checkpoint
 
-CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+"""Closing figures: the file exists only if the run finished."""
+
 EXPORT = "hf"
 """The trained model as a Hugging Face directory."""
 
@@ -30,19 +31,14 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
         CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
         ConfigError: the run has finished, or another backend wrote the checkpoint.
     """
-    checkpoint = _asked_for(config)
-    if checkpoint is not None:
-        _require_resumable(checkpoint, config)
-    return checkpoint
-
-
-def _asked_for(config: RunConfig) -> Checkpoint | None:
     if config.resume == "never":
         return None
-    if config.resume != "auto":
-        return Checkpoint.read(Path(config.resume))
-    latest = latest_checkpoint(config.run_dir)
-    return Checkpoint.read(latest) if latest is not None else None
+    path = latest_checkpoint(config.run_dir) if config.resume == "auto" else Path(config.resume)
+    if path is None:
+        return None
+    checkpoint = Checkpoint.read(path)
+    _require_resumable(checkpoint, config)
+    return checkpoint
 
 
 def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:
@@ -81,12 +77,6 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     return changed
 
 
-def write_summary(config: RunConfig, summary: dict[str, Any]) -> None:
-    """Write the closing figures; the file exists only if the run finished."""
-    path = config.run_dir / SUMMARY_FILE
-    path.write_text(json.dumps({"steps": config.steps, **summary}, indent=1) + "\n", encoding="utf-8")
-
-
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
@@ -95,25 +85,24 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if not config.debug.load_rollouts:
         checkpoint.data_position()  # raises before anything starts
     if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
         raise ConfigError(
-            [
-                f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
-                "choose another run_dir, or set resume: never to start over"
-            ]
+            f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
+            "choose another run_dir, or set resume: never to start over"
         )
 
 
 def _require_nothing_read_there(config: RunConfig) -> None:
     place = config.run_dir.resolve()
+    values = {name: attrgetter(name)(config) for name in _READ}
     inside = [
         f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
         "another run_dir"
-        for name in _READ
-        for path in _paths(attrgetter(name)(config))
-        if path.resolve().is_relative_to(place)
+        for name, paths in values.items()
+        for path in (paths if isinstance(paths, tuple) else (paths,))
+        if path is not None and path.resolve().is_relative_to(place)
     ]
     if inside:
         raise ConfigError(inside)
@@ -121,10 +110,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
 
 def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
     """The model is written after the last step: a place that it must not replace is rejected before the first.
-
-    Args:
-        resumes_here: the run resumes in this directory, so that a model there is an earlier start's.
-    """
+    Where the run resumes in this directory, a model there is an earlier start's."""
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
     earlier = resumes_here and not read and (export / "config.json").is_file()
@@ -132,17 +118,9 @@ def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
         return
     what = "model.path" if read else "no model that this run wrote"
     raise ConfigError(
-        [
-            f"run_dir={config.run_dir}: {export} is {what}, and the trained one belongs there; move it away, give "
-            "another run_dir, or set checkpoint.export_hf: false"
-        ]
+        f"run_dir={config.run_dir}: {export} is {what}, and the trained one belongs there; move it away, give "
+        "another run_dir, or set checkpoint.export_hf: false"
     )
-
-
-def _paths(value: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, Path) else value
 
 
 def _move_aside(run_dir: Path) -> Path:
@@ -167,16 +145,14 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     if not path.is_file():
         return []
     try:
-        changed = _differences(load_config(path, []), config)
+        before = load_config(path, [])
     except ConfigError as error:
         changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
+    else:
+        names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
+        values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}
+        changed = [f"{name}: {value_text(a)} -> {value_text(b)}" for name, (a, b) in values.items() if a != b]
     kept = path.with_name(f"config.until-step-{step:06d}.yaml")
     if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
         path.replace(kept)
     return changed if len(changed) <= _MAX_NAMED else [*changed[:_MAX_NAMED], f"and {len(changed) - _MAX_NAMED} more"]
-
-
-def _differences(before: RunConfig, now: RunConfig) -> list[str]:
-    names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
-    values = {name: (attrgetter(name)(before), attrgetter(name)(now)) for name in names}
-    return [f"{name}: {value_text(old)} -> {value_text(new)}" for name, (old, new) in values.items() if old != new]

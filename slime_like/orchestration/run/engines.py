@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
@@ -20,16 +19,6 @@ from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
-
-
-@dataclass(frozen=True, slots=True)
-class StartedEngines:
-    """Engines that have loaded the model, with trainers that are set up."""
-
-    engines: RolloutManager
-    rewards: RewardPool
-    references: ReferencePool | None
-    devices: Turns
 
 
 def require_servable(config: RunConfig, on_cuda: bool) -> None:
@@ -65,7 +54,7 @@ def launch_engines(
 
 def start_engines(
     config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
-) -> StartedEngines:
+) -> tuple[RolloutManager, RewardPool, ReferencePool | None, Turns]:
     """Set up trainers, engines, reward and reference workers.
 
     All import at the same time; the wait for each has a separate bound. Colocated engines load while the
@@ -88,7 +77,7 @@ def start_engines(
     if references is not None:
         stack.callback(references.close)
     if not colocated:
-        return StartedEngines(engines, rewards, references, Turns())
+        return engines, rewards, references, Turns()
     supervisor.sleep()
     trainers.onload()
-    return StartedEngines(engines, rewards, references, SharedDevices(trainers, supervisor))
+    return engines, rewards, references, SharedDevices(trainers, supervisor)

@@ -1,24 +1,47 @@
 """Milestones: evaluation, checkpoints and the export, run when they are due."""
 
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime_like.checks.checkpoint_backend import BACKEND
 from slime_like.interfaces import TrainerBackend
-from slime_like.observability.metrics import METRICS_FILE
-from slime_like.orchestration.run.directory import EXPORT
+from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
+from slime_like.observability.names import ACCURACY
+from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.schedule import Schedule
-from slime_like.orchestration.run.summary import TrainSummary, summarise
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSummary:
+    """Closing figures of a finished run.
+
+    Attributes:
+        accuracy_before, accuracy_after: held-out accuracy before the first and after the last step; ``None`` without
+            evaluation.
+        tokens_per_second: response tokens trained on per second of training steps.
+        wall_s: the whole run, start-up included.
+    """
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens_per_second: float
+    wall_s: float
+    files: dict[str, Path]
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether ``step``, counted from 1, is the last one or, unless ``every`` is 0, a multiple of ``every``."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 class Milestones:
-    """Runs what ``Schedule`` names, between steps and at the end."""
+    """Runs what is due, between steps and at the end."""
 
     def __init__(self, run: Run, recorder: StepRecorder) -> None:
         self._run = run
         self._recorder = recorder
-        self._schedule = Schedule(run.config)
 
     def before_first(self) -> None:
         """Evaluate the initial weights; a resumed run has done so."""
@@ -29,7 +52,9 @@ class Milestones:
         """Run what is due after this step; True if anything was."""
         committed = self._run.checkpoints.commit_written()
         self._report_saved(committed)
-        evaluates, saves = self._schedule.evaluates(step), self._schedule.saves(step)
+        config = self._run.config
+        evaluates = is_due(step, config.evaluation.every, config.steps)
+        saves = is_due(step, config.checkpoint.every, config.steps)
         if evaluates:
             self._evaluate(step)
         if saves:
@@ -37,10 +62,10 @@ class Milestones:
         return evaluates or saves or committed is not None
 
     def finish(self, wall_s: float) -> TrainSummary:
-        """Export the model, draw the curves and summarise after the last step."""
+        """Export the model, draw the curves, and write and return the summary, after the last step."""
         run, config = self._run, self._run.config
         self._report_saved(run.checkpoints.finish())
-        self._recorder.responses.finish()
+        self._recorder.finish()
         files = {"metrics": config.run_dir / METRICS_FILE, "checkpoint": config.run_dir / "checkpoints" / "latest"}
         if config.logging.tensorboard:
             files["tensorboard"] = config.run_dir / "tensorboard"
@@ -49,8 +74,13 @@ class Milestones:
             run.devices.training()
             phase = "writing the Hugging Face model"
             run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
-        files |= self._recorder.responses.draw(files["metrics"], config.run_dir)
-        return summarise(config, files, self._recorder.tokens_per_second, wall_s)
+        files |= self._recorder.draw(files["metrics"], config.run_dir)
+        accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
+        before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
+        summary = TrainSummary(before, after, self._recorder.tokens_per_second, wall_s, files)
+        text = json.dumps({"steps": config.steps, **asdict(summary)}, indent=1, default=str) + "\n"
+        (config.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
+        return summary
 
     def _evaluate(self, step: int) -> None:
         if metrics := self._run.rollout.evaluate(step):

@@ -14,6 +14,7 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
@@ -26,15 +27,14 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import latest_checkpoint
+from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start import Start, start_of
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
-from slime_like.orchestration.trainer.checkpoints import CheckpointStore
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transports.registry import transport_of
@@ -53,7 +53,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             yield run
         except BaseException:
             run.checkpoints.rescue()
-            _report_resume_point(run)
+            if (latest := latest_checkpoint(config.run_dir)) is not None:
+                run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
             raise
 
 
@@ -61,35 +62,29 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
         require_group_scope(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    base = _Base(config, stack, lock, start_of(config), load_tokenizer(config.model.path))
+    base = _Base(config, stack, lock, find_checkpoint(config), load_tokenizer(config.model.path))
     if config.debug.load_rollouts is not None:
         return _open_replay(base, config.debug.load_rollouts)
     return _open_supervised(base) if config.supervised else _open_rl(base)
 
 
-def _report_resume_point(run: Run) -> None:
-    latest = latest_checkpoint(run.config.run_dir)
-    if latest is not None:
-        run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
-
-
 # ------------------------------------------------------------------------------------------------------ three openings
 def _open_replay(base: _Base, rollouts: Path) -> Run:
     """Open a run on kept rollouts: no prompts, no engines."""
-    placed = base.place("starting Ray and trainers")
-    placed.launch_trainers()
-    source = DumpedSource(rollouts, ModelDimensions.from_checkpoint(base.config.model.path).vocab_size)
-    placed.trainers.setup()
-    return placed.run(RolloutSide(source, dict), Turns(), Reference(base.config, placed.trainers))
+    vocab_size = ModelDimensions.from_checkpoint(base.config.model.path).vocab_size
+    return _without_engines(base, RolloutSide(DumpedSource(rollouts, vocab_size), dict))
 
 
 def _open_supervised(base: _Base) -> Run:
     """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
-    base.start.position(prompts)
+    source = DemonstrationSource(base.config, prompts)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}))
+
+
+def _without_engines(base: _Base, side: RolloutSide) -> Run:
     placed = base.place("starting Ray and trainers")
     placed.launch_trainers()
-    side = RolloutSide(DemonstrationSource(base.config, prompts), lambda: {"data": prompts.state_dict()})
     placed.trainers.setup()
     return placed.run(side, Turns(), Reference(base.config, placed.trainers))
 
@@ -97,9 +92,8 @@ def _open_supervised(base: _Base) -> Run:
 def _open_rl(base: _Base) -> Run:
     """Open a run on rollouts that engines sample."""
     config, stack = base.config, base.stack
-    prompts = base.prompts(need_responses=False)
+    prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
-    base.start.position(prompts, LEDGER)
     placed = base.place("starting Ray, trainers and engines")
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     on_cuda = placement.device == "GPU"
@@ -107,11 +101,10 @@ def _open_rl(base: _Base) -> Run:
     transport_of(config, on_cuda, placement.num_nodes)
     require_servable(config, on_cuda)
     placed.launch_trainers()
-    started = start_engines(config, stack, placement, trainers, progress)
-    engines, devices, pool = started.engines, started.devices, started.references
+    engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
     sync.connect()
-    scorer = Scorer(config, started.rewards, base.tokenizer)
+    scorer = Scorer(config, rewards, base.tokenizer)
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
@@ -130,18 +123,23 @@ class _Base:
     config: RunConfig
     stack: ExitStack
     lock: RunLock
-    start: Start
+    checkpoint: Checkpoint | None
     tokenizer: Any
 
-    def prompts(self, need_responses: bool) -> PromptSource:
-        """The training prompts."""
+    def prompts(self, *files: str, need_responses: bool) -> PromptSource:
+        """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
         data = self.config.data
-        return PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
+        prompts = PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
+        if self.checkpoint is not None:
+            prompts.load_state_dict(self.checkpoint.data_position())
+            for name in files:
+                self.checkpoint.file(name)
+        return prompts
 
     def place(self, note: str) -> _Placed:
         """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
-        self.start.make_directory(self.lock)
+        make_run_dir(config, self.checkpoint, self.lock)
         metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(metrics.close)
         progress = stack.enter_context(Progress(config.logging.progress, config.steps))
@@ -184,7 +182,7 @@ class _Placed:
         replicas = self.trainers.training.data_parallel_size
         run = Run(
             config=base.config,
-            finished_steps=base.start.finished_steps,
+            finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=base.tokenizer.decode,
             rollout=rollout,
             batcher=ExperienceBatcher(base.config, replicas, pad if pad is not None else 0),
@@ -195,5 +193,15 @@ class _Placed:
             metrics=self.metrics,
             progress=self.progress,
         )
-        base.start.restore(run)
+        if base.checkpoint is not None:
+            _restore(run, base.checkpoint)
         return run
+
+
+def _restore(run: Run, checkpoint: Checkpoint) -> None:
+    run.rollout.restore(checkpoint)
+    run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+    run.reference.restore(checkpoint)
+    run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
+    if changed := record_settings(run.config, checkpoint):
+        run.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")

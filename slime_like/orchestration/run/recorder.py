@@ -1,23 +1,33 @@
-"""StepRecorder: a step's figures to the log and to the screen."""
+"""A step's figures to the log and to the screen; with sampled responses also tables, warnings and curves."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from slime_like.data.dump import dump_path, save_trajectories
+from slime_like.observability.curve import plot_reward_curve
+from slime_like.observability.flat_reward import FlatSteps
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import StepRecord
-from slime_like.orchestration.run.responses import response_recorder
+from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.tables import SAMPLE_TABLE, Decode, Table, per_sample_table, per_token_table
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.schedule import Schedule
 from slime_like.orchestration.run.step import TrainedStep
+from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.trajectory import GRPOStats, ScoredTrajectory
+
+# Asking every rank for its memory costs a round trip; peaks do not change every step.
+_MEMORY_EVERY = 10
 
 
 class StepRecorder:
-    """Records training steps."""
+    """Records training steps on demonstrations; for sampled responses see ``ResponseRecorder``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._schedule = Schedule(run.config)
-        self.responses = response_recorder(run)
         self._trained_tokens = 0
         self._trained_s = 0.0
         self._memory: dict[str, float] = {}
@@ -34,12 +44,11 @@ class StepRecorder:
             save_trajectories(dump_path(directory, step), trained.trajectories)
         self._trained_tokens += sum(trajectory.sampled_len for trajectory in trained.trajectories)
         self._trained_s += times.step_s
-        if self._schedule.measures_memory(step):
+        if step % _MEMORY_EVERY == 1:
             self._memory = {"peak_rss (GiB)": run.trainers.peak_memory_bytes() / 2**30}
-        rewards = self.responses.rewards(step, trained.trajectories)
         figures = run.rollout.figures(times.step_s)
-        rollout = self.responses.rollout(step, trained.trajectories, times, figures)
-        self._note(*figures.notes)
+        rewards, rollout = self.sampled(step, trained.trajectories, times, figures)
+        self.note(*figures.notes)
         metrics = step_metrics(
             StepRecord(
                 updates=trained.updates,
@@ -58,16 +67,119 @@ class StepRecorder:
                 memory=self._memory,
             )
         )
-        self._show(step, metrics, figures)
-        self.responses.finish_step(step, trained)
-
-    def _show(self, step: int, metrics: dict[str, float], figures: RolloutFigures) -> None:
-        run = self._run
-        if figures.sync_line and step == run.finished_steps + 1:
-            self._note(figures.sync_line)
+        if step == run.finished_steps + 1:
+            self.note(figures.sync_line)
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
+        self.finish_step(step, trained)
 
-    def _note(self, *sentences: str) -> None:
-        for sentence in sentences:
+    def note(self, *sentences: str | None) -> None:
+        """Print the sentences that there are."""
+        for sentence in filter(None, sentences):
             self._run.progress.note(sentence)
+
+    # -------------------------------------------------------------------- what sampled responses have in addition
+    def sampled(
+        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
+    ) -> tuple[RewardRecord | None, RolloutRecord | None]:
+        """Return the reward functions' results, and the figures of sampling."""
+        return None, None
+
+    def finish_step(self, step: int, trained: TrainedStep) -> None:
+        """Write tables and warnings, after the step's metrics."""
+
+    def finish(self) -> None:
+        """Write warnings about the whole run, after the last step."""
+
+    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
+        """Draw the curves of a finished run; their files, by name."""
+        return {}
+
+
+class ResponseRecorder(StepRecorder):
+    """Records training steps on sampled and rewarded responses."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
+        self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
+
+    def sampled(
+        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
+    ) -> tuple[RewardRecord, RolloutRecord]:
+        functions = self._run.config.reward.functions
+        failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
+        self.note(_failure_note(step, trajectories, failures) if failures else None)
+        rewards = RewardRecord(
+            func_names=[function.name for function in functions],
+            weights=[function.weight for function in functions],
+            rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
+            successes=torch.stack([trajectory.successes for trajectory in trajectories]),
+            group_ids=[trajectory.group_id for trajectory in trajectories],
+            failures=failures,
+        )
+        rollout = RolloutRecord(
+            finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
+            dropped_prompts=figures.dropped_prompts,
+            queue_size=figures.queued_groups,
+            seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampled all the time
+            staleness=[_staleness(trajectory, step) for trajectory in trajectories],
+        )
+        return rewards, rollout
+
+    def finish_step(self, step: int, trained: TrainedStep) -> None:
+        run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
+        if debug.samples_per_step > 0 and (step == 1 or step % debug.tables_every == 0):
+            training, limit = run.trainers.training, debug.samples_per_step
+            for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
+                run.metrics.log_table(step, table.name, table.columns, table.rows)
+        nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
+        self.note(self._flat_steps.add(step, flat=nothing_to_learn))
+
+    def finish(self) -> None:
+        self.note(self._flat_steps.at_end())
+
+    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
+        curve = run_dir / "reward_curve.png"
+        plot_reward_curve(metrics, curve)
+        return {"reward curve": curve}
+
+
+def step_recorder(run: Run) -> StepRecorder:
+    """The one for the run's trajectories."""
+    return StepRecorder(run) if run.config.supervised else ResponseRecorder(run)
+
+
+def debug_tables(
+    step: int,
+    trajectories: Sequence[ScoredTrajectory],
+    trainers: GroupTraining,
+    stats: GRPOStats,
+    decode: Decode,
+    limit: int,
+) -> list[Table]:
+    """Tables of the first ``limit`` samples; policy and reference logprobs are those frozen at the step's start."""
+    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories[:limit]])
+    samples = [
+        replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference)
+        for trajectory in trajectories[:limit]
+    ]
+    pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
+    tables = [per_sample_table(step, samples, pi, stats, decode), per_token_table(step, samples, pi, decode)]
+    return [table for table in tables if table.rows]
+
+
+def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:
+    reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
+    details = [t.reward_metadata["detail"] for t in trajectories if "detail" in t.reward_metadata]
+    reasons += f", first: {details[0]}" if details else ""
+    return (
+        f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses "
+        f"({reasons}); they got reward 0"
+    )
+
+
+def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
+    """Versions between the oldest token and the weights that step n trains, n - 1."""
+    versions = trajectory.weight_versions
+    return 0 if versions is None else step - 1 - int(versions.min())

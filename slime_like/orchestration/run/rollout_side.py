@@ -76,6 +76,7 @@ class RolloutSide:
 class EngineSide(RolloutSide):
     """Trajectories that engines sample."""
 
+    source: RolloutSource
     _report: SyncReport
 
     def __init__(
@@ -89,7 +90,6 @@ class EngineSide(RolloutSide):
         references: ReferencePool | None,
     ) -> None:
         super().__init__(source, source.store.state_dict)
-        self._samples = source
         self._prompts = prompts
         self._sync = sync
         self._ledger = ledger
@@ -100,17 +100,17 @@ class EngineSide(RolloutSide):
 
     def start(self, version: int) -> None:
         self.sync(version)
-        self._samples.synced(version)
+        self.source.synced(version)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
-        self._samples.trained(trajectories, step)
-        self._samples.synced(step)
+        self.source.trained(trajectories, step)
+        self.source.synced(step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        self._samples.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self.source.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._ledger.restore(checkpoint.file(LEDGER))
 
     def evaluate(self, step: int) -> Metrics:
@@ -124,7 +124,7 @@ class EngineSide(RolloutSide):
         return metrics
 
     def figures(self, step_s: float) -> RolloutFigures:
-        queued, ready = self._samples.store.sizes()
+        queued, ready = self.source.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
         reference, notes = _reference_work(self._references, step_s)
         return RolloutFigures(

@@ -9,9 +9,8 @@ from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ReferenceRecord
 from slime_like.orchestration.rollout.advantages import penalise_kl
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.trainer.batcher import TrainingBatch
+from slime_like.orchestration.trainer.batcher import TrainingBatch, WindowStream
 from slime_like.orchestration.trainer.rank_training import StreamedStep
-from slime_like.orchestration.trainer.window_stream import WindowStream
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 

@@ -89,11 +89,6 @@ class RankCalls:
         self._actors = list(actors)
         self.names = [f"{self._owner} rank {rank}" for rank in range(len(actors))]
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self._actors)
-
     # ---------------------------------------------------------------------------------------------------- replicas
     def place(self, coordinates: Sequence[RankCoordinates]) -> None:
         """Find the ranks' coordinates on the parallel axes."""
@@ -125,11 +120,18 @@ class RankCalls:
         self, phase: str, method: Callable[Concatenate[Any, P], T], /, *arguments: P.args, **options: P.kwargs
     ) -> Answers[T]:
         """Start a call without waiting."""
-        return self._start(phase, method, [arguments] * self.size, options)
+        return self.start_each(phase, method, [arguments] * len(self._actors), **options)
 
-    def start_each(self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Answers[T]:
+    def start_each(
+        self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]], **options: Any
+    ) -> Answers[T]:
         """Call each rank with separate arguments, without waiting."""
-        return self._start(phase, method, arguments, {})
+        title = f"TrainerRank.{method.__name__}"  # what process lists show
+        references = [
+            actor.call.options(name=title).remote(method.__qualname__, *values, **options)
+            for actor, values in zip(self._actors, arguments, strict=True)
+        ]
+        return Answers(self, phase, references)
 
     def defer(self, answers: Answers[None]) -> None:
         """Do not wait for ``answers``: a failure is raised by the next call that waits, or by ``raise_failures``."""
@@ -145,13 +147,3 @@ class RankCalls:
         deferred, self._deferred = self._deferred, []
         for answers in deferred:
             answers.gather(timeout_s)
-
-    def _start(
-        self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]], options: dict[str, Any]
-    ) -> Answers[T]:
-        title = f"TrainerRank.{method.__name__}"  # what process lists show
-        references = [
-            actor.call.options(name=title).remote(method.__qualname__, *values, **options)
-            for actor, values in zip(self._actors, arguments, strict=True)
-        ]
-        return Answers(self, phase, references)

@@ -93,14 +93,11 @@ class Checkpoint:
 
 
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:
-    names = sorted(other.name for other in _saved(path.parent) if (other / _STATE).is_file() and not _same(other, path))
+    others = (other for other in _saved(path.parent) if other.resolve() != path.resolve())
+    names = sorted(other.name for other in others if (other / _STATE).is_file())
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
     remedy = f"give the path{whole} or start over with resume: never"
     return CheckpointError(f"{path} is no checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
@@ -146,10 +143,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
         """
-        final = self._final(step)
+        final = self._write(step, state, "saving a checkpoint", TrainerBackend.save)
         with self._whole_or_removed(final):
-            self._begin(final, step, state)
-            self._trainers.ranks.call("saving a checkpoint", TrainerBackend.save, _partial(final) / _TRAINER)
             self._commit(final)
         return final
 
@@ -158,12 +153,7 @@ class CheckpointStore:
 
         The one started before must have been finished.
         """
-        final = self._final(step)
-        with self._whole_or_removed(final):
-            self._begin(final, step, state)
-            phase, directory = "copying a checkpoint to host memory", _partial(final) / _TRAINER
-            self._trainers.ranks.call(phase, TrainerRank.start_save, directory)
-        self._started = final
+        self._started = self._write(step, state, "copying a checkpoint to host memory", TrainerRank.start_save)
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
         """Commit the save that was started if all its files are written; its path if so.
@@ -203,26 +193,34 @@ class CheckpointStore:
         for partial in self._root.glob(f"{_PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)  # what cannot be removed makes the next start fail
 
-    def _final(self, step: int) -> Path:
-        return self._root / f"step-{step:06d}"
-
-    def _begin(self, final: Path, step: int, state: dict[str, Any]) -> None:
-        partial = _partial(final)
-        partial.mkdir(parents=True)
-        checksums = {}
-        for name, write in self._also.items():
-            write(partial / name)
-            checksums[name] = zlib.crc32((partial / name).read_bytes())
-        for name, source in self._linked.items():
-            if (files := source()) is not None:
-                link_tree(files, partial / name)
-        write_state(partial, step, {**state, _FILES: checksums})
+    def _write(self, step: int, state: dict[str, Any], phase: str, method: Callable[[Any, Path], None]) -> Path:
+        """Write all that the driver adds, and have ``method`` of the ranks begin; the path once it is committed."""
+        final = self._root / f"step-{step:06d}"
+        with self._whole_or_removed(final):
+            partial = _partial(final)
+            partial.mkdir(parents=True)
+            checksums = {}
+            for name, write in self._also.items():
+                write(partial / name)
+                checksums[name] = zlib.crc32((partial / name).read_bytes())
+            for name, source in self._linked.items():
+                if (files := source()) is not None:
+                    link_tree(files, partial / name)
+            write_state(partial, step, {**state, _FILES: checksums})
+            self._trainers.ranks.call(phase, method, partial / _TRAINER)
+        return final
 
     def _commit(self, final: Path) -> None:
         shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
         _partial(final).rename(final)
-        self._point_latest(final)
-        self._remove_old(final)
+        link = self._root / ".latest-new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(self._root / "latest")
+        # Of the old ones first those of later steps, left by a run that resumed before them.
+        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= _step(final), _step(path)))
+        for old in saved[: -self._keep]:
+            shutil.rmtree(old)
 
     @contextlib.contextmanager
     def _whole_or_removed(self, final: Path) -> Iterator[None]:
@@ -237,19 +235,6 @@ class CheckpointStore:
                 raise CheckpointError(refused, code="disk-refused") from error
             raise
 
-    def _point_latest(self, final: Path) -> None:
-        link = self._root / ".latest-new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(self._root / "latest")
-
-    def _remove_old(self, newest: Path) -> None:
-        """Remove old ones, first those of later steps than ``newest``, left by a run that resumed before them."""
-        left_behind = _step(newest)
-        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= left_behind, _step(path)))
-        for old in saved[: -self._keep]:
-            shutil.rmtree(old)
-
 
 def link_tree(source: Path, target: Path) -> None:
     """The files of ``source`` under new names, without a copy where the file system has such links.
@@ -257,14 +242,14 @@ def link_tree(source: Path, target: Path) -> None:
     Raises:
         OSError: the disk refused.
     """
-    shutil.copytree(source, target, copy_function=_link_or_copy)
 
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+            shutil.copyfile(source, target)
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
-        shutil.copyfile(source, target)
+    shutil.copytree(source, target, copy_function=link_or_copy)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

@@ -12,9 +12,8 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
-from slime_like.orchestration.cluster.health import Liveness
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import gather
+from slime_like.orchestration.cluster.ray_calls import Liveness, gather
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.orchestration.trainer.group_training import GroupTraining
@@ -47,10 +46,13 @@ class TrainerGroup:
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
         """Create the actors; they import in the background until ``setup`` waits for them."""
-        actor, runtime_env = ray.remote(TrainerRank), {"env_vars": self._environment()}
+        trainer, actor = self._config.trainer, ray.remote(TrainerRank)
+        threads = trainer.cpu_threads or max(1, len(os.sched_getaffinity(0)) // trainer.parallel.world_size)
+        # Read by torch and Megatron when they are imported.
+        runtime_env = {"env_vars": {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
         self._actors = [
             actor.options(**self._options(rank), max_restarts=0, runtime_env=runtime_env).remote(self._config, rank)
-            for rank in range(self._config.trainer.parallel.world_size)
+            for rank in range(trainer.parallel.world_size)
         ]
         self.ranks.connect(self._actors)
 
@@ -93,13 +95,6 @@ class TrainerGroup:
                 code="run-dir-not-shared",
                 remedy="put it on a file system that all nodes share",
             )
-
-    def _environment(self) -> dict[str, str]:
-        """Variables that torch and Megatron read when they are imported."""
-        trainer = self._config.trainer
-        cores = len(os.sched_getaffinity(0))
-        threads = trainer.cpu_threads or max(1, cores // trainer.parallel.world_size)
-        return {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def devices(self) -> list[str]:
         """Every rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""

@@ -2,7 +2,6 @@
 
 import random
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, T
 from slime_like.orchestration.cluster.node import node_address, use_cluster_interface
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
 
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
@@ -59,10 +59,8 @@ class TrainerRank:
 
     def sees(self, witness: Path, timeout_s: float) -> tuple[bool, str]:
         """Wait up to ``timeout_s`` seconds for ``witness``; return whether it exists, and this node's address."""
-        deadline = time.monotonic() + timeout_s
-        while not witness.exists() and time.monotonic() < deadline:  # network file systems show a new file late
-            time.sleep(0.1)
-        return witness.exists(), node_address()
+        # Network file systems show a new file late.
+        return any(witness.exists() for _ in polls(0.1, timeout_s)), node_address()
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
         """Set up for training, see ``TrainerBackend.setup``."""

@@ -15,11 +15,7 @@ from slime_like.weights.transports.registry import open_sender
 
 
 class RankExport:
-    """Gathers one rank's buckets, and sends them to the engines or to the driver.
-
-    Args:
-        backend: set up already.
-    """
+    """Gathers the buckets of one rank's backend, once it is set up, and sends them to the engines or to the driver."""
 
     def __init__(
         self, config: SyncConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining

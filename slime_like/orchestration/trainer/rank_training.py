@@ -54,11 +54,7 @@ class StreamedStep:
 
 
 class RankTraining:
-    """The packs of the current step on one rank, and what is computed from them.
-
-    Args:
-        backend: set up already.
-    """
+    """The packs of the current step on one rank, and what is computed from them by a backend that is set up."""
 
     def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
         self._config = config
@@ -120,17 +116,14 @@ class RankTraining:
         for pack in packs:
             pack.old_logprobs = None  # as in load_batch
         if not self._config.supervised:
-            self._score_window(packs)
+            if self._config.algorithm.scores_policy:
+                self._freeze(packs, "policy")
+            if self._config.reference_in_trainer:
+                scoring = time.perf_counter()
+                self._freeze(packs, "reference")
+                self._scoring_s += time.perf_counter() - scoring
         self._backend.accumulate(packs, last=last)
         self._busy_s += time.perf_counter() - started
-
-    def _score_window(self, packs: list[PackedTrajectory]) -> None:
-        if self._config.algorithm.scores_policy:
-            self._freeze(packs, "policy")
-        if self._config.reference_in_trainer:
-            started = time.perf_counter()
-            self._freeze(packs, "reference")
-            self._scoring_s += time.perf_counter() - started
 
     def finish_stream(self, denominator: float) -> StreamedStep:
         """The update of everything that ``train_window`` was given since ``begin_stream``."""
@@ -164,7 +157,11 @@ class RankTraining:
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
         """Teacher-forced logprobs at temperature 1 of every token but the first, all sequences end to end."""
-        pack = pack_sequences([_as_trajectory(tokens, index) for index, tokens in enumerate(sequences)])
+        probes = [
+            UnscoredTrajectory.unsampled(f"probe-{index}", tokens[:1], tokens[1:], group_id=index)
+            for index, tokens in enumerate(map(torch.tensor, sequences))
+        ]
+        pack = pack_sequences(probes)
         scored = self._backend.score([pack], "policy")
         return None if scored is None else scored[0].logprobs.cpu().numpy()
 
@@ -177,8 +174,3 @@ class RankTraining:
                 pack.old_logprobs = values.logprobs
             else:
                 pack.ref_logprobs = values.logprobs
-
-
-def _as_trajectory(tokens: list[int], index: int) -> UnscoredTrajectory:
-    prompt, response = (torch.tensor(ids, dtype=torch.int64) for ids in (tokens[:1], tokens[1:]))
-    return UnscoredTrajectory.unsampled(f"probe-{index}", prompt, response, group_id=index)

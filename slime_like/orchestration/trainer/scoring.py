@@ -1,7 +1,6 @@
 """Logprobs of given sequences under a trainer group's weights, for `slime-like score` and for reference workers."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import torch
 
@@ -11,21 +10,12 @@ from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.orchestration.trainer.batcher import fill_to_equal_counts, partition_over_replicas
-from slime_like.trajectory import PackedTrajectory, Trajectory
+from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.orchestration.trainer.rank_training import Weights
+from slime_like.trajectory import Trajectory
 
 # A window this long keeps a pipeline's bubble small, and the packs' lengths average out over replicas.
 _PACKS_PER_STAGE, _FEWEST_PACKS = 4, 8
-
-
-class PackScorer(Protocol):
-    """Scores packs; a ``GroupTraining`` does."""
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    def score(
-        self, replicas: Sequence[list[PackedTrajectory]], weights: Literal["policy", "reference"] = "policy"
-    ) -> list[list[ScoredLogprobs]]: ...
 
 
 def window_tokens(trainer: TrainerConfig) -> int:
@@ -45,10 +35,10 @@ def packs_per_request(trainer: TrainerConfig) -> int:
 
 
 def score_sequences(
-    scorer: PackScorer,
+    training: GroupTraining,
     sequences: Sequence[Trajectory],
     trainer: TrainerConfig,
-    weights: Literal["policy", "reference"] = "policy",
+    weights: Weights = "policy",
 ) -> list[ScoredLogprobs]:
     """Logprob and entropy of every response token, at each sequence's own temperature.
 
@@ -65,9 +55,9 @@ def score_sequences(
     if not sequences:
         return []
     lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
-    partition = partition_over_replicas(lengths, budget, scorer.data_parallel_size)
+    partition = partition_over_replicas(lengths, budget, training.data_parallel_size)
     packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
-    answers = scorer.score(fill_to_equal_counts(packs), weights)
+    answers = training.score(fill_to_equal_counts(packs), weights)
     scores: dict[int, ScoredLogprobs] = {}
     for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):
         for members, pack, values in zip(replica, replica_packs, scored[: len(replica_packs)], strict=True):

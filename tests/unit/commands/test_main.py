@@ -7,7 +7,7 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,9 +30,17 @@ from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
+def leaves(code: int, argv: list[str]) -> None:
+    """As argparse does for help, and for arguments that it does not know."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == code
+
+
 @pytest.fixture
-def sound(tmp_path: Path) -> list[str]:
-    """A command that passes every check."""
+def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that passes every check in the current directory."""
+    monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "run.yaml").write_text("data: {max_prompt_tokens: 512}")
@@ -46,15 +54,15 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         self.seen: list[RunConfig] = []
         self._error = error
-        module = ModuleType("slime_like.train")
-        module.train = self._train  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "slime_like.train", module)
+        monkeypatch.setitem(sys.modules, "slime_like.train", SimpleNamespace(train=self._train))
 
     def _train(self, config: RunConfig) -> None:
         self.seen.append(config)
         raise self._error
 
 
+DISGUISED = ImportError("cannot import half a module")  # a library makes another error of an interrupt
+DISGUISED.__context__ = KeyboardInterrupt()
 ENDS: list[tuple[BaseException, int, str]] = [
     (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it [failed]\n"),
     (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss [trainer]\n"),
@@ -62,14 +70,14 @@ ENDS: list[tuple[BaseException, int, str]] = [
     (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong [config]\n"),
     (ConfigError(["a=1", Problem("b", "b=2")]), 2, "slime-like: 2 problems\n  - a=1 [config]\n  - b=2 [b]\n"),
     (KeyboardInterrupt(), 130, "slime-like: interrupted\n"),
+    (DISGUISED, 130, "slime-like: interrupted\n"),
 ]
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
 def test_eval_names_what_it_cannot_do_without(
-    sound: list[str], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+    sound: list[str], flags: list[str], tmp_path: Path, rejects: Rejects
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with rejects(ConfigError, "evaluation.no-files"):
         run(["eval", *sound[1:], *flags])
     assert not (tmp_path / "run").exists()
@@ -96,26 +104,23 @@ NOT_EVALUATED = [
 
 @pytest.mark.parametrize("flags", NOT_EVALUATED, ids=" ".join)
 def test_eval_does_not_look_at_what_only_training_uses(
-    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    sound: list[str],
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Neither does it need a run directory: it leaves nothing behind."""
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint(tmp_path / "model")
     (tmp_path / "eval.jsonl").write_text("{}\n")
     seen: list[tuple[RunConfig, bool]] = []
 
     def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
         seen.append((config, temporary))
         return EvaluationResult(
-            EvaluationRecord(
-                accuracy=0.5, pass_at={}, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0
-            ),
-            {},
+            EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0), {}
         )
 
-    module = ModuleType("slime_like.evaluate")
-    module.evaluate = evaluate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slime_like.evaluate", module)
+    monkeypatch.setitem(sys.modules, "slime_like.evaluate", SimpleNamespace(evaluate=evaluate))
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
     assert main(["eval", *needed, *flags]) == 0, capsys.readouterr().err
     [(config, temporary)] = seen
@@ -137,7 +142,6 @@ def test_an_error_is_a_sentence_and_an_exit_code(
     code: int,
     text: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     loop = Loop(monkeypatch, error)
     assert main(sound) == code
     assert capsys.readouterr() == ("", text)
@@ -164,7 +168,6 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     text: str,
     has_run_dir: bool,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     Loop(monkeypatch, error)
     if has_run_dir:
@@ -180,64 +183,29 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
 def test_the_traceback_of_a_users_own_code_is_kept_too(
     tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    error = RewardError("reward function mine:f failed; correct it")
-    error.users_traceback = "Traceback: line 3"
-    Loop(monkeypatch, error)
+    problem = "reward function mine:f failed"
+    Loop(monkeypatch, RewardError(problem, remedy="correct it", users_traceback="Traceback: line 3"))
     assert main(sound) == 1
     kept = tmp_path / "run" / "traceback.txt"
-    expected = f"slime-like: reward function mine:f failed; correct it; traceback: {kept} [reward]\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"slime-like: {problem}; correct it; traceback: {kept} [reward]\n"
     assert kept.read_text() == "Traceback: line 3"
-
-
-def test_an_interrupt_that_a_library_disguises_is_an_interrupt(
-    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    disguised = ImportError("cannot import half a module")
-    disguised.__context__ = KeyboardInterrupt()
-    Loop(monkeypatch, disguised)
-    assert main(sound) == 130
-
-
-_LEAVING = """
-import atexit, sys, threading, time
-from slime_like.commands.main import main
-
-def work():
-    time.sleep({work_s})
-    print("worked")
-
-atexit.register(print, "handler")
-if {work_s}:
-    threading.Thread(target=work).start()
-sys.argv = ["slime-like", "report", "nowhere"]
-sys.exit(main())
-"""
 
 
 def test_nothing_starts_on_a_refused_configuration(
     tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     loop = Loop(monkeypatch, AssertionError("started"))
     assert main([*sound, "--model.path", "nowhere", "--rollout.top_p", "0.5"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("slime-like: 2 problems\n  - model.path=")
-    assert main(["train"]) == 2
-    assert main(["train", "--steps", "1"]) == 2
-    assert main(["train", "absent.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("slime-like: 2 problems\n  - model.path=")
+    assert [main(["train", *rest]) for rest in ([], ["--steps", "1"], ["absent.yaml"])] == [2, 2, 2]
     assert loop.seen == []
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("argv", [["train", "--help"], ["train", "x.yaml", "-h"]])
 def test_help_of_train_explains_every_field(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 0
+    leaves(0, argv)
     text = " ".join(capsys.readouterr().out.split())
     for name, field in all_fields().items():
         assert f"--{name} (" in text
@@ -245,13 +213,10 @@ def test_help_of_train_explains_every_field(argv: list[str], capsys: pytest.Capt
 
 
 def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
+    leaves(0, ["--version"])
     assert capsys.readouterr().out == f"slime-like {__version__}\n"
     for argv in ([], ["polish"], ["make-tiny-model"], ["make-tiny-model", "x", "--famly", "qwen3"]):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2
+        leaves(2, argv)
 
 
 def test_make_tiny_model_writes_model_and_data_once(
@@ -299,9 +264,7 @@ def test_an_empty_path_does_not_mean_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        main([command, ""])
-    assert caught.value.code == 2
+    leaves(2, [command, ""])
     assert "is empty; give a path" in capsys.readouterr().err
 
 
@@ -314,8 +277,7 @@ def test_options_have_underscores_in_every_help(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as caught:
-        main([*command.words, "--help"])
+    leaves(0, [*command.words, "--help"])
     text = capsys.readouterr().out
-    assert caught.value.code == 0 and text.startswith(f"usage: slime-like {command.name} ")
+    assert text.startswith(f"usage: slime-like {command.name} ")
     assert re.findall(r"^ +--[a-z]+-\S*", text, re.MULTILINE) == []

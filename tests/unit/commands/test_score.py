@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.commands.root import run
-from slime_like.commands.weights_source import find_weights
+from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
@@ -38,14 +38,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_hugging_face_directory_is_the_model(root: Path) -> None:
-    source = find_weights(Path("model"), [])
-    assert source.flags == ("--model.path", "model") and source.weights is None
-
-
 @pytest.mark.parametrize("name", ["step-000002", "latest"])
 def test_the_run_says_what_model_a_checkpoint_is_of(root: Path, name: str) -> None:
-    """The user's flags come after these and win."""
+    """The user's flags come after these and win. A Hugging Face directory is the model itself."""
+    assert find_weights(Path("model"), []) == WeightsSource(("--model.path", "model"), None)
     source = find_weights(root / "run" / "checkpoints" / name, [])
     config = load_config(None, ["--run_dir", "x", *source.flags, "--model.dtype", "bfloat16"])
     assert config.model.path == root / "model" and config.model.dtype == "bfloat16"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.commands.main import main
 from slime_like.commands.root import run
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
@@ -13,6 +12,7 @@ from slime_like.verification.layouts import parse_layout
 from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
+from tests.unit.commands.test_main import leaves
 
 REFUSED: list[tuple[str, str | None]] = [
     ("--layouts tp2 xp2", None),
@@ -51,9 +51,7 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
 
 def test_something_to_verify_must_be_named() -> None:
     for argv in (["verify"], ["verify", "everything"]):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2
+        leaves(2, argv)
 
 
 def test_the_users_flags_win(tmp_path: Path) -> None:

@@ -21,14 +21,6 @@ def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
     return ended.value.verdict.sentence
 
 
-def test_a_note_that_comes_while_a_node_waits_counts_at_once(tmp_path: Path) -> None:
-    leaver, waiting = notes(tmp_path, 0), notes(tmp_path, 1)
-    waiting.require_none_ended()
-    leaver.leave(Verdict(2, "no model"))
-    assert sentence_of(waiting) == "no model"
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["ended-0.json"]
-
-
 def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,10 @@ import pytest
 from slime_like.commands.root import run
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
-from slime_like.orchestration.cluster.devices import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.bundles import local_gpus, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
 from tests.support.rejections import Rejects
-from tests.unit.orchestration.cluster.test_placement import config
+from tests.unit.orchestration.cluster.test_bundles import config
 
 
 def place(**fields: object) -> Place:

@@ -13,7 +13,7 @@ import torch
 
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.tables import per_sample_table, per_token_table
-from slime_like.orchestration.run.responses import debug_tables
+from slime_like.orchestration.run.recorder import debug_tables
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import grpo_stats

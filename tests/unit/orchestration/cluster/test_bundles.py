@@ -1,20 +1,49 @@
-"""Which node every rank and engine goes to."""
+"""How many devices a run reserves, and which node every rank and engine goes to."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.bundles import (
     NodeRoom,
     NoRoomError,
+    Pieces,
     along_devices,
     assign_nodes,
+    bundle_sizes,
     fits_on_nodes,
-    reference_blocks,
-    tensor_blocks,
+    pieces_of,
 )
-from tests.unit.orchestration.cluster.test_placement import config
+
+REFERENCES = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}}
+
+
+def config(tmp_path: Path, **sections: Any) -> RunConfig:
+    return RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, [1, 1]),
+        ({"trainer": {"parallel": {"data": 2}}, "rollout": {"num_engines": 2, "tensor": 4}}, [1, 1, 4, 4]),
+        ({"trainer": {"parallel": {"tensor": 4}}, "cluster": {"placement": "colocated"}}, [1, 1, 1, 1]),
+        ({"trainer": {"parallel": {"data": 2}}, "algorithm": {"loss": "sft"}}, [1, 1]),
+        ({"debug": {"load_rollouts": "rollouts"}}, [1]),
+        ({"reference": REFERENCES}, [1, 1]),  # no reference is needed
+        ({"reference": REFERENCES, "algorithm": {"kl_coef": 0.1}, "rollout": {"tensor": 2}}, [1, 2, 1, 1, 1, 1]),
+        ({"reference": REFERENCES, "algorithm": {"kl_coef": 0.1}, "debug": {"load_rollouts": "rollouts"}}, [1]),
+    ],
+)
+def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) -> None:
+    assert bundle_sizes(config(tmp_path, **sections)) == expected
+
+
+def test_evaluation_reserves_engines_alone(tmp_path: Path) -> None:
+    colocated = config(tmp_path, rollout={"num_engines": 3}, cluster={"placement": "colocated"})
+    assert bundle_sizes(colocated, with_trainers=False) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +60,7 @@ def test_ranks_that_must_share_a_node(
     tmp_path: Path, parallel: dict[str, int], rollout: dict[str, int], placement: str, expected: list[int]
 ) -> None:
     sections: dict[str, Any] = {"trainer": {"parallel": parallel}, "rollout": rollout}
-    assert tensor_blocks(config(tmp_path, **sections, cluster={"placement": placement})) == expected
+    assert pieces_of(config(tmp_path, **sections, cluster={"placement": placement})).ranks == expected
 
 
 @pytest.mark.parametrize(
@@ -46,25 +75,24 @@ def test_ranks_that_must_share_a_node(
 )
 def test_nodes_are_filled_in_order(blocks: list[int], engines: list[int], free: list[int], expected: list[int]) -> None:
     nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
-    assert assign_nodes(blocks, engines, nodes) == expected
+    assert assign_nodes(Pieces(blocks, engines), nodes) == expected
 
 
 def test_a_reference_workers_tensor_group_is_not_divided() -> None:
     """Two devices are left on the first node, and a group of four is not begun there; the second's room is taken."""
     nodes = [NodeRoom("a", 8), NodeRoom("b", 8), NodeRoom("c", 4)]
-    places = assign_nodes([4], [2], nodes, references=[4, 4, 2])
-    assert places == [0] * 4 + [0] + [1] * 8 + [0] * 2
+    assert assign_nodes(Pieces([4], [2], references=[4, 4, 2]), nodes) == [0] * 4 + [0] + [1] * 8 + [0] * 2
 
 
 def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
     """Six ranks, an engine of one, and a worker: of four, it needs as many on one node."""
     sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
     run = config(tmp_path, **sections, reference={"placement": "workers"})
-    assert reference_blocks(run) == [1]
+    assert pieces_of(run).references == [1]
     assert fits_on_nodes(run, [6, 2]) and not fits_on_nodes(run, [6, 1])
     parallel = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"tensor": 4})})
     larger = run.model_copy(update={"reference": parallel})
-    assert reference_blocks(larger) == [4]
+    assert pieces_of(larger).references == [4]
     assert fits_on_nodes(larger, [6, 5]) and not fits_on_nodes(larger, [6, 1, 3]) and not fits_on_nodes(larger, [8, 3])
 
 
@@ -72,7 +100,7 @@ def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
 def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
     """Seven devices on two nodes hold one group of four, not two."""
     with pytest.raises(NoRoomError) as error:
-        assign_nodes(blocks, engines, [NodeRoom("a", 4), NodeRoom("b", 3)])
+        assign_nodes(Pieces(blocks, engines), [NodeRoom("a", 4), NodeRoom("b", 3)])
     assert error.value.size == size
 
 

@@ -13,7 +13,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings, write_summary
+from slime_like.orchestration.run.directory import SUMMARY_FILE, find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
 from tests.support.rejections import Rejects
@@ -42,53 +42,47 @@ def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
     return directory
 
 
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that was ended after its checkpoint of step 3."""
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(tmp_path / "run", 3)
+    return tmp_path / "run"
+
+
 def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
+    """An empty directory does not hinder the trained model."""
+    (tmp_path / "run" / "hf").mkdir(parents=True)
     assert prepare_run_dir(config(tmp_path)) == (None, [])
     assert load_config(tmp_path / "run" / "config.yaml", []) == config(tmp_path)
 
 
-def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path) -> None:
-    prepare_run_dir(config(tmp_path))
-    write_checkpoint(tmp_path / "run", 3)
+def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run_dir: Path) -> None:
     checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
     assert checkpoint is not None and checkpoint.step == 3
     assert changed == ["steps: 5 -> 9", "algorithm.kl_coef: 0.0 -> 0.5"]
-    assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.5
-    assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.5
+    assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
     assert prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))[1] == []
 
 
-def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
     """Data that do not fit, for example, are found between these two; the next start reports the true settings."""
-    prepare_run_dir(config(tmp_path))
-    write_checkpoint(tmp_path / "run", 3)
-    before = sorted(path.name for path in (tmp_path / "run").iterdir())
-    with RunLock(tmp_path / "run") as lock:
+    before = sorted(path.name for path in run_dir.iterdir())
+    with RunLock(run_dir) as lock:
         refused = config(tmp_path, algorithm={"kl_coef": 0.5})
         make_run_dir(refused, find_checkpoint(refused), lock)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert sorted(path.name for path in run_dir.iterdir()) == before
     assert prepare_run_dir(config(tmp_path))[1] == []
 
 
-def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path) -> None:
+def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path, run_dir: Path) -> None:
     """Gone on from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
-    prepare_run_dir(config(tmp_path))
-    write_checkpoint(tmp_path / "run", 3)
     prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}))
     _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}))
     assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
-    assert load_config(tmp_path / "run" / "config.until-step-000003.yaml", []) == config(tmp_path)
-    assert load_config(tmp_path / "run" / "config.yaml", []).algorithm.kl_coef == 0.7
-
-
-_SECOND = """
-import sys
-from pathlib import Path
-from slime_like.orchestration.run.lock import RunLock
-with RunLock(Path(sys.argv[1])):
-    print("alone", flush=True)
-    sys.stdin.read()
-"""
+    assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +95,9 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
 
 
 def test_a_directory_that_cannot_be_moved_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
     """A mount point, for example."""
-    prepare_run_dir(config(tmp_path))
-    write_checkpoint(tmp_path / "run", 3)
 
     def refuse(path: Path, target: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
@@ -115,20 +107,17 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(
         prepare_run_dir(config(tmp_path, resume="never"))
 
 
-def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path) -> None:
+def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path, run_dir: Path) -> None:
     """An earlier run's own export, trained on in the same directory: it would be gone before it is loaded."""
-    run_dir = tmp_path / "run"
-    write_checkpoint(run_dir, 3)
     link = tmp_path / "link"
     link.symlink_to(run_dir)
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    assert [str(problem).partition(":")[0] for problem in refused.value.problems] == [
-        f"model.path={link / 'hf'}",
-        f"data.train={run_dir / 'b.jsonl'}",
+    found = [
+        str(problem).partition(f": lies in run_dir={run_dir}, whose earlier") for problem in refused.value.problems
     ]
-    assert all(f"lies in run_dir={run_dir}, whose earlier run" in str(problem) for problem in refused.value.problems)
+    assert [named for named, _, _ in found] == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
 
@@ -160,27 +149,18 @@ def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp
     assert not os.path.lexists(export) and os.path.lexists(tmp_path / "run.1" / "hf")
 
 
-def test_an_empty_directory_does_not_hinder_the_trained_model(tmp_path: Path) -> None:
-    (tmp_path / "run" / "hf").mkdir(parents=True)
-    assert prepare_run_dir(config(tmp_path)) == (None, [])
-
-
-def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path) -> None:
+def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path, run_dir: Path) -> None:
     """Object stores and some ways to copy have no links: training must not silently start over."""
-    prepare_run_dir(config(tmp_path))
-    for step in (2, 3):
-        write_checkpoint(tmp_path / "run", step)
-    (tmp_path / "run" / "checkpoints" / "latest").unlink()
-    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "run" / "checkpoints" / "latest")
+    copied = write_checkpoint(run_dir, 2)
+    (copied.parent / "latest").unlink()
+    shutil.copytree(copied, copied.parent / "latest")
     checkpoint, _ = prepare_run_dir(config(tmp_path))
     assert checkpoint is not None and checkpoint.step == 3
     assert not (tmp_path / "run.1").exists()
 
 
-def test_what_latest_leads_to_is_gone(tmp_path: Path, rejects: Rejects) -> None:
-    prepare_run_dir(config(tmp_path))
-    for step in (2, 3):
-        directory = write_checkpoint(tmp_path / "run", step)
+def test_what_latest_leads_to_is_gone(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
+    directory = write_checkpoint(run_dir, 4)
     (directory / "state.json").unlink()
     with rejects(CheckpointError, "no-checkpoint"):
         find_checkpoint(config(tmp_path))
@@ -194,7 +174,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, 
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 5)
     assert prepare_run_dir(config(tmp_path))[0] is not None
-    write_summary(config(tmp_path), {"wall_s": 1.0})
+    (tmp_path / "run" / SUMMARY_FILE).touch()
     with rejects(ConfigError):
         prepare_run_dir(config(tmp_path))
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
@@ -213,20 +193,17 @@ def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resu
     assert find_checkpoint(config(tmp_path, resume=str(tmp_path / "older" / "checkpoints" / "latest"))) is not None
 
 
-def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
+def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path, run_dir: Path) -> None:
     other = write_checkpoint(tmp_path / "other", 2)
-    prepare_run_dir(config(tmp_path))
-    write_checkpoint(tmp_path / "run", 3)
     checkpoint, changed = prepare_run_dir(config(tmp_path, resume=str(other)))
     assert checkpoint is not None and checkpoint.step == 2 and changed == []
     assert (tmp_path / "run.1" / "checkpoints" / "step-000003").is_dir()
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (run_dir / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (None, "no-checkpoint"),
         (lambda text: text, "no-data-position"),
         (lambda text: text.replace("3", "2", 1), "checkpoint-damaged"),
         (lambda text: text.replace("crc32", "crc33"), "checkpoint-damaged"),
@@ -234,19 +211,15 @@ def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path)
         (lambda text: "[]", "checkpoint-damaged"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_at_once(
-    tmp_path: Path, change: Callable[[str], str] | None, code: str
-) -> None:
-    directory = tmp_path / "checkpoint"
-    directory.mkdir()
-    if change:
-        write_state(directory, 3, {})
-        (directory / "state.json").write_text(change((directory / "state.json").read_text()))
+def test_what_cannot_be_resumed_is_refused_at_once(tmp_path: Path, change: Callable[[str], str], code: str) -> None:
+    write_state(tmp_path, 3, {})
+    (tmp_path / "state.json").write_text(change((tmp_path / "state.json").read_text()))
     with pytest.raises(CheckpointError) as caught:
-        prepare_run_dir(config(tmp_path, resume=str(directory)))
+        prepare_run_dir(config(tmp_path, resume=str(tmp_path)))
     assert caught.value.code == code
 
 
-def test_a_file_cannot_be_resumed(tmp_path: Path, rejects: Rejects) -> None:
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc"])
+def test_neither_a_file_nor_any_directory_can_be_resumed(tmp_path: Path, path: str, rejects: Rejects) -> None:
     with rejects(CheckpointError, "no-checkpoint"):
-        prepare_run_dir(config(tmp_path, resume="/etc/passwd"))
+        prepare_run_dir(config(tmp_path, resume=path))

@@ -8,7 +8,7 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.orchestration.run.recorder import StepRecorder
+from slime_like.orchestration.run.recorder import StepRecorder, step_recorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory
@@ -27,7 +27,7 @@ def recorder(config: RunConfig) -> tuple[StepRecorder, list[str]]:
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
     )
-    return StepRecorder(run), notes
+    return step_recorder(run), notes
 
 
 def group(step: int, advantage: float) -> list[ScoredTrajectory]:

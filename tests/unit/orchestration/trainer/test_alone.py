@@ -22,10 +22,6 @@ def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # never another one's
         pass
     assert path.is_dir()
-
-
-def test_the_users_directory_stays(tmp_path: Path) -> None:
-    for _ in range(2):
-        with run_directory(tmp_path / "mine", temporary=False):
-            pass
-        assert (tmp_path / "mine").is_dir()
+    with run_directory(path, temporary=False):  # the user's stays
+        pass
+    assert path.is_dir()

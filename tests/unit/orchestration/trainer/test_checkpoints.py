@@ -47,6 +47,20 @@ def _store(root: Path, trainers: Trainers, keep: int = 2) -> CheckpointStore:
     return CheckpointStore(root, keep, cast("TrainerGroup", trainers))
 
 
+@pytest.fixture
+def trainers() -> Trainers:
+    return Trainers()
+
+
+@pytest.fixture
+def store(tmp_path: Path, trainers: Trainers) -> CheckpointStore:
+    """Step 1 is saved, a save of step 2 is started."""
+    store = _store(tmp_path, trainers)
+    store.save(1, {})
+    store.start(2, {})
+    return store
+
+
 def _found(root: Path) -> tuple[list[str], str | None]:
     """Directory entries but ``latest``, and the step that it points to."""
     checkpoints = root / "checkpoints"
@@ -98,11 +112,9 @@ def test_what_goes_on_from_an_older_one_keeps_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noticed_by", ["commit_written", "finish"])
-def test_a_failure_behind_leaves_the_last_good_one_alone(tmp_path: Path, noticed_by: str) -> None:
-    trainers = Trainers()
-    store = _store(tmp_path, trainers)
-    store.save(1, {})
-    store.start(2, {})
+def test_a_failure_behind_leaves_the_last_good_one_alone(
+    tmp_path: Path, trainers: Trainers, store: CheckpointStore, noticed_by: str
+) -> None:
     trainers.failure = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
         getattr(store, noticed_by)()
@@ -127,12 +139,8 @@ def test_a_disk_that_rejects_the_run_s_files_is_reported_with_its_room(tmp_path:
 
 @pytest.mark.parametrize(("written", "failure"), [(True, None), (False, None), (True, CheckpointError("disk"))])
 def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
-    tmp_path: Path, written: bool, failure: CheckpointError | None
+    tmp_path: Path, trainers: Trainers, store: CheckpointStore, written: bool, failure: CheckpointError | None
 ) -> None:
-    trainers = Trainers()
-    store = _store(tmp_path, trainers)
-    store.save(1, {})
-    store.start(2, {})
     trainers.written, trainers.failure = written, failure
     store.rescue()
     store.abandon()
@@ -141,10 +149,7 @@ def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
     assert latest == last and names[-1] == last and not [name for name in names if name.startswith(".")]
 
 
-def test_a_killed_save_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    store = _store(tmp_path, Trainers())
-    store.save(1, {})
-    store.start(2, {})
+def test_a_killed_save_is_removed_at_the_next_start(tmp_path: Path, store: CheckpointStore) -> None:
     assert json.loads((tmp_path / "checkpoints" / ".partial-step-000002" / "state.json").read_text())["step"] == 2
     again = _store(tmp_path, Trainers())
     assert _found(tmp_path) == (["step-000001"], "step-000001")

@@ -20,36 +20,19 @@ class TokenScorer:
 
     def __init__(self, replicas: int) -> None:
         self.data_parallel_size = replicas
-        self.seen: list[list[PackedTrajectory]] = []
-        self.weights = ""
 
     def score(self, replicas: Sequence[list[PackedTrajectory]], weights: Any = "policy") -> list[list[ScoredLogprobs]]:
         self.seen, self.weights = list(replicas), weights
-        return [
-            [
-                ScoredLogprobs(
-                    -response_tokens(pack).float(), pack.prompt_lens.repeat_interleave(pack.response_lens).float()
-                )
-                for pack in packs
-            ]
-            for packs in replicas
-        ]
+        return [[self._scored(pack) for pack in packs] for packs in replicas]
+
+    def _scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+        prompts = pack.prompt_lens.repeat_interleave(pack.response_lens)
+        return ScoredLogprobs(-response_tokens(pack).float(), prompts.float())
 
 
 def sequence(index: int, prompt: int, response: int) -> UnscoredTrajectory:
-    start = 1000 * index
-    return UnscoredTrajectory(
-        prompt_tokens=torch.arange(start, start + prompt),
-        response_tokens=torch.arange(start + prompt, start + prompt + response),
-        prompt_len=prompt,
-        response_len=response,
-        logprobs=None,
-        answer="",
-        sequence_id=f"s{index}",
-        policy_version=0,
-        group_id=index,
-        loss_mask=torch.ones(response, dtype=torch.bool),
-    )
+    tokens = torch.arange(1000 * index, 1000 * index + prompt + response)
+    return UnscoredTrajectory.unsampled(f"s{index}", tokens[:prompt], tokens[prompt:], group_id=index)
 
 
 def trainer(budget: int = 16, **parallel: int) -> TrainerConfig:
@@ -62,6 +45,7 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     lengths = [(3, 9), (1, 1), (10, 6), (2, 5), (4, 4), (1, 15), (7, 2)]
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
     scorer = TokenScorer(replicas)
+    assert score_sequences(scorer, [], trainer()) == []
     scores = score_sequences(scorer, sequences, trainer(data=replicas), "reference")
     for sent, score in zip(sequences, scores, strict=True):
         assert torch.equal(score.logprobs, -sent.response_tokens.float())
@@ -69,10 +53,6 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     assert scorer.weights == "reference"
     assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
-
-
-def test_nothing_is_asked_for_nothing() -> None:
-    assert score_sequences(TokenScorer(2), [], trainer()) == []
 
 
 def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
