@@ -28,8 +28,8 @@ from sglang.srt.managers.io_struct import (
     sock_send,
 )
 
+from rollout.ranks import AnswerQueue, common_checksums, results
 from rollout.requests import sample_seed
-from rollout.sglang.reports import RankReport, Reports, common_checksums, require_success
 from rollout.sglang.sampling import generation, nothing, sampling_params
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PauseMode
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class Host:
     """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
 
-    def __init__(self, engine: Engine, reports: Reports, config: RunConfig, engine_index: int) -> None:
+    def __init__(self, engine: Engine, reports: AnswerQueue, config: RunConfig, engine_index: int) -> None:
         self._manager = engine.tokenizer_manager
         self._ranks = _Ranks(engine, reports, config.rollout.tensor)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
@@ -186,14 +186,14 @@ class Host:
 class _Ranks:
     """The schedulers of all ranks, called by SGLang's collective RPC one call at a time."""
 
-    def __init__(self, engine: Engine, reports: Reports, count: int) -> None:
+    def __init__(self, engine: Engine, reports: AnswerQueue, count: int) -> None:
         self._engine = engine
         self._reports = reports
         self._count = count
         self._turn = asyncio.Lock()
 
-    async def call(self, method: str, **parameters: str) -> list[RankReport]:
-        """One collective call, and what every rank reports of it."""
+    async def call(self, method: str, **parameters: str) -> list[Any]:
+        """One collective call, and every rank's result."""
         async with self._turn:
             socket = self._engine.send_to_rpc
             sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
@@ -201,9 +201,7 @@ class _Ranks:
             answer = sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message, code="rank-failed")
-            reports = [self._reports.get() for _ in range(self._count)]
-        require_success(reports)
-        return reports
+            return results([self._reports.get() for _ in range(self._count)])
 
 
 class _Running:

@@ -10,9 +10,9 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import on_cpu
+from rollout.ranks import AnswerQueue
 from rollout.sglang import stand_ins
 from rollout.sglang.arguments import engine_arguments
-from rollout.sglang.reports import Reports
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.parent import Owner
@@ -25,7 +25,7 @@ class _SchedulerFailed(Exception):
     """Raised by the signal with which a scheduler tells of its failure."""
 
 
-def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, Reports]:
+def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, AnswerQueue]:
     """Start one engine, with which this process ends, and the queue of its ranks' reports. Main thread only.
 
     On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
@@ -41,14 +41,13 @@ def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) 
     from sglang.srt.server_args import ServerArgs
 
     arguments = engine_arguments(config, engine_index, {field.name for field in record_fields(ServerArgs)})
-    reports: Reports = multiprocessing.get_context(_start_method()).SimpleQueue()
+    reports: AnswerQueue = multiprocessing.get_context(_start_method()).SimpleQueue()
     owned_engine, schedulers = _engine_class(reports, descriptor, owner)
     try:
         engine = owned_engine(**arguments, custom_sigquit_handler=_raise_failure)
     except _SchedulerFailed as failure:
-        report = None if reports.empty() else reports.get()
-        problem = str(report.error) if report else "a scheduler failed; see its log"
-        raise EngineError(problem, code="scheduler-failed") from failure
+        _, problem, _ = (None, None, "") if reports.empty() else reports.get()
+        raise EngineError(problem or "a scheduler failed; see its log", code="scheduler-failed") from failure
 
     def end(*_: Any) -> None:
         owner.end()
@@ -59,7 +58,7 @@ def launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) 
     return engine, reports
 
 
-def _engine_class(reports: Reports, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
+def _engine_class(reports: AnswerQueue, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
     """SGLang's engine without a detokenizer, and the list that will hold its schedulers."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.load_snapshot import shm_path_for

@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
-
-from rollout.sglang.arguments import SAMPLING_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -91,11 +89,6 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def register() -> None:
-    """Let SGLang create this sampler; in every process that samples, before its model is loaded."""
-    register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
 
 
 def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:

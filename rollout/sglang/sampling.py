@@ -32,12 +32,11 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
     """
     meta = output["meta_info"]
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
+    spans = ((span["start"], span["end"], span["version"]) for span in meta.get("weight_versions") or ())
     return Generation(
         token_ids=token_ids,
         logprobs=_sampled_logprobs(meta, token_ids),
-        weight_versions=weight_versions(
-            len(token_ids), version, ((s["start"], s["end"], s["version"]) for s in meta.get("weight_versions") or ())
-        ),
+        weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
     )

@@ -44,7 +44,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         self._embedding, self._norm, self._head = model.model.embed_tokens, model.model.norm, model.lm_head
-        self._layers = [_Layer.of(number, layer) for number, layer in enumerate(model.model.layers)]
+        self._layers = [_Layer(number, layer) for number, layer in enumerate(model.model.layers)]
         self._rotary = _RotaryTable(model.model.rotary_emb)
 
     def logits(self, token_ids: Tensor, cache: KeyValueCache) -> Tensor:
@@ -82,19 +82,12 @@ class FusedDecoder:
         return hidden
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """A decoder layer's modules, called without their forward."""
 
-    attention_norm: Any
-    attention: _Attention
-    mlp_norm: Any
-    mlp: Any
-
-    @classmethod
-    def of(cls, number: int, layer: Any) -> _Layer:
-        attention = _Attention(number, layer.self_attn)
-        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, layer.mlp)
+    def __init__(self, number: int, layer: Any) -> None:
+        self.attention = _Attention(number, layer.self_attn)
+        self.attention_norm, self.mlp_norm, self.mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """(rows, H) of the MLP of (rows, H)."""
