@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 class Host:
     """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
 
-    def __init__(self, engine: Engine, reports: AnswerQueue, config: RunConfig, engine_index: int) -> None:
+    def __init__(self, engine: Engine, answers: AnswerQueue, config: RunConfig, engine_index: int) -> None:
         self._manager = engine.tokenizer_manager
-        self._ranks = _Ranks(engine, reports, config.rollout.tensor)
+        self._ranks = _Ranks(engine, answers, config.rollout.tensor)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._version = 0
@@ -186,9 +186,9 @@ class Host:
 class _Ranks:
     """The schedulers of all ranks, called by SGLang's collective RPC one call at a time."""
 
-    def __init__(self, engine: Engine, reports: AnswerQueue, count: int) -> None:
+    def __init__(self, engine: Engine, answers: AnswerQueue, count: int) -> None:
         self._engine = engine
-        self._reports = reports
+        self._answers = answers
         self._count = count
         self._turn = asyncio.Lock()
 
@@ -201,7 +201,7 @@ class _Ranks:
             answer = sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message, code="rank-failed")
-            return results([self._reports.get() for _ in range(self._count)])
+            return results([self._answers.get() for _ in range(self._count)])
 
 
 class _Running:

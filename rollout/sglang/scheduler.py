@@ -33,21 +33,15 @@ _BURST_GAP_S, _BURST_GAPS = 0.002, 10
 """What an idle scheduler waits for another request, and how often at most: less than a step."""
 
 
-def run_scheduler(reports: AnswerQueue, inherited: int | None, *arguments: Any, **options: Any) -> None:
-    """SGLang's ``run_scheduler_process`` with our scheduler.
-
-    Args:
-        reports: answers of this rank beside SGLang's.
-        inherited: a descriptor that a fork has copied and that must not be kept open here.
-        arguments, options: SGLang's own.
-    """
-    if inherited is not None:
+def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, **options: Any) -> None:
+    """SGLang's ``run_scheduler_process`` with our scheduler, whose answers go to ``answers``, too."""
+    if inherited is not None:  # a descriptor that a fork has copied, and that must not be kept open here
         os.close(inherited)
     tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
     if on_cpu():
         keep_freed_memory()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
-    EngineScheduler.reports = reports  # SGLang constructs it
+    EngineScheduler.answers = answers  # SGLang constructs it
     sglang_scheduler.Scheduler = EngineScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
 
@@ -55,14 +49,14 @@ def run_scheduler(reports: AnswerQueue, inherited: int | None, *arguments: Any, 
 class EngineScheduler(Scheduler):
     """SGLang's scheduler with the habits described at its methods, and weights by our transports."""
 
-    reports: AnswerQueue
+    answers: AnswerQueue
     waiting_queue: list[Req]
 
     def __init__(self, *arguments: Any) -> None:
         try:
             super().__init__(*arguments)
         except Exception as error:
-            self.reports.put((None, one_line(error), ""))
+            self.answers.put((None, one_line(error), ""))
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
@@ -72,7 +66,8 @@ class EngineScheduler(Scheduler):
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """A frozen request ends with what it has sampled; SGLang would drop what its last few steps added."""
-        frozen = [req for req in self.waiting_queue if req.output_ids and _is_meant(recv_req, req)]
+        waiting = [req for req in self.waiting_queue if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
+        frozen = [req for req in waiting if req.output_ids]
         self.waiting_queue = [req for req in self.waiting_queue if req not in frozen]
         for req in frozen:
             self._release_aborted_request(req)
@@ -114,16 +109,12 @@ class EngineScheduler(Scheduler):
         self._answer(self._receiver.received)
 
     def _answer(self, call: Callable[[], object]) -> None:
-        self.reports.put(attempt(call))
+        self.answers.put(attempt(call))
 
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner
         with torch.inference_mode():
             runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
-
-
-def _is_meant(recv_req: AbortReq, req: Req) -> bool:
-    return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
 
 def _read_seeds() -> None:

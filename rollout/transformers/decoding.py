@@ -40,11 +40,6 @@ class DecodeBatch:
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
 
-    @property
-    def is_fused(self) -> bool:
-        """True if this project's kernels decode instead of transformers' forward."""
-        return self._decoder is not None
-
     def add(self, samples: Sequence[Sample]) -> None:
         self.samples += samples
 

@@ -121,12 +121,7 @@ class _Attention:
     def prefill(
         self, token: _Token, rows: int, seen: Callable[[int], Tensor | None], cache: DynamicCache, hidden: Tensor
     ) -> Tensor:
-        """(n * w, H) of the causal attention of (n * w, H), whose keys and values become the cache's.
-
-        Args:
-            rows: n.
-            seen: ``_seen`` of a window.
-        """
+        """(rows * w, H) of the causal attention of (rows * w, H), whose keys and values become the cache's."""
         tokens, dim, mask = len(hidden), self._dim, seen(self._window)
         keys, values = (torch.empty(tokens, len(m.weight) // dim, 1, dim) for m in (self._key, self._value))
         query = self._heads(hidden, token, keys, values)
@@ -148,17 +143,14 @@ class _Attention:
     def _heads(self, hidden: Tensor, token: _Token, keys: Tensor, values: Tensor) -> Tensor:
         """(rows, heads * head_dim) queries; their tokens' keys and values are written into the column."""
         query, key, value = (_product(hidden, module) for module in (self._query, self._key, self._value))
+        norms: tuple[np.ndarray, np.ndarray, bool, float] = self._no_norm, self._no_norm, False, 0.0
+        if self._query_norm is not None:
+            norms = _weight(self._query_norm), _weight(self._key_norm), True, self._query_norm.variance_epsilon
         decode_heads.forward(
-            *(query.numpy(), key.numpy(), value.numpy(), *self._head_norms()),
+            *(query.numpy(), key.numpy(), value.numpy(), *norms),
             *(token.cos, token.sin, token.positions, token.column, keys.numpy(), values.numpy()),
         )
         return query
-
-    def _head_norms(self) -> tuple[np.ndarray, np.ndarray, bool, float]:
-        """Weights of queries and keys, if there are any, and epsilon."""
-        if self._query_norm is None:
-            return self._no_norm, self._no_norm, False, 0.0
-        return _weight(self._query_norm), _weight(self._key_norm), True, self._query_norm.variance_epsilon
 
 
 class _RotaryTable:

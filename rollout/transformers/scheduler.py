@@ -56,11 +56,7 @@ class _Inbox(queue.SimpleQueue[Callable[[], None]]):
 
 
 class DecodeScheduler:
-    """Owns the thread. Public methods may be called from any thread and never wait for a step.
-
-    Args:
-        kernels: see ``DecodeBatch``.
-    """
+    """Owns the thread. Public methods may be called from any thread and never wait for a step."""
 
     def __init__(self, model: Any, max_batch_size: int, kernels: bool) -> None:
         self._max_batch_size = max_batch_size

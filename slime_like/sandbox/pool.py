@@ -22,10 +22,8 @@ class WorkerKind:
     Attributes:
         module: run as ``python -m``; it calls ``serving.serve``.
         setup: first message, besides the limits.
-        who: one of the workers, with its article.
         section: of the configuration, with the limits.
         subject: the setting that names the code they run.
-        error: raised where the workers cannot go on.
     """
 
     module: str

@@ -130,7 +130,7 @@ def test_rows_that_join_and_leave(kind: str, model_of: Callable[..., PreTrainedM
     family, changes = _KINDS[kind]
     model = model_of(family, **changes)
     batch, choose = DecodeBatch(model, kernels=True), random.Random(3)
-    assert batch.is_fused
+    assert batch._decoder is not None
     samples = [
         Sample(
             [choose.randrange(264) for _ in range(choose.choice((1, 4, 40)))],
@@ -190,7 +190,7 @@ def test_kernels_can_be_turned_off(model_of: Callable[..., PreTrainedModel]) -> 
     model, drawn = model_of("qwen3"), []
     for kernels in (True, False):
         batch = DecodeBatch(model, kernels)
-        assert batch.is_fused is kernels
+        assert (batch._decoder is not None) is kernels
         assert (batch._draw is draw_tokens) is not kernels
         sample = Sample([1, 2, 3], SamplingParams(max_new_tokens=20), frozenset(), random.Random(0))
         batch.add([sample])
@@ -221,7 +221,7 @@ def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTraine
     for reason, model in cases.items():
         assert reason in (not_plain(model) or "")
         batch = DecodeBatch(model, kernels=True)
-        assert not batch.is_fused
+        assert batch._decoder is None
         batch.add([Sample([1, 2], SamplingParams(max_new_tokens=3), frozenset(), random.Random(0))])
         for _ in range(3):
             batch.step(version=0)
@@ -235,6 +235,6 @@ def test_threads_are_not_left_idle_by_what_is_large(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert DecodeBatch(model_of("llama", hidden_size=hidden_size), kernels=True).is_fused is is_fused
+        assert (DecodeBatch(model_of("llama", hidden_size=hidden_size), kernels=True)._decoder is not None) is is_fused
     finally:
         torch.set_num_threads(before)
