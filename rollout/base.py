@@ -59,6 +59,7 @@ class EngineHooks(Generic[Running]):
         raise NotImplementedError
 
     async def _begin_update(self) -> None:
+        """Begin afresh, also where the last update failed and the engine still holds it open."""
         raise NotImplementedError
 
     async def _update(self, bucket: BucketMetadata) -> None:
@@ -72,9 +73,6 @@ class EngineHooks(Generic[Running]):
     async def _finish_update(self, version: int) -> None:
         """The update is whole: serve it, and flush every cache."""
         raise NotImplementedError
-
-    async def _close_update(self) -> None:
-        """Give up an update that the engine still holds open."""
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Not called on a CPU, where engines keep it; nor is ``_take_memory``."""
@@ -172,7 +170,6 @@ class EngineBase(EngineHooks[Running]):
     async def begin_update(self, version: int) -> None:
         """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
         self._alive()
-        await self._close_failed("the next update began before it was finished")
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
@@ -181,21 +178,13 @@ class EngineBase(EngineHooks[Running]):
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
-        try:
-            self._state.check_bucket(bucket.entries)
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
+        self._state.check_bucket(bucket.entries)
         await self._sync_call("update", self._update(bucket))
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
-        try:
-            received, hash_s = await self._sync_call("finish_update", self._received())
-            self._state.check_complete(version, received)
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
+        received, hash_s = await self._sync_call("finish_update", self._received())
+        self._state.check_complete(version, received)
         await self._sync_call("finish_update", self._finish_update(version))
         receipt = self._state.commit(received, hash_s)
         if self._resume_after_update:
@@ -205,11 +194,6 @@ class EngineBase(EngineHooks[Running]):
 
     async def checksums(self) -> dict[str, int]:
         return dict(self._state.checksums)
-
-    async def _close_failed(self, reason: str) -> None:
-        if self._state.is_open:
-            self._state.fail(reason)
-            await self._sync_call("closing a failed update", self._close_update())
 
     # ------------------------------------------------------------------------------------------------ health and turns
     async def health(self) -> EngineHealth:

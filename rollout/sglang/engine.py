@@ -105,9 +105,6 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _finish_update(self, version: int) -> None:
         await self._call("finish_update", version)
 
-    async def _close_update(self) -> None:
-        await self._call("close_update")
-
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
         await self._call("release_memory", tuple(reversed(parts)), during="sleep")

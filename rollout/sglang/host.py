@@ -97,7 +97,7 @@ class Host:
         await self._ranks.call("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
 
     async def begin_update(self) -> None:
-        await self.close_update()
+        await self._close_update()
         await self._ranks.call("begin_update")
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._updating = True
@@ -109,14 +109,14 @@ class Host:
         """Hashes of the open update's tensors, and the seconds they took."""
         return common_checksums(await self._ranks.call("received"))
 
-    async def close_update(self) -> None:
+    async def _close_update(self) -> None:
         """Close SGLang's side of an update, if one is open."""
         if self._updating:
             self._updating = False
             _require(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def finish_update(self, version: int) -> None:
-        await self.close_update()
+        await self._close_update()
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
@@ -129,11 +129,6 @@ class Host:
 
     async def resume_memory(self, parts: Sequence[str]) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
-
-    async def reach_schedulers(self) -> None:
-        """Use every socket to the schedulers once."""
-        await self.ping()
-        await self._ranks.call("begin_update")
 
     async def ping(self) -> None:
         """Answered by the schedulers, not only by this process."""

@@ -37,7 +37,8 @@ def main(descriptor: int, scratch: Path) -> None:
 
         gc.freeze()
         host = Host(engine, answers, config, engine_index)
-        engine.loop.run_until_complete(host.reach_schedulers())
+        engine.loop.run_until_complete(host.ping())
+        engine.loop.run_until_complete(host.received())
         if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))

@@ -109,9 +109,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.while_alive(llm.update_weight_version(str(version)))
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
-    async def _close_update(self) -> None:
-        await self._core.workers("finish_weight_update")
-
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Weights go to host memory. vLLM itself skips a part that is asleep."""
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)

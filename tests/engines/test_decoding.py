@@ -1,4 +1,6 @@
-"""Tokens decoded by kernels of ours against transformers' own forward of whole contexts, without a cache."""
+"""Tokens decoded in batches against transformers' own forward of whole contexts, without a cache.
+
+By kernels of ours, and by transformers' forward with our cache; each row samples as if it were alone."""
 
 import random
 from collections.abc import Callable
@@ -65,10 +67,16 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PreTrain
 
 def _whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """(rows, n, V) logits by transformers' plainest attention, in one forward."""
-    plain = type(model)._from_config(model.config, attn_implementation="eager").eval()
+    plain = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         return plain(input_ids=ids, use_cache=False).logits
+
+
+def _teacher_forced(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """(len(tokens) - 1,) logprobs of each token after those before it."""
+    ids = torch.tensor([tokens])
+    return _whole(model, ids)[0, :-1].double().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def _prefilled(model: PreTrainedModel, ids: Tensor) -> KeyValueCache:
@@ -125,30 +133,78 @@ def test_a_prefill_is_that_of_every_context_alone(
             torch.testing.assert_close(ours.values[row, :, columns], layer.values[0], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral with a window", "qwen2", "qwen3"])
-def test_rows_that_join_and_leave(kind: str, model_of: Callable[..., PreTrainedModel]) -> None:
+def _sample(prompt: list[int], new_tokens: int, seed: int = 0, score: bool = False) -> Sample:
+    sampling = SamplingParams(max_new_tokens=new_tokens)
+    return Sample(prompt, sampling, frozenset(), random.Random(seed), wants_prompt_logprobs=score)
+
+
+def _run(
+    model: PreTrainedModel, arrivals: dict[int, list[Sample]], kernels: bool = True, forget_at: tuple[int, ...] = ()
+) -> DecodeBatch:
+    """Step a batch; ``arrivals`` join before the step of that number."""
+    batch, step = DecodeBatch(model, kernels), 0
+    while batch.samples or step <= max(arrivals):
+        batch.add(arrivals.get(step, []))
+        if step in forget_at:
+            batch.forget_cache()
+        if batch.samples:
+            batch.step(version=step)
+        step += 1
+    return batch
+
+
+def _arrivals(seed: int) -> dict[int, list[Sample]]:
+    """Short and long prompts, some of them equal, that come and end at different times; buffers must grow twice."""
+    choose = random.Random(seed)
+    arrivals: dict[int, list[Sample]] = {}
+    for number in range(12):
+        prompt = [choose.randrange(264) for _ in range(choose.choice((1, 3, 30, 90)))]
+        lengths = [choose.choice((1, 2, 9, 150)) for _ in range(3)]
+        samples = [_sample(prompt, n, 100 * number + i, score=number % 3 == 0) for i, n in enumerate(lengths)]
+        arrivals.setdefault(choose.choice((0, 0, 1, 5, 40, 160)), []).extend(samples)
+    return arrivals
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fused"),
+    [(kind, True) for kind in ("llama", "mistral with a window", "qwen2", "qwen3")]
+    + [(kind, False) for kind in ("llama", "mistral with a window", "one head each")],
+)
+def test_every_row_is_sampled_as_if_it_were_alone(
+    kind: str, is_fused: bool, model_of: Callable[..., PreTrainedModel]
+) -> None:
     family, changes = _KINDS[kind]
     model = model_of(family, **changes)
-    batch, choose = DecodeBatch(model, kernels=True), random.Random(3)
-    assert batch._decoder is not None
-    samples = [
-        Sample(
-            [choose.randrange(264) for _ in range(choose.choice((1, 4, 40)))],
-            SamplingParams(max_new_tokens=choose.choice((1, 2, 30, 100))),
-            frozenset(),
-            random.Random(number),
-        )
-        for number in range(24)
-    ]
-    for step in range(200):
-        batch.add(samples[step // 5 * 2 : step // 5 * 2 + 2] if step % 5 == 0 else [])
-        if batch.samples:
-            batch.step(version=0)
-    for sample in samples:
+    arrivals = _arrivals(seed=1)
+    batch = _run(model if is_fused else model.double(), arrivals, forget_at=(7, 45))
+    assert (batch._decoder is not None) is is_fused
+    for sample in (sample for samples in arrivals.values() for sample in samples):
         assert len(sample.token_ids) == sample.sampling.max_new_tokens
-        ids = torch.tensor([sample.context])
-        logprobs = _whole(model, ids)[0, :-1].double().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        np.testing.assert_allclose(sample.logprobs, logprobs[len(sample.prompt) - 1 :], rtol=1e-5, atol=2e-5)
+        expected, prompt = _teacher_forced(model, sample.context), len(sample.prompt) - 1
+        np.testing.assert_allclose(sample.logprobs, expected[prompt:], rtol=1e-5, atol=2e-5)
+        assert (sample.prompt_logprobs is None) == (not sample.wants_prompt_logprobs)
+        if sample.prompt_logprobs is not None:
+            np.testing.assert_allclose(sample.prompt_logprobs, expected[:prompt], rtol=1e-5, atol=2e-5)
+
+
+def test_neighbours_do_not_change_what_a_row_draws(model_of: Callable[..., PreTrainedModel]) -> None:
+    model = model_of("llama").double()
+    together, apart = _arrivals(seed=2), _arrivals(seed=2)
+    _run(model, together)
+    for sample in (sample for samples in apart.values() for sample in samples):
+        _run(model, {0: [sample]})
+    drawn = [[s.token_ids for samples in run.values() for s in samples] for run in (together, apart)]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_row_that_ends_makes_room_for_a_longer_context(model_of: Callable[..., PreTrainedModel]) -> None:
+    """Columns that only a row had used which has left are not kept, and a wider context than the batch's fits."""
+    model = model_of("llama").double()
+    arrivals = {0: [_sample([1] * 90, 2, 0), _sample([2], 200, 1)], 3: [_sample([3] * 120, 5, 2)]}
+    _run(model, arrivals)
+    for sample in (*arrivals[0], *arrivals[3]):
+        expected = _teacher_forced(model, sample.context)[len(sample.prompt) - 1 :]
+        np.testing.assert_allclose(sample.logprobs, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_changed_weights_are_used_at_once(model_of: Callable[..., PreTrainedModel]) -> None:
@@ -189,14 +245,10 @@ def test_kernels_can_be_turned_off(model_of: Callable[..., PreTrainedModel]) -> 
     """Torch decodes and draws then, and samples the same."""
     model, drawn = model_of("qwen3"), []
     for kernels in (True, False):
-        batch = DecodeBatch(model, kernels)
+        drawn.append(_sample([1, 2, 3], 20))
+        batch = _run(model, {0: [drawn[-1]]}, kernels)
         assert (batch._decoder is not None) is kernels
         assert (batch._draw is draw_tokens) is not kernels
-        sample = Sample([1, 2, 3], SamplingParams(max_new_tokens=20), frozenset(), random.Random(0))
-        batch.add([sample])
-        while batch.samples:
-            batch.step(version=0)
-        drawn.append(sample)
     assert drawn[0].token_ids == drawn[1].token_ids
     np.testing.assert_allclose(drawn[0].logprobs, drawn[1].logprobs, rtol=1e-5, atol=2e-5)
 
@@ -220,12 +272,9 @@ def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTraine
     }
     for reason, model in cases.items():
         assert reason in (not_plain(model) or "")
-        batch = DecodeBatch(model, kernels=True)
-        assert batch._decoder is None
-        batch.add([Sample([1, 2], SamplingParams(max_new_tokens=3), frozenset(), random.Random(0))])
-        for _ in range(3):
-            batch.step(version=0)
-        assert not batch.samples
+        sample = _sample([1, 2], 3)
+        assert _run(model, {0: [sample]})._decoder is None
+        assert len(sample.token_ids) == 3
 
 
 @pytest.mark.parametrize(("threads", "hidden_size", "is_fused"), [(1, 512, True), (2, 512, False), (2, 128, True)])
