@@ -101,9 +101,7 @@ class EngineBase(EngineHooks[Running]):
     async def start(self) -> None:
         """Load the model as weight version 0, awake and not paused.
 
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
+        Raises ``EngineError`` where the start fails, or takes longer than ``rollout.start_timeout_s``.
         """
         self._reset()
         timeout = self._config.rollout.start_timeout_s

@@ -30,11 +30,7 @@ def results(answers: Sequence[RankAnswer]) -> list[Any]:
 
 
 def common_checksums(received: Sequence[tuple[dict[str, int], float]]) -> tuple[dict[str, int], float]:
-    """The hashes on which all ranks agree, and the longest time they took.
-
-    Raises:
-        WeightSyncError: the ranks' hashes differ.
-    """
+    """The hashes of all ranks, and the longest time they took. Raises ``WeightSyncError`` where the hashes differ."""
     first, _ = received[0]
     if any(checksums != first for checksums, _ in received):
         raise WeightSyncError("its tensor-parallel ranks received different bytes", code="ranks-differ")

@@ -53,11 +53,8 @@ def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner)
 
     On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
 
-    Args:
-        descriptor: the link's, which forked schedulers must not keep open.
-
-    Raises:
-        EngineError: an engine argument is rejected, or a scheduler failed; the message is the scheduler's own.
+    ``descriptor`` is the link's, which they must not keep open. Raises ``EngineError`` where an engine argument is
+    rejected or a scheduler failed, with the scheduler's own message.
     """
     stand_ins.install()
     from sglang.srt.arg_groups.arg_utils import record_fields

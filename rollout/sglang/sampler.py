@@ -51,11 +51,7 @@ class SeededSampler(Sampler):
 
 
 def draw(logprobs: Tensor, uniform: Tensor, sampling_info: SamplingBatchInfo) -> Tensor:
-    """(B,) int64 ids, row by row, from ``logprobs`` (B, V) cut by each row's top-k, then top-p.
-
-    Args:
-        uniform: (B,) float64 in [0, 1).
-    """
+    """(B,) int64 ids from ``logprobs`` (B, V) cut by each row's top-k, then top-p, at ``uniform`` (B,) in [0, 1)."""
     probabilities = logprobs.double().exp()
     if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling:
         _truncate(probabilities, sampling_info.top_ks, sampling_info.top_ps)

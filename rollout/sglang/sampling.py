@@ -24,12 +24,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
 
 
 def generation(request: GenerationRequest, output: dict[str, Any], version: int) -> Generation:
-    """One sample's result.
-
-    Args:
-        output: what SGLang's tokenizer manager yields for a finished request.
-        version: the weights served now, for responses that ended before their first token.
-    """
+    """One sample's result; ``version`` is served now, for responses that ended before their first token."""
     meta = output["meta_info"]
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
     spans = ((span["start"], span["end"], span["version"]) for span in meta.get("weight_versions") or ())

@@ -93,8 +93,7 @@ class DecodeBatch:
     def _prefill(self, samples: Sequence[Sample], score: bool) -> Tensor:
         """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once.
 
-        Args:
-            score: note the prompts' own logprobs, too.
+        With ``score`` the prompts' own logprobs are noted, too.
         """
         contexts = [tuple(sample.context) for sample in samples]
         unique = list(dict.fromkeys(contexts))

@@ -35,11 +35,7 @@ T = TypeVar("T")
 
 
 class EngineCore:
-    """One AsyncLLM, from its start to its end; it may be started again afterwards.
-
-    Attributes:
-        process_ids: processes that it has started.
-    """
+    """One AsyncLLM and its processes, from its start to its end; it may be started again afterwards."""
 
     def __init__(self, config: RunConfig, engine_index: int, faults: EngineFaults) -> None:
         self.process_ids: tuple[int, ...] = ()

@@ -55,11 +55,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await llm.abort(list(self._promised) if request_id is None else [request_id])
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """As every engine.
+        """Not with a mixture-of-experts model on a CPU: vLLM 0.32 reloads its experts wrongly, in silence.
 
-        Raises:
-            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (so
-                does its ``reload_weights``), so that updates would be silently wrong.
+        So does its ``reload_weights``.
         """
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
             raise EngineError(refusal, code="model-not-served", who=self._name)

@@ -43,11 +43,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
 
 
 def generations(request: GenerationRequest, output: RequestOutput, version: int) -> list[Generation]:
-    """One ``Generation`` per sample, in sample order.
-
-    Args:
-        version: the weights served now, for responses that ended before their first token.
-    """
+    """One per sample, in order; ``version`` is served now, for responses that ended before their first token."""
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
     samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
     return [_generation(request, sample, prompt_logprobs, version) for sample in samples]

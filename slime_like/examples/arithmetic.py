@@ -26,9 +26,7 @@ def evaluate(text: str) -> Fraction:
     """The exact value of an expression of decimal numbers, ``+ - * / // % **`` (or ``^``) and parentheses.
 
     Operators bind as in Python. Time and memory are bounded by ``MAX_CHARS``, ``MAX_DEPTH`` and ``MAX_BITS``.
-
-    Raises:
-        ArithmeticFault: no such expression, a division by zero, or a bound is exceeded.
+    Raises ``ArithmeticFault`` where there is no value, or a bound is exceeded.
     """
     if len(text) > MAX_CHARS:
         raise ArithmeticFault("too long")

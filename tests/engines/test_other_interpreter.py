@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -18,7 +17,8 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
+from tests.engines.harness import EngineUnderTest, Reference, run_config
+from tests.engines.test_conformance import check_logprobs
 from tests.support.interpreter import make_interpreter
 
 
@@ -29,8 +29,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(under_test: EngineUnderTest, reference: Reference, prompt: list[int]) -> Generation:
     (generation,) = under_test.generate(prompt, max_new_tokens=12, seed=3)
-    expected = reference.logprobs(prompt, generation.token_ids, 1.0)
-    assert np.abs(generation.logprobs - expected).max() < TOLERANCE
+    check_logprobs(reference, prompt, generation)
     return generation
 
 

@@ -15,9 +15,7 @@ REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:C
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Make an environment of the class registered as ``name``, or of the one at ``package.module:name``.
 
-    Raises:
-        ValueError: unknown name, an import path that leads nowhere, something that cannot be called, or that does not
-            take the options.
+    Raises ``ValueError`` where there is none that can be called, or it does not take the options.
     """
     found = resolve_callable("environment", name, REGISTERED)
     require_options(f"environment {name!r}", inspect.signature(found), (), options)

@@ -98,11 +98,7 @@ class RewardPool:
         return self._workers.process_ids
 
     def start(self) -> None:
-        """Wait until every worker is ready.
-
-        Raises:
-            RewardError: a reward function cannot be used, or a worker did not start in time.
-        """
+        """Wait for every worker. Raises ``RewardError`` where a function cannot be used, or a start takes too long."""
         self._thread.run(self._workers.ready())
 
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:

@@ -14,8 +14,8 @@ RewardCallable = Callable[..., Any]
 
 REGISTERED: Mapping[str, str] = {
     "math_verify": "slime_like.sandbox.rewards.math_answer:math_verify",
-    "format": "slime_like.sandbox.rewards.response_format:response_format",
-    "length": "slime_like.sandbox.rewards.response_length:response_length",
+    "format": "slime_like.sandbox.rewards.response_shape:response_format",
+    "length": "slime_like.sandbox.rewards.response_shape:response_length",
     "http": "slime_like.sandbox.rewards.remote:remote",
     "majority": "slime_like.sandbox.rewards.majority:majority",
 }
@@ -30,11 +30,7 @@ _PURE = frozenset({"format", "length"})
 
 
 def resolve_reward(name: str) -> RewardCallable:
-    """The function registered as ``name``, or the one at ``package.module:name``.
-
-    Raises:
-        ValueError: unknown name, an import path that leads nowhere, or something that is no function.
-    """
+    """The function registered as ``name``, or the one at ``package.module:name``. Raises ``ValueError``."""
     return resolve_callable("reward function", name, REGISTERED)
 
 

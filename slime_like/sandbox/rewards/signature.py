@@ -22,11 +22,7 @@ def is_group_reward(function: Callable[..., Any]) -> bool:
 def signature_problems(
     field: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Why workers cannot use ``function``, with file and line where it is Python's.
-
-    Args:
-        field: of the configuration, for the messages: ``reward.functions.INDEX``.
-    """
+    """Why workers cannot use ``function``, with file and line where it is Python's; ``field`` names the setting."""
     code = code_of(function)
     place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
     setting = f"{field}.name={name}{place}"

@@ -5,8 +5,7 @@ import pytest
 from slime_like.sandbox.rewards.majority import majority
 from slime_like.sandbox.rewards.math_answer import math_verify
 from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
-from slime_like.sandbox.rewards.response_format import response_format
-from slime_like.sandbox.rewards.response_length import response_length
+from slime_like.sandbox.rewards.response_shape import response_format, response_length
 from tests.support.rejections import Rejects
 
 # ground truth, response
@@ -78,7 +77,7 @@ def test_length(length: int, reward: float) -> None:
 
 def test_names_and_import_paths_lead_to_functions() -> None:
     assert resolve_reward("math_verify") is math_verify
-    assert resolve_reward("slime_like.sandbox.rewards.response_length:response_length") is response_length
+    assert resolve_reward("slime_like.sandbox.rewards.response_shape:response_length") is response_length
     for name in REGISTERED:
         assert callable(resolve_reward(name))
 
