@@ -105,7 +105,7 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     Raises:
         ConfigError: unknown family or field.
     """
-    config = _model_config(family, overrides)
+    config = tiny_config(family, **overrides)
     dtype = config.dtype
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,8 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     byte_tokenizer().save_pretrained(directory)
 
 
-def _model_config(family: str, overrides: dict[str, Any]) -> Any:
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The transformers configuration of ``make_tiny_model``; raises as it does."""
     if family not in _FAMILIES:
         raise ConfigError([f"family={family} is not a tiny model; use one of: {', '.join(_FAMILIES)}"])
     plain = transformers.AutoConfig.for_model(family)

@@ -3,15 +3,13 @@
 By kernels of ours, and by transformers' forward with our cache; each row samples as if it were alone."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rollout.transformers.attention import GROUPED_SDPA, register
 from rollout.transformers.decoding import DecodeBatch
@@ -19,7 +17,7 @@ from rollout.transformers.fused_decoder import FusedDecoder
 from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.plain_decoder import not_plain
 from rollout.transformers.samples import Sample, draw_tokens
-from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import tiny_config
 from slime_like.interfaces import SamplingParams
 
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,27 +40,17 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PreTrainedModel]:
-    directories: dict[str, Path] = {}
-
-    def make(family: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrainedModel:
-        """With weights so large that attention matters, and biases and norms that are not what they begin as."""
-        register()
-        if family not in directories:
-            directories[family] = tmp_path_factory.mktemp(family)
-            make_tiny_model(directories[family], family=family)
-        config = AutoConfig.from_pretrained(directories[family])
-        for name, value in changes.items():
-            setattr(config, name, value)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter) if parameter.ndim == 1 else 4 * parameter)
-        return model.eval().requires_grad_(False)
-
-    return make
+def _model(kind: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrainedModel:
+    """With weights so large that attention matters, and biases and norms that are not what they begin as."""
+    register()
+    family, of_kind = _KINDS.get(kind, (kind, {}))
+    torch.manual_seed(0)
+    config = tiny_config(family, **of_kind, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) if parameter.ndim == 1 else 4 * parameter)
+    return model.eval().requires_grad_(False)
 
 
 def _whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -91,9 +79,8 @@ def _ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_logits_are_those_of_the_whole_context(kind: str, model_of: Callable[..., PreTrainedModel]) -> None:
-    family, changes = _KINDS[kind]
-    model = model_of(family, **changes)
+def test_logits_are_those_of_the_whole_context(kind: str) -> None:
+    model = _model(kind)
     assert not_plain(model) is None
     ids = _ids(model, rows=5, tokens=90)
     cache, decoder = _prefilled(model, ids[:, :3]), FusedDecoder(model)
@@ -106,11 +93,8 @@ def test_logits_are_those_of_the_whole_context(kind: str, model_of: Callable[...
 
 @pytest.mark.parametrize("lengths", [(9, 2, 40, 1), (12, 12)], ids=str)
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_prefill_is_that_of_every_context_alone(
-    kind: str, lengths: tuple[int, ...], model_of: Callable[..., PreTrainedModel]
-) -> None:
-    family, changes = _KINDS[kind]
-    model, width = model_of(family, **changes), max(lengths)
+def test_a_prefill_is_that_of_every_context_alone(kind: str, lengths: tuple[int, ...]) -> None:
+    model, width = _model(kind), max(lengths)
     ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
     contexts = [_ids(model, 1, length) for length in lengths]
     for row, context in enumerate(contexts):
@@ -170,11 +154,8 @@ def _arrivals(seed: int) -> dict[int, list[Sample]]:
     [(kind, True) for kind in ("llama", "mistral with a window", "qwen2", "qwen3")]
     + [(kind, False) for kind in ("llama", "mistral with a window", "one head each")],
 )
-def test_every_row_is_sampled_as_if_it_were_alone(
-    kind: str, is_fused: bool, model_of: Callable[..., PreTrainedModel]
-) -> None:
-    family, changes = _KINDS[kind]
-    model = model_of(family, **changes)
+def test_every_row_is_sampled_as_if_it_were_alone(kind: str, is_fused: bool) -> None:
+    model = _model(kind)
     arrivals = _arrivals(seed=1)
     batch = _run(model if is_fused else model.double(), arrivals, forget_at=(7, 45))
     assert (batch._decoder is not None) is is_fused
@@ -187,8 +168,8 @@ def test_every_row_is_sampled_as_if_it_were_alone(
             np.testing.assert_allclose(sample.prompt_logprobs, expected[:prompt], rtol=1e-5, atol=2e-5)
 
 
-def test_neighbours_do_not_change_what_a_row_draws(model_of: Callable[..., PreTrainedModel]) -> None:
-    model = model_of("llama").double()
+def test_neighbours_do_not_change_what_a_row_draws() -> None:
+    model = _model("llama").double()
     together, apart = _arrivals(seed=2), _arrivals(seed=2)
     _run(model, together)
     for sample in (sample for samples in apart.values() for sample in samples):
@@ -197,9 +178,9 @@ def test_neighbours_do_not_change_what_a_row_draws(model_of: Callable[..., PreTr
     assert drawn[0] == drawn[1]
 
 
-def test_a_row_that_ends_makes_room_for_a_longer_context(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_a_row_that_ends_makes_room_for_a_longer_context() -> None:
     """Columns that only a row had used which has left are not kept, and a wider context than the batch's fits."""
-    model = model_of("llama").double()
+    model = _model("llama").double()
     arrivals = {0: [_sample([1] * 90, 2, 0), _sample([2], 200, 1)], 3: [_sample([3] * 120, 5, 2)]}
     _run(model, arrivals)
     for sample in (*arrivals[0], *arrivals[3]):
@@ -207,9 +188,9 @@ def test_a_row_that_ends_makes_room_for_a_longer_context(model_of: Callable[...,
         np.testing.assert_allclose(sample.logprobs, expected, rtol=1e-5, atol=2e-5)
 
 
-def test_changed_weights_are_used_at_once(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_changed_weights_are_used_at_once() -> None:
     """In place, as a weight update writes them, and as other storage."""
-    model = model_of("qwen3")
+    model = _model("qwen3")
     ids = _ids(model, rows=3, tokens=8)
     decoder = FusedDecoder(model)
     for name, parameter in model.named_parameters():
@@ -224,8 +205,8 @@ def test_changed_weights_are_used_at_once(model_of: Callable[..., PreTrainedMode
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_a_nan_in_any_weight_is_a_nan_in_the_logits(model_of: Callable[..., PreTrainedModel]) -> None:
-    model = model_of("qwen2")
+def test_a_nan_in_any_weight_is_a_nan_in_the_logits() -> None:
+    model = _model("qwen2")
     ids = _ids(model, rows=3, tokens=4)
     ids[:, 3] = 17
     decoder = FusedDecoder(model)
@@ -241,9 +222,9 @@ def test_a_nan_in_any_weight_is_a_nan_in_the_logits(model_of: Callable[..., PreT
         assert not decoder.logits(ids[:, 3], _prefilled(model, ids[:, :3])).isnan().any()
 
 
-def test_kernels_can_be_turned_off(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_kernels_can_be_turned_off() -> None:
     """Torch decodes and draws then, and samples the same."""
-    model, drawn = model_of("qwen3"), []
+    model, drawn = _model("qwen3"), []
     for kernels in (True, False):
         drawn.append(_sample([1, 2, 3], 20))
         batch = _run(model, {0: [drawn[-1]]}, kernels)
@@ -257,18 +238,18 @@ class _OtherLinear(nn.Linear):
     pass
 
 
-def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTrainedModel]) -> None:
-    replaced = model_of("qwen3")
+def test_other_models_are_left_to_transformers() -> None:
+    replaced = _model("qwen3")
     replaced.model.layers[1].mlp.up_proj = _OtherLinear(128, 256, bias=False)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     cases = {
-        "Qwen3Moe": model_of("qwen3_moe"),
-        "DeepseekV3": model_of("deepseek_v3", attention="sdpa"),
-        "attn_implementation=eager": model_of("qwen3", attention="eager"),
-        "activation is gelu": model_of("llama", hidden_act="gelu"),
-        "type dynamic": model_of("llama", rope_parameters=dynamic),
+        "Qwen3Moe": _model("qwen3_moe"),
+        "DeepseekV3": _model("deepseek_v3", attention="sdpa"),
+        "attn_implementation=eager": _model("qwen3", attention="eager"),
+        "activation is gelu": _model("llama", hidden_act="gelu"),
+        "type dynamic": _model("llama", rope_parameters=dynamic),
         "projection is a _OtherLinear": replaced,
-        "float32": model_of("qwen3").bfloat16(),
+        "float32": _model("qwen3").bfloat16(),
     }
     for reason, model in cases.items():
         assert reason in (not_plain(model) or "")
@@ -278,12 +259,10 @@ def test_other_models_are_left_to_transformers(model_of: Callable[..., PreTraine
 
 
 @pytest.mark.parametrize(("threads", "hidden_size", "is_fused"), [(1, 512, True), (2, 512, False), (2, 128, True)])
-def test_threads_are_not_left_idle_by_what_is_large(
-    threads: int, hidden_size: int, is_fused: bool, model_of: Callable[..., PreTrainedModel]
-) -> None:
+def test_threads_are_not_left_idle_by_what_is_large(threads: int, hidden_size: int, is_fused: bool) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert (DecodeBatch(model_of("llama", hidden_size=hidden_size), kernels=True)._decoder is not None) is is_fused
+        assert (DecodeBatch(_model("llama", hidden_size=hidden_size), kernels=True)._decoder is not None) is is_fused
     finally:
         torch.set_num_threads(before)
