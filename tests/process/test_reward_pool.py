@@ -180,8 +180,13 @@ def test_a_misdeed_costs_its_own_sample_alone_and_names_function_error_and_line(
         assert outcomes[2].metadata == {"reason": "error", "function": "user_rewards:act", "detail": detail}
 
 
-def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(pool: RewardPool) -> None:
-    assert [outcome.rewards[0] for outcome in pool.score(items("print", "read", "abc"))] == [5.0, 4.0, 3.0]
+def test_prints_reads_and_an_interrupt_of_the_terminal_disturb_no_sample(pool: RewardPool) -> None:
+    pool.start()
+    (worker,) = pool.process_ids
+    os.kill(worker, signal.SIGINT)
+    metadata = {"user_rewards:act": {"pid": worker}}
+    expected = [RewardOutcome((reward,), (1.0,), metadata) for reward in (5.0, 4.0, 3.0)]
+    assert pool.score(items("print", "read", "abc")) == expected
 
 
 def test_a_function_that_always_fails_is_no_reward_of_zero(pool: RewardPool, rejects: Rejects) -> None:
@@ -369,13 +374,6 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_modul
         parent.kill()
         parent.wait(30)
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def test_an_interrupt_of_the_terminal_does_not_reach_a_sample(pool: RewardPool) -> None:
-    pool.start()
-    os.kill(pool.process_ids[0], signal.SIGINT)
-    [outcome] = pool.score(items("abc"))
-    assert outcome == RewardOutcome((3.0,), (1.0,), {"user_rewards:act": {"pid": pool.process_ids[0]}})
 
 
 # ------------------------------------------------------------------------------------------------------------- services
