@@ -33,28 +33,6 @@ def started(config: RunConfig, references: Sequence[Reference]) -> Iterator[Engi
         loop.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
-def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
-    """Qwen2's head is the embedding, sent under that name alone, and its projections have biases; vLLM and SGLang have
-    it on two ranks, in ``test_tensor_parallel.py``. DeepSeek-V3 has fused experts, and a routers' bias, a buffer."""
-    models = [tmp_path / f"model{seed}" for seed in (0, 1)]
-    for seed, model in enumerate(models):
-        make_tiny_model(model, family, seed=seed)
-    references = [Reference(model) for model in models]
-    assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
-    prompt = [7 + 3 * i % 240 for i in range(40)]
-    with started(run_config(models[0], tmp_path / "run"), references) as engine:
-        for which in (0, 1, 0):
-            if which != engine.current:
-                receipt, sent = engine.run(engine.load(which))
-                assert receipt.checksums == sent
-            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, stop_token_ids=NO_STOP)
-            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
-            assert generation.prompt_logprobs is not None
-            assert np.abs(generation.prompt_logprobs - expected).max() < TOLERANCE
-            check_logprobs(engine.reference, prompt, generation)
-
-
 def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], temperature: float) -> np.ndarray:
     """|engine - judge| of every sampled token's logprob, all prompts in one batch."""
     requests = [
@@ -89,3 +67,25 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
                 found = gaps(engine, judges[which], prompts, temperature)
                 assert found.max() < LARGEST and found.mean() < MEAN
             assert gaps(engine, judges[1 - which], prompts, 1.0).mean() > 10 * MEAN  # the bound tells models apart
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
+    """Qwen2's head is the embedding, sent under that name alone, and its projections have biases; vLLM and SGLang have
+    it on two ranks, in ``test_tensor_parallel.py``. DeepSeek-V3 has fused experts, and a routers' bias, a buffer."""
+    models = [tmp_path / f"model{seed}" for seed in (0, 1)]
+    for seed, model in enumerate(models):
+        make_tiny_model(model, family, seed=seed)
+    references = [Reference(model) for model in models]
+    assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
+    prompt = [7 + 3 * i % 240 for i in range(40)]
+    with started(run_config(models[0], tmp_path / "run"), references) as engine:
+        for which in (0, 1, 0):
+            if which != engine.current:
+                receipt, sent = engine.run(engine.load(which))
+                assert receipt.checksums == sent
+            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, stop_token_ids=NO_STOP)
+            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+            assert generation.prompt_logprobs is not None
+            assert np.abs(generation.prompt_logprobs - expected).max() < TOLERANCE
+            check_logprobs(engine.reference, prompt, generation)
