@@ -27,7 +27,7 @@ T = TypeVar("T")
 class EngineHooks(Generic[Running]):
     """Called by ``EngineBase``, once the call itself has been found to be right; ``Running`` is a started engine.
 
-    Those without a bound of their own are called within one.
+    Those below ``_own_process_ids`` are bounded by ``rollout.request_timeout_s`` or ``sync.timeout_s``.
     """
 
     async def _start(self) -> None:
